@@ -129,13 +129,16 @@ def _from_product(
     """Returns `z -> H z` of the caller's Hessian-vector product, checked."""
 
     def hessian_times(z: list[Any]) -> list[Any]:
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             tape.watch(z)
-            by_path = {leaf.path: z_i for leaf, z_i in zip(leaves, z, strict=True)}
-            v = tf.nest.pack_sequence_as(x, [by_path.get(path) for path, _ in _leaves.flatten(x)])
-            products = {path: hv for path, _, hv in _leaves.pair(x, hx(v), gx_name="hx(v)")}
+            v = [tf.identity(z_i) for z_i in z]
+            by_path = {leaf.path: v_i for leaf, v_i in zip(leaves, v, strict=True)}
+            paths = [path for path, _ in _leaves.flatten(x)]
+            product = hx(tf.nest.pack_sequence_as(x, [by_path.get(path) for path in paths]))
+            products = {path: hv for path, _, hv in _leaves.pair(x, product, gx_name="hx(v)")}
             hz = [_product(products[leaf.path], leaf) for leaf in leaves]
-        if all(g is None for g in tape.gradient(hz, z)):
+        # Where recording is suspended (tf.recompute_grad), not even v is connected.
+        if _connected(tape, v, z) and not _connected(tape, hz, z):
             raise ValueError(
                 "hx(v) is not connected to v, so the second derivative would be lost. TensorFlow "
                 "must be able to differentiate it. Where it calls code outside TensorFlow, give it "
@@ -144,6 +147,10 @@ def _from_product(
         return hz
 
     return hessian_times
+
+
+def _connected(tape: Any, ys: list[Any], xs: list[Any]) -> bool:
+    return any(g is not None for g in tape.gradient(ys, xs))
 
 
 def _product(hv: Any, leaf: Leaf) -> Any:

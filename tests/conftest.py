@@ -1,0 +1,10 @@
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+sys.path.insert(0, str(Path(__file__).parent))  # tests/matrix, for xdist's workers too
+
+import matrix
+
+matrix.configure()

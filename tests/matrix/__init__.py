@@ -1,0 +1,11 @@
+"""The transformation matrix: every way in which TensorFlow differentiates, maps or stores a function.
+
+A `Case` supplies a true function and the form under test; a `Cell` runs one function under one
+transformation. `Problem.expected` says what should come out, from the true function alone, by one
+eager tape per member. `complaint` compares the two, for the tests as for the table in the docs.
+"""
+
+from matrix.cells import CELLS, Cell, judge
+from matrix.problem import Case, Problem, complaint, configure
+
+__all__ = ["CELLS", "Case", "Cell", "Problem", "complaint", "configure", "judge"]

@@ -1,0 +1,163 @@
+"""What a transformation is run on, and what should come out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+Function = Callable[..., Any]
+Outcome = dict[str, Any]
+
+
+def configure() -> None:
+    """Two logical CPUs, for replicas and placement. Before anything else runs."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if len(tf.config.get_logical_device_configuration(cpu) or ()) < 2:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A point, what is pulled back there and what is pushed forward."""
+
+    truth: Function
+    args: tuple[np.ndarray, ...]
+    upstream: np.ndarray
+    tangents: tuple[np.ndarray, ...]
+    mapped: bool  # the first axis of everything is that of members, for each of which truth holds
+
+    @cached_property
+    def expected(self) -> Outcome:
+        """By reverse mode in eager, one scalar at a time."""
+        if self.mapped:
+            members = [self.member(i).expected for i in range(len(self.upstream))]
+            stacked = {
+                key: [np.stack(parts) for parts in zip(*(m[key] for m in members), strict=True)]
+                for key in ("vjp", "batch_jacobian", "hvp", "hvp_of_square", "first_order_part")
+            }
+            block_diagonal = []
+            for blocks in stacked["batch_jacobian"]:
+                n, y = len(blocks), blocks.shape[1 : self.upstream.ndim]
+                full = np.zeros((n, *y, n, *blocks.shape[self.upstream.ndim :]))
+                for i in range(n):
+                    full[(i, *[slice(None)] * len(y), i)] = blocks[i]
+                block_diagonal.append(full)
+            return stacked | {
+                "value": np.stack([m["value"] for m in members]),
+                "jvp": np.stack([m["jvp"] for m in members]),
+                "jacobian": block_diagonal,
+            }
+        args = [tf.constant(a) for a in self.args]
+        with tf.GradientTape(persistent=True) as outer:
+            outer.watch(args)
+            with tf.GradientTape(persistent=True) as inner:
+                inner.watch(args)
+                y = self.truth(*args)
+                s = tf.reduce_sum(self.upstream * y)
+                q = tf.reduce_sum(self.upstream * y**2) / 2
+            pulled = inner.gradient(s, args)
+            pulled_q = inner.gradient(q, args)
+            directional = sum(tf.reduce_sum(g * t) for g, t in zip(pulled, self.tangents, strict=True))
+            directional_q = sum(
+                tf.reduce_sum(g * t) for g, t in zip(pulled_q, self.tangents, strict=True)
+            )
+        jacobian = [j.numpy() for j in inner.jacobian(y, args, experimental_use_pfor=False)]
+        jvp = sum(
+            np.tensordot(j, t, t.ndim) for j, t in zip(jacobian, self.tangents, strict=True)
+        )
+        return {
+            "value": y.numpy(),
+            "vjp": [g.numpy() for g in pulled],
+            "jacobian": jacobian,
+            "batch_jacobian": jacobian,
+            "jvp": jvp,
+            "hvp": [g.numpy() for g in connected(outer.gradient(directional, args), args)],
+            "hvp_of_square": [
+                g.numpy() for g in connected(outer.gradient(directional_q, args), args)
+            ],
+            "first_order_part": [
+                np.tensordot(self.upstream * jvp, j, self.upstream.ndim) for j in jacobian
+            ],
+        }
+
+    def member(self, i: int) -> "Problem":
+        """The problem of one member."""
+        return Problem(
+            self.truth,
+            tuple(a[i] for a in self.args),
+            self.upstream[i],
+            tuple(t[i] for t in self.tangents),
+            mapped=False,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A true function and the form under test, which must be equal in value and derivatives.
+
+    `form` must have a forward computation whose own derivative is not the true one, so that a cell
+    that drops the custom derivative is seen.
+
+    Attributes:
+        name: Shown in test ids.
+        truth: From member to member's value, native TensorFlow.
+        form: The same, by the form under test.
+        args: One array per argument, the first axis being that of the members.
+        batched: Whether `form` may be called with all members at once.
+        order: Through which order the derivatives of `form` are promised to be exact.
+    """
+
+    name: str
+    truth: Function
+    form: Function
+    args: tuple[np.ndarray, ...]
+    batched: bool = True
+    order: int = 1
+    seed: int = field(default=0, repr=False)
+
+    @cached_property
+    def members(self) -> Problem:
+        """All members."""
+        random = np.random.default_rng(self.seed)
+        y = np.stack([self.truth(*member).numpy() for member in zip(*self.args, strict=True)])
+        return Problem(
+            self.truth,
+            self.args,
+            random.uniform(0.5, 2.0, y.shape),  # non-uniform, so that means and leaks are seen
+            tuple(random.normal(size=a.shape) for a in self.args),
+            mapped=True,
+        )
+
+    @cached_property
+    def whole(self) -> Problem:
+        """What the form takes in one call."""
+        return self.members if self.batched else self.members.member(0)
+
+
+def complaint(outcome: Outcome, expected: Outcome, rtol: float) -> str | None:
+    """What is wrong with an outcome, None if nothing is. A test's and the table's only judge."""
+    for key, came in outcome.items():
+        came, want = as_list(came), as_list(expected[key])
+        if len(came) != len(want):
+            return f"{key}: {len(came)} results instead of {len(want)}"
+        for i, (a, b) in enumerate(zip(came, want, strict=True)):
+            if a is None:
+                return f"{key}[{i}] is None"
+            if np.shape(a) != np.shape(b):
+                return f"{key}[{i}] has shape {np.shape(a)} instead of {np.shape(b)}"
+            if not np.allclose(a, b, rtol=rtol, atol=rtol):
+                return f"{key}[{i}] is {np.asarray(a).tolist()} instead of {np.asarray(b).tolist()}"
+    return None
+
+
+def as_list(value: Any) -> list[Any]:
+    """A single result as a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def connected(gradients: Any, args: Any) -> list[Any]:
+    """Zeros in the place of None."""
+    return [tf.zeros_like(a) if g is None else g for g, a in zip(gradients, args, strict=True)]

@@ -1,0 +1,77 @@
+"""Cases of the value form `custom_gradient(fx, gx, x)`, and its rivals on the same cases."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from matrix import functions as fn
+from matrix.problem import Case
+
+_random = np.random.default_rng(7)
+POINTS = _random.normal(size=(4, 3))
+MATRICES, NUMBERS = _random.normal(size=(4, 2, 2)), _random.normal(size=4)
+
+
+def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
+    """Every shape reading of DESIGN 3.1 that maps over members."""
+
+    def chains(x: Any) -> Any:
+        return custom_gradient(fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x)
+
+    def vector(x: Any) -> Any:
+        return custom_gradient(fn.misled(fn.vector)(x), fn.vector_jacobian(x), x)
+
+    def vectors(x: Any) -> Any:
+        b = 1 if x.shape.rank is None else x.shape.rank - 1
+        return custom_gradient(fn.misled(fn.vector)(x), fn.vector_jacobian(x), x, batch_ndims=b)
+
+    def elementwise(x: Any) -> Any:
+        return custom_gradient(fn.misled(fn.elementwise)(x), fn.elementwise_gradient(x), x)
+
+    def two(x: Any, y: Any) -> Any:
+        gx, gy = fn.two_gradients(x, y)
+        value = fn.misled(fn.two)(x, y)
+        return custom_gradient(value, {"x": [gx], "y": gy}, {"x": [x], "y": y})
+
+    def blocks(x: Any) -> Any:
+        return custom_gradient(
+            fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x, hx=fn.scalar_hessian(x)
+        )
+
+    def product(x: Any, y: Any) -> Any:
+        x_, y_ = tf.stop_gradient(x), tf.stop_gradient(y)
+        return custom_gradient(
+            fn.misled(fn.two)(x, y),
+            fn.two_gradients(x, y),
+            (x, y),
+            hx=lambda v: fn.two_hessian_times(x_, y_, *v),
+        )
+
+    def jacobian_with_blocks(x: Any) -> Any:
+        return custom_gradient(
+            fn.misled(fn.vector)(x), fn.vector_jacobian(x), x, hx=fn.vector_hessian(x)
+        )
+
+    return [
+        Case("scalar", fn.scalar, chains, (POINTS,), batched=False),
+        Case("chains", fn.scalar, chains, (POINTS,)),
+        Case("elementwise", fn.elementwise, elementwise, (NUMBERS,)),
+        Case("Jacobian", fn.vector, vector, (POINTS,), batched=False),
+        Case("Jacobian per member", fn.vector, vectors, (POINTS,)),
+        Case("structure", fn.two, two, (MATRICES, NUMBERS)),
+        Case("Hessian blocks", fn.scalar, blocks, (POINTS,), order=2),
+        Case("Hessian product", fn.two, product, (MATRICES, NUMBERS), order=2),
+        Case("Hessian of a vector", fn.vector, jacobian_with_blocks, (POINTS,), False, order=2),
+    ]
+
+
+def tf_custom_gradient(fx: Callable[..., Any], gx: Callable[..., Any]) -> Callable[..., Any]:
+    """`tf.custom_gradient` with the same forward and the same gradient."""
+
+    @tf.custom_gradient
+    def f(x: Any) -> Any:
+        return fx(x), lambda u: tf.reshape(u, [*u.shape, 1]) * gx(x)
+
+    return f
