@@ -85,12 +85,12 @@ def inner(c: Any, z: Any, batch_ndims: Any) -> Any:
     zero upstream back to zero, even where `c` is not finite.
     """
     z = tf.cast(z, c.dtype)
-    domain_ndims = _rank(z) - batch_ndims
-    z = _insert_ones(z, batch_ndims, _rank(c) - _rank(z))
-    product = _times(c, z)
-    if isinstance(domain_ndims, int) and domain_ndims == 0:
-        return product
-    return tf.reduce_sum(product, axis=tf.range(_rank(c) - domain_ndims, _rank(c)))
+    rank, z_rank = _rank(c), _rank(z)
+    product = _times(c, _insert_ones(z, batch_ndims, rank - z_rank))
+    first = rank - (z_rank - batch_ndims)
+    if not isinstance(first, int):
+        return tf.reduce_sum(product, tf.range(first, rank))
+    return tf.reduce_sum(product, list(range(first, rank))) if first < rank else product
 
 
 def cast(t: Any, dtype: Any) -> Any:

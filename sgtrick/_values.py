@@ -48,7 +48,7 @@ def _value(fx: Any, like: Any) -> Any:
     """Converts `fx`; a bare Python float has no dtype of its own and takes the precision of x."""
     dtype = None
     if type(fx) is float and hasattr(like, "dtype"):
-        dtype = tf.as_dtype(like.dtype)
+        dtype = tf.as_dtype(like.dtype).base_dtype
         dtype = dtype.real_dtype if _leaves.is_differentiable(dtype) else None
     fx = _leaves.to_tensor(fx, "fx", dtype=dtype)
     if not _leaves.is_differentiable(fx.dtype):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from matrix.problem import Case, Function, Outcome, Problem, complaint
+from matrix.problem import Case, Function, Outcome, Problem, as_list, complaint
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ def cell(name: str, group: str, **options: Any) -> Callable[[Any], Any]:
 
 
 def judge(cell: Cell, case: Case) -> str:
-    """`right`, `raises` or `wrong`: what the form does in a cell, for the comparison table."""
+    """What a form does in a cell: `right`, `raises`, `None` (no gradient) or `wrong`."""
     problem = cell.problem(case)
     try:
         outcome = cell.run(case.form, problem)
-    except Exception:  # noqa: BLE001, whatever it is, it is not silent
+    except Exception:
         return "raises"
-    return "right" if complaint(outcome, problem.expected, cell.rtol) is None else "wrong"
+    if complaint(outcome, problem.expected, cell.rtol) is None:
+        return "right"
+    return "None" if any(g is None for came in outcome.values() for g in as_list(came)) else "wrong"
 
 
 def tape(f: Function, args: Any, upstream: Any, *, persistent: bool = False) -> tuple[Any, Any]:

@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+import tensorflow_probability as tfp
 
 from matrix import functions as fn
 from matrix.problem import Case
+
+import sgtrick
 
 _random = np.random.default_rng(7)
 POINTS = _random.normal(size=(4, 3))
@@ -67,11 +70,33 @@ def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
     ]
 
 
-def tf_custom_gradient(fx: Callable[..., Any], gx: Callable[..., Any]) -> Callable[..., Any]:
-    """`tf.custom_gradient` with the same forward and the same gradient."""
+def comparison_cases() -> dict[str, dict[str, Case]]:
+    """sgtrick and its rivals given the same values and gradients, by problem and library.
+
+    The problems are one function of a vector, and four chains of it in one call.
+    """
+
+    def sg(x: Any) -> Any:
+        return sgtrick.custom_gradient(
+            fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x, hx=fn.scalar_hessian(x)
+        )
+
+    def tfp_(x: Any) -> Any:
+        return tfp.math.custom_gradient(fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x)
 
     @tf.custom_gradient
-    def f(x: Any) -> Any:
-        return fx(x), lambda u: tf.reshape(u, [*u.shape, 1]) * gx(x)
+    def overridden(x: Any) -> Any:
+        return fn.misled(fn.scalar)(x), lambda u: u[..., tf.newaxis] * fn.scalar_gradient(x)
 
-    return f
+    forms = {
+        "sgtrick": sg,
+        "tfp.math.custom_gradient": tfp_,
+        "tf.custom_gradient": lambda x: overridden(x),
+    }
+    return {
+        problem: {
+            library: Case(library, fn.scalar, form, (POINTS,), batched=problem == "chains")
+            for library, form in forms.items()
+        }
+        for problem in ("one function", "chains")
+    }

@@ -1,0 +1,607 @@
+"""The contract of the value form, DESIGN 3.1: structures, shapes, values, dtypes, variables, orders."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+from matrix import functions as fn
+
+import sgtrick
+from sgtrick import _trick
+
+NAN, INF = np.nan, np.inf
+FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+COMPLEX = [tf.complex64, tf.complex128]
+
+
+def embed_in_graph(*args, **kwargs):
+    return tf.function(sgtrick.custom_gradient, autograph=False)(*args, **kwargs)
+
+
+@pytest.fixture(params=["eager", "formula in eager", "tf.function", "XLA"])
+def embedded(request, monkeypatch):
+    """Value and gradient of the value form, by each of the ways it is computed."""
+    if request.param == "formula in eager":
+        monkeypatch.setattr(
+            _trick, "identity_with_pullback", lambda fx, leaves, scope: _trick.formula(fx, leaves)
+        )
+
+    def value_and_gradient(fx, gx, x, upstream=None, **options):
+        def run(fx, gx, x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                h = sgtrick.custom_gradient(fx, gx, x, **options)
+            return h, tape.gradient(h, x, upstream)
+
+        if "eager" not in request.param:
+            run = tf.function(run, jit_compile=request.param == "XLA")
+        return run(fx, gx, x)
+
+    return value_and_gradient
+
+
+def constant(value, dtype=tf.float64):
+    return tf.constant(value, dtype)
+
+
+def chains(dtype=tf.float64):
+    """`fx [2]`, `gx [2, 3]`, `x [2, 3]` and a non-uniform upstream."""
+    x = constant([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]], dtype)
+    return fn.scalar(x), fn.scalar_gradient(x), x, constant([2.0, -3.0], dtype)
+
+
+class TestShapes:
+    """`fx: B + R`, `x: B + D`, `gx: B + R + D`."""
+
+    @pytest.mark.parametrize(
+        ("batch", "range_", "domain", "stated"),
+        [
+            ((), (), (), False),
+            ((), (), (3,), False),
+            ((), (), (3, 2), False),
+            ((4,), (), (3,), False),
+            ((4, 2), (), (3,), False),
+            ((4, 2), (), (), False),
+            ((), (2,), (3,), False),
+            ((), (2, 3), (), False),
+            ((), (2, 1), (3, 2), False),
+            ((4,), (2,), (3,), True),
+            ((4, 1), (2, 3), (2, 2), True),
+            ((3,), (3,), (3,), True),
+            ((2,), (3,), (), True),
+            ((0,), (), (3,), False),
+            ((4,), (), (0,), False),
+            ((), (0,), (3,), False),
+        ],
+    )
+    def test_the_jacobian_is_gx(self, embedded, batch, range_, domain, stated):
+        random = np.random.default_rng(0)
+        b, r, d = (int(np.prod(s)) for s in (batch, range_, domain))
+        gx, u = random.normal(size=(b, r, d)), random.normal(size=(b, r))
+        fx, x = random.normal(size=batch + range_), random.normal(size=batch + domain)
+        h, g = embedded(
+            constant(fx),
+            constant(gx.reshape(batch + range_ + domain)),
+            constant(x),
+            constant(u.reshape(batch + range_)),
+            batch_ndims=len(batch) if stated else None,
+        )
+        np.testing.assert_array_equal(h, fx)
+        expected = np.einsum("br,brd->bd", u, gx).reshape(batch + domain)
+        np.testing.assert_allclose(g, expected, rtol=1e-12)
+
+    def test_a_parameter_shared_by_the_batch_has_a_jacobian(self, embedded):
+        fx, gx, x, u = chains()
+        shared = constant([1.0, 2.0])
+        by_shared = constant([[1.0, 2.0], [3.0, 4.0]])  # fx.shape + shared.shape
+        _, (g, g_shared) = embedded(fx, (gx, by_shared), (x, shared), u)
+        np.testing.assert_allclose(g, u[:, None] * gx)
+        np.testing.assert_allclose(g_shared, tf.linalg.matvec(by_shared, u, transpose_a=True))
+
+    def test_rank_0_gx_of_a_scalar_is_the_same_partial_everywhere(self, embedded):
+        _, g = embedded(constant(1.0), constant(3.0), constant([[1.0], [2.0]]), constant(2.0))
+        np.testing.assert_array_equal(g, [[6.0], [6.0]])
+
+    def test_no_mean_and_no_leak_between_members(self, embedded):
+        fx, gx, x, _ = chains()
+        _, g = embedded(fx, gx, x, constant([1.0, 0.0]))
+        np.testing.assert_array_equal(g, [gx[0], [0.0, 0.0, 0.0]])
+
+    def test_known_shapes_leave_no_assertions_in_the_graph(self):
+        fx, gx, x, _ = chains()
+        run = tf.function(sgtrick.custom_gradient)
+        kinds = {op.type for op in run.get_concrete_function(fx, gx, x).graph.get_operations()}
+        assert kinds.isdisjoint({"Assert", "Shape", "Rank", "Size"})
+
+    def test_graph_stays_small(self):
+        fx, gx, x, _ = chains()
+        run = tf.function(sgtrick.custom_gradient).get_concrete_function(fx, gx, x)
+        assert len(run.graph.get_operations()) <= 21
+
+    @pytest.mark.parametrize("known", ["nothing", "ranks"])
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    def test_unknown_shapes_are_checked_at_run_time(self, known, jit_compile):
+        fx, gx, x, _ = chains()
+        specs = [
+            tf.TensorSpec([None] * t.shape.rank if known == "ranks" else None, t.dtype)
+            for t in (fx, gx, x)
+        ]
+        run = tf.function(
+            sgtrick.custom_gradient, input_signature=specs, jit_compile=jit_compile, autograph=False
+        )
+        np.testing.assert_array_equal(run(fx, gx, x), fx)
+        # XLA leaves assertion messages out.
+        message = "must be non-negative" if jit_compile else r"gx, fx and x.*\[3 2\]\s*\[2\]\s*\[2 3\]"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"(?s){message}"):
+            run(fx, tf.transpose(gx), x)
+
+    def test_what_is_known_is_checked_while_tracing(self):
+        specs = [tf.TensorSpec(s, tf.float64) for s in ([None], [None, 2], [None, 3])]
+        run = tf.function(sgtrick.custom_gradient, input_signature=specs)
+        with pytest.raises(ValueError, match=r"fx \[\?\], gx \[\?, 2\] and x \[\?, 3\] do not fit"):
+            run.get_concrete_function()
+
+    def test_the_result_keeps_the_static_shape(self):
+        specs = [tf.TensorSpec(s, tf.float64) for s in ([4], None, None)]
+        run = tf.function(sgtrick.custom_gradient, input_signature=specs)
+        assert run.get_concrete_function().output_shapes == [4]
+
+
+class TestStructures:
+    def test_gradients_reach_every_leaf(self, embedded):
+        x = {"b": [constant(2.0), constant([3.0, 4.0])], "a": constant(5.0)}
+        gx = {"a": constant(1.0), "b": [constant(10.0), constant([20.0, 30.0])]}
+        _, g = embedded(constant(0.5), gx, x, constant(2.0))
+        tf.nest.map_structure(np.testing.assert_array_equal, g, tf.nest.map_structure(lambda t: 2 * t, gx))
+
+    def test_none_leaves_get_no_gradient(self, embedded):
+        x = [constant(1.0), constant(2.0)]
+        _, g = embedded(constant(0.0), [constant(3.0), None], x)
+        assert g[0].numpy() == 3.0
+        assert g[1] is None
+
+    def test_all_none_stops(self, embedded):
+        h, g = embedded(constant(1.0), None, constant(2.0))
+        assert h.numpy() == 1.0
+        assert g is None
+
+    def test_lists_and_tuples_are_alike_and_a_list_of_one_is_its_leaf(self, embedded):
+        a, b = constant(1.0), constant(2.0)
+        _, g = embedded(constant(0.0), [a, b], (a, b))
+        assert [t.numpy() for t in g] == [1.0, 2.0]
+        _, g = embedded(constant(0.0), [b], a)
+        assert g.numpy() == 2.0
+        _, g = embedded(constant(0.0), b, [a])
+        assert g[0].numpy() == 2.0
+
+    @pytest.mark.parametrize(
+        ("x", "gx", "x_leaves", "gx_leaves"),
+        [
+            ([1.0, 2.0], [1.0], r"x\[0\], x\[1\]", r"gx\[0\]"),
+            ({"a": 1.0}, {"b": 1.0}, r"x\['a'\]", r"gx\['b'\]"),
+            ({"a": 1.0}, [1.0], r"x\['a'\]", r"gx\[0\]"),
+            ({"a": [1.0, 2.0]}, {"a": 1.0}, r"x\['a'\]\[0\], x\['a'\]\[1\]", r"gx\['a'\]"),
+            (1.0, [1.0, 2.0], "x", r"gx\[0\], gx\[1\]"),
+            ([1.0], [], r"x\[0\]", "none"),
+        ],
+    )
+    def test_other_structures_are_refused_naming_both(self, x, gx, x_leaves, gx_leaves):
+        message = rf"(?s)structure of x.*of x: +{x_leaves}\n.*of gx: +{gx_leaves}$"
+        with pytest.raises(ValueError, match=message):
+            sgtrick.custom_gradient(0.0, gx, x)
+
+
+class TestBadShapes:
+    @pytest.mark.parametrize(
+        ("fx", "gx", "x", "options", "message"),
+        [
+            ([], [2], [3], {}, r"fx \[\], gx \[2\] and x \[3\] do not fit.*gx \[3\] \(the gradient of a scalar"),
+            ([4], [4, 2], [4, 3], {}, r"gx \[4, 3\] \(the gradient of each batch member\); or gx \[4, 4, 3\]"),
+            ([5], [4, 3], [4, 3], {}, r"gx \[5, 4, 3\] \(the full Jacobian\); or fx \[\] or \[4\] or \[4, 3\]"),
+            ([4], [], [4, 3], {}, r"gx \[\].*do not fit"),
+            ([4, 2], [4, 2, 3], [4, 3], {}, r"state batch_ndims"),
+            ([4, 2], [4, 3], [4, 3], {"batch_ndims": 1}, r"batch_ndims=1, gx must have the shape \[4, 2, 3\]"),
+            ([4], [4, 3], [5, 3], {"batch_ndims": 1}, r"agree in their first 1 dimensions, got \[4\] and \[5\]"),
+            ([4], [4, 3], [4, 3], {"batch_ndims": 2}, r"fx and x need at least 2 dimensions"),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("run", [sgtrick.custom_gradient, embed_in_graph])
+    def test_the_three_shapes_and_what_would_do(self, run, fx, gx, x, options, message):
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            run(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
+
+    def test_the_leaf_is_named(self):
+        x = {"a": [tf.ones([3]), tf.ones([2])]}
+        gx = {"a": [tf.ones([3]), tf.ones([4])]}
+        with pytest.raises(ValueError, match=r"gx\['a'\]\[1\] \[4\] and x\['a'\]\[1\] \[2\]"):
+            sgtrick.custom_gradient(1.0, gx, x)
+
+    def test_what_tfp_accepts_wrongly(self):
+        # A shorter list, which TFP answers with None.
+        with pytest.raises(ValueError, match="structure of x"):
+            sgtrick.custom_gradient(1.0, [1.0], [1.0, 2.0])
+
+
+class TestValues:
+    """`h == fx` whatever the rest holds, and no NaN in a gradient that is not one."""
+
+    @pytest.mark.parametrize("fx", [1.0, -0.0, INF, -INF, NAN])
+    @pytest.mark.parametrize("gx", [1.0, INF, -INF, NAN])
+    @pytest.mark.parametrize("x", [0.0, 1e308, INF, -INF, NAN])
+    def test_the_value_survives(self, embedded, fx, gx, x):
+        h, _ = embedded(constant(fx), constant([gx, 1.0]), constant([x, 2.0]))
+        np.testing.assert_array_equal(h, fx)
+
+    @pytest.mark.parametrize("gx", [INF, -INF, NAN])
+    def test_zero_upstream_means_zero(self, embedded, gx):
+        gx = constant([[gx, 1.0], [gx, 2.0]])
+        h, g = embedded(constant([1.0, 2.0]), gx, tf.ones_like(gx), constant([0.0, 2.0]))
+        np.testing.assert_array_equal(h, [1.0, 2.0])
+        np.testing.assert_array_equal(g, [[0.0, 0.0], 2 * gx[1]])
+
+    @pytest.mark.parametrize("bad", [INF, -INF, NAN])
+    def test_a_member_at_a_non_finite_point_harms_no_other(self, embedded, bad):
+        fx, gx, x, u = chains()
+        x = tf.concat([[[bad, 1.0, 2.0]], x[1:]], 0)
+        h, g = embedded(fx, gx, x, u)
+        np.testing.assert_array_equal(h, fx)
+        np.testing.assert_array_equal(g[1], u[1] * gx[1])
+        assert np.all((g[0].numpy() == 0) | (g[0].numpy() == (u[0] * gx[0]).numpy()))
+
+    @pytest.mark.parametrize("bad", [INF, NAN])
+    def test_the_same_with_live_and_second_order_coefficients(self, embedded, bad):
+        fx, gx, x, u = chains()
+        x = tf.concat([[[bad, 1.0, 2.0]], x[1:]], 0)
+        hessian = fn.scalar_hessian(chains()[2])
+        for options in ({"hx": hessian}, {"fx_gx_manually_stopped": True}):
+            h, g = embedded(fx, gx, x, u, **options)
+            np.testing.assert_array_equal(h, fx)
+            np.testing.assert_array_equal(g[1], u[1] * gx[1])
+            assert not np.any(np.isnan(g[0]))
+
+    def test_non_finite_hessian_leaves_value_and_gradient_alone(self, embedded):
+        h, g = embedded(constant(1.0), constant(2.0), constant(3.0), hx=constant(INF))
+        assert (h.numpy(), g.numpy()) == (1.0, 2.0)
+
+
+class TestDtypes:
+    @pytest.mark.parametrize("x_dtype", FLOATS, ids=lambda d: d.name)
+    @pytest.mark.parametrize("fx_dtype", FLOATS, ids=lambda d: d.name)
+    def test_mixed_precision(self, embedded, fx_dtype, x_dtype):
+        fx, gx, x, u = (tf.cast(t, tf.float64) for t in chains())
+        h, g = embedded(tf.cast(fx, fx_dtype), gx, tf.cast(x, x_dtype), tf.cast(u, fx_dtype))
+        assert h.dtype == fx_dtype
+        assert g.dtype == x_dtype
+        coarse = max(tf.experimental.numpy.finfo(d.as_numpy_dtype).eps if d != tf.bfloat16 else 2**-8
+                     for d in (fx_dtype, x_dtype))  # fmt: skip
+        np.testing.assert_allclose(tf.cast(g, tf.float64), u[:, None] * gx, rtol=2 * float(coarse))
+
+    @pytest.mark.parametrize("dtype", COMPLEX, ids=lambda d: d.name)
+    @pytest.mark.parametrize(
+        ("f", "derivative"),
+        [
+            (lambda x: tf.reduce_sum(x**3, -1), lambda x: 3 * x**2),
+            (tf.exp, tf.exp),
+        ],
+        ids=["batch", "elementwise"],
+    )
+    def test_holomorphic(self, embedded, dtype, f, derivative):
+        x = constant([[0.3 + 1j, -1.0 + 0.2j], [0.5 - 2j, 1j]], dtype)
+        u = f(x) * (1 - 2j) + 1
+        h, g = embedded(f(x), derivative(x), x, u)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        np.testing.assert_array_equal(h, y)
+        np.testing.assert_allclose(g, tape.gradient(y, x, u), rtol=1e-5)
+
+    def test_real_function_of_a_complex_argument(self, embedded):
+        x = constant([1 + 2j, -3 + 0.5j], tf.complex128)
+        # The Jacobian in the sense of dL = Re(gx dx).
+        _, g = embedded(tf.reduce_sum(tf.abs(x) ** 2), 2 * tf.math.conj(x), x, constant(3.0))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.abs(x) ** 2)
+        np.testing.assert_allclose(g, tape.gradient(y, x, constant(3.0)))
+
+    def test_complex_function_of_a_real_argument(self, embedded):
+        x, c = constant([1.0, -2.0]), constant([1 + 2j, 3 - 1j], tf.complex128)
+        u = constant(2 - 3j, tf.complex128)
+
+        def f(x):
+            return tf.reduce_sum(c * tf.cast(x, tf.complex128) ** 2)
+
+        _, g = embedded(f(x), 2 * c * tf.cast(x, tf.complex128), x, u)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        assert g.dtype == tf.float64
+        np.testing.assert_allclose(g, tape.gradient(y, x, u))
+
+    def test_complex_zero_upstream_means_zero(self, embedded):
+        x = constant([1j, 2.0], tf.complex128)
+        gx = constant([complex(INF, NAN), 1j], tf.complex128)
+        h, g = embedded(constant([1.0, 1j], tf.complex128), gx, x, constant([0, 2], tf.complex128))
+        np.testing.assert_array_equal(h, [1.0, 1j])
+        np.testing.assert_array_equal(g, [0, -2j])
+
+    def test_python_numbers_lose_no_digits(self, embedded):
+        h, g = embedded(0.1, 0.1, constant(1.0))
+        assert h.dtype == g.dtype == tf.float64
+        assert (h.numpy(), g.numpy()) == (0.1, 0.1)
+
+    def test_integer_gx_is_cast(self, embedded):
+        _, g = embedded(constant(1.0), tf.constant([2, 3]), constant([1.0, 1.0]))
+        np.testing.assert_array_equal(g, [2.0, 3.0])
+
+    @pytest.mark.parametrize("x", [1, True, "a", np.int64(3), tf.constant([1, 2])])
+    def test_arguments_without_derivatives(self, x):
+        y = constant(1.0)
+        with tf.GradientTape() as tape:
+            tape.watch(y)
+            h = sgtrick.custom_gradient(constant(1.0), [None, 2.0], [x, y])
+        assert tape.gradient(h, y).numpy() == 2.0
+        message = r"x\[0\] has dtype \w+, which has no derivatives, but gx\[0\] is not None"
+        with pytest.raises(TypeError, match=message):
+            sgtrick.custom_gradient(1.0, [1.0, 2.0], [x, y])
+
+    @pytest.mark.parametrize("fx", [1, True, "a", tf.constant([1, 2])])
+    def test_values_without_derivatives(self, fx):
+        with pytest.raises(TypeError, match=r"fx has dtype \w+, which has no derivatives"):
+            sgtrick.custom_gradient(fx, 1.0, 1.0)
+
+    @pytest.mark.parametrize(
+        ("fx", "gx", "x", "message"),
+        [
+            (1.0, True, 1.0, r"gx has dtype bool, expected float32"),
+            (1.0, "a", 1.0, r"gx has dtype string, expected float32"),
+            (1.0, 1j, 1.0, r"gx has dtype complex128, expected float32 since fx is float32, x float32"),
+            (1.0, object(), 1.0, r"gx must be a tensor, variable, array or number, got object"),
+            (1.0, 1.0, tf.ragged.constant([[1.0], [2.0, 3.0]]), r"x must be .* got RaggedTensor"),
+            (None, 1.0, 1.0, r"fx must be .* got NoneType"),
+        ],
+    )
+    def test_what_is_no_number(self, fx, gx, x, message):
+        with pytest.raises(TypeError, match=message):
+            sgtrick.custom_gradient(fx, gx, x)
+
+
+class TestSources:
+    """Variables, arrays and what else carries a value."""
+
+    @pytest.mark.parametrize("make", [tf.Variable, keras.Variable], ids=["tf", "keras"])
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_gradients_reach_variables(self, make, wrap):
+        v = make(np.float32([1.0, 2.0]))
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                h = sgtrick.custom_gradient(3.0, {"v": 5.0}, {"v": v})
+            return h, tape.gradient(h, v.value if make is keras.Variable else v)
+
+        h, g = run()
+        assert h.numpy() == 3.0
+        np.testing.assert_array_equal(g, [5.0, 5.0])
+
+    def test_keras_variable_under_mixed_precision(self):
+        class Layer(keras.Layer):
+            def build(self, _):
+                self.v = self.add_weight(shape=(2,), initializer="ones")
+
+            def call(self, x):
+                return sgtrick.custom_gradient(x, 5.0, self.v[0])
+
+        layer = Layer(dtype="mixed_float16")
+        with tf.GradientTape() as tape:
+            h = layer(tf.constant(2.0))
+        assert h.dtype == tf.float16
+        g = tape.gradient(h, layer.trainable_variables)[0]
+        np.testing.assert_array_equal(tf.convert_to_tensor(g), [5.0, 0.0])
+
+    def test_variables_that_are_not_in_x_are_stopped(self, embedded):
+        x, other = constant([1.0, 2.0]), tf.Variable(3.0, dtype=tf.float64)
+        with tf.GradientTape() as tape:
+            h, g = embedded(tf.reduce_sum(x * other), tf.ones_like(x) * other, x)
+        np.testing.assert_array_equal(g, [3.0, 3.0])
+        assert tape.gradient(h, other) is None
+
+    def test_numpy(self):
+        h = sgtrick.custom_gradient(np.float32(2.0), np.ones(3), np.ones(3, np.float32))
+        assert h.dtype == tf.float32
+
+    def test_reference_variables_are_refused(self):
+        with tf.Graph().as_default():
+            v = tf.compat.v1.get_variable("v", [], use_resource=False)
+            with pytest.raises(TypeError, match=r"x\['v'\] is a reference variable.*use_resource=True"):
+                sgtrick.custom_gradient(1.0, {"v": 1.0}, {"v": v})
+
+
+class TestManuallyStopped:
+    def test_other_inputs_keep_their_gradients(self, embedded):
+        # h(x, y) = x^2 y: its derivative by x comes from gx, the one by y from autodiff.
+        x, y = constant(3.0), constant(5.0)
+        with tf.GradientTape() as tape:
+            tape.watch(y)
+            x_ = tf.stop_gradient(x)
+            h, g = embedded(x_**2 * y, 2 * x_ * y, x, fx_gx_manually_stopped=True)
+        assert (h.numpy(), g.numpy()) == (45.0, 30.0)
+        assert tape.gradient(h, y).numpy() == 9.0
+
+    def test_mixed_second_derivative(self):
+        x, y = constant(3.0), constant(5.0)
+        with tf.GradientTape() as outer:
+            outer.watch(y)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                x_ = tf.stop_gradient(x)
+                h = sgtrick.custom_gradient(x_**2 * y, 2 * x_ * y, x, True)
+            g = inner.gradient(h, x)
+        assert outer.gradient(g, y).numpy() == 6.0
+
+
+class TestSecondOrder:
+    def test_unconnected_without_a_hessian(self):
+        x = constant([1.0, 2.0, 3.0])
+        for wrap in (lambda f: f, tf.function):
+
+            @wrap
+            def second(x):
+                with tf.GradientTape() as outer:
+                    outer.watch(x)
+                    with tf.GradientTape() as inner:
+                        inner.watch(x)
+                        h = sgtrick.custom_gradient(fn.scalar(x), fn.scalar_gradient(x), x)
+                    g = inner.gradient(h, x)
+                return outer.gradient(g, x)
+
+            assert second(x) is None
+
+    def hessian(self, x, hx):
+        with tf.GradientTape(persistent=True) as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                gx = tf.nest.map_structure(tf.ones_like, x)
+                h = sgtrick.custom_gradient(constant(1.0), gx, x, hx=hx)
+            g = inner.gradient(h, x)
+        return tf.nest.map_structure(
+            lambda row: outer.jacobian(row, x, experimental_use_pfor=False), g
+        )
+
+    def test_blocks_as_jax_hessian_returns_them(self):
+        x = {"a": constant([1.0, 2.0]), "b": constant(3.0)}
+        hx = {
+            "a": {"a": constant([[1.0, 2.0], [2.0, 5.0]]), "b": constant([7.0, 8.0])},
+            "b": {"a": constant([7.0, 8.0]), "b": constant(9.0)},
+        }
+        got = self.hessian(x, hx)
+        tf.nest.map_structure(np.testing.assert_allclose, got, hx)
+
+    def test_a_missing_block_is_zero(self):
+        x = [constant([1.0, 2.0]), constant(3.0)]
+        got = self.hessian(x, [[tf.eye(2, dtype=tf.float64), None], [None, None]])
+        np.testing.assert_allclose(got[0][0], np.eye(2))
+        assert got[0][1] is None or not np.any(got[0][1])
+
+    @pytest.mark.parametrize(
+        ("hx", "message"),
+        [
+            ([[1.0, 2.0]], r"(?s)hx\[0\]\[0\], hx\[0\]\[1\], hx\[1\]\[0\], hx\[1\]\[1\]\n.*got: +hx\[0\]\[0\], hx\[0\]\[1\]$"),
+            ([[1.0, 2.0], [None, 1.0]], r"hx\[1\]\[0\] is None but its transpose hx\[0\]\[1\] is not"),
+            ([[1.0, None], [None, [1.0, 2.0]]], r"got: +hx\[0\]\[0\], hx\[0\]\[1\], hx\[1\]\[0\], hx\[1\]\[1\]\[0\]"),
+            ([[tf.ones([2]), None], [None, 1.0]], r"gx\[0\] \[\], hx\[0\]\[0\] \[2\] and x\[0\] \[\]"),
+            ([["a", None], [None, 1.0]], r"hx\[0\]\[0\] has dtype string"),
+            (lambda v: [v[0]], r"hx\(v\) must have the structure of x"),
+            (lambda v: [v[0], tf.ones([2])], r"hx\(v\)\[1\] has shape \[2\], expected \[\]"),
+            (lambda v: [constant(1.0), constant(2.0)], r"hx\(v\) is not connected to v"),  # noqa: ARG005
+            (lambda v: tf.numpy_function(lambda a, b: [a, b], v, [tf.float64] * 2), r"not connected to v"),
+        ],
+    )  # fmt: skip
+    def test_bad_hessians(self, hx, message):
+        x = [constant(1.0), constant(2.0)]
+        with pytest.raises((ValueError, TypeError), match=message):
+            sgtrick.custom_gradient(constant(1.0), [1.0, 1.0], x, hx=hx)
+
+    def test_a_hessian_needs_first_derivatives(self):
+        x = [constant(1.0), constant(2.0)]
+        with pytest.raises(ValueError, match=r"hx\[0\]\[1\] is given, but gx\[1\] is None"):
+            sgtrick.custom_gradient(constant(1.0), [1.0, None], x, hx=[[1.0, 2.0], [2.0, None]])
+
+    def test_a_product_that_leaves_the_graph_with_a_gradient_of_its_own(self):
+        a = np.float64([[2.0, 1.0], [1.0, 3.0]])
+
+        @tf.custom_gradient
+        def product(v):
+            hv = tf.numpy_function(lambda v: a @ v, [v], tf.float64)
+            hv.set_shape(v.shape)
+            return hv, product
+
+        got = self.hessian(constant([1.0, 2.0]), product)
+        np.testing.assert_allclose(got, a)
+
+    def test_a_real_function_of_complex_arguments_has_no_single_hessian(self):
+        x = constant(1j, tf.complex128)
+        with pytest.raises(TypeError, match="real fx .* by a complex x is not one matrix"):
+            sgtrick.custom_gradient(constant(1.0), x, x, hx=x)
+
+
+class TestDropIn:
+    """What `tfp.math.custom_gradient` answers correctly is answered the same."""
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (constant(2.0), constant([1.0, 2.0]), constant([3.0, 4.0])),
+            (constant(2.0), [constant([1.0, 2.0]), constant(3.0)], [constant([3.0, 4.0]), constant(1.0)]),
+            (constant(2.0), [constant(1.0)], constant(3.0)),
+            (constant(2.0), constant(1.0), constant([3.0, 4.0])),
+            (constant([2.0, 3.0]), constant([1.0, 5.0]), constant([3.0, 4.0])),
+            (constant(2.0), constant([1.0, 2.0]), constant([3.0, 4.0]), True, "a_name"),
+        ],
+        ids=["vector", "list", "list of one", "rank-0 gx", "elementwise", "all positional"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_same_answers(self, arguments, wrap):
+        def run(custom_gradient):
+            x = arguments[2]
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                h = wrap(lambda *a: custom_gradient(*a, *arguments[3:]))(*arguments[:3])
+            return [h, *tf.nest.flatten(tape.gradient(h, x))]
+
+        for ours, theirs in zip(
+            run(sgtrick.custom_gradient), run(tfp.math.custom_gradient), strict=True
+        ):
+            np.testing.assert_allclose(ours, theirs)
+            assert ours.dtype == theirs.dtype
+
+    def test_signature(self):
+        import inspect
+
+        ours = list(inspect.signature(sgtrick.custom_gradient).parameters)
+        assert ours[:5] == list(inspect.signature(tfp.math.custom_gradient).parameters)
+
+    def test_the_name_prefixes_the_ops(self):
+        with tf.Graph().as_default() as graph:
+            sgtrick.custom_gradient(constant(1.0), constant(2.0), constant(3.0), name="mine")
+            sgtrick.custom_gradient(constant(1.0), constant(2.0), constant(3.0))
+        names = [op.name.split("/")[0] for op in graph.get_operations() if op.type == "StopGradient"]
+        assert set(names) == {"mine", "custom_gradient"}
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        "device", ["CPU:1", "/CPU:1", "/device:CPU:1", tf.DeviceSpec(device_type="CPU", device_index=1),
+                   ["GPU", "CPU:1", "CPU:0"], "/job:localhost/replica:0/task:0/device:CPU:1"],
+        ids=str,
+    )  # fmt: skip
+    def test_ops_are_placed(self, device):
+        fx, gx, x, _ = chains()
+        h = sgtrick.custom_gradient(fx, gx, x, device=device)
+        assert h.device.endswith("CPU:1")
+        run = tf.function(lambda *a: sgtrick.custom_gradient(*a, device=device))
+        operations = run.get_concrete_function(fx, gx, x).graph.get_operations()
+        placed = {op.device for op in operations if op.type in ("MulNoNan", "Sub", "AddV2", "Sum")}
+        assert len(placed) == 1
+        assert placed.pop().endswith("CPU:1")
+
+    def test_none_is_the_surrounding_scope(self):
+        with tf.device("CPU:1"):
+            assert sgtrick.custom_gradient(*chains()[:3]).device.endswith("CPU:1")
+
+    @pytest.mark.parametrize("run", [sgtrick.custom_gradient, embed_in_graph])
+    @pytest.mark.parametrize(
+        ("device", "error", "message"),
+        [
+            ("CPU:7", ValueError, r"device='CPU:7' is not present. Present are \['CPU:0', 'CPU:1'"),
+            (["TPU", "CPU:9"], ValueError, r"device=\['TPU', 'CPU:9'\] is not present"),
+            ([], ValueError, r"device=\[\] is not present"),
+            ("banana", ValueError, r"device='banana' is not a device name"),
+            (3, TypeError, r"device must be a name such as 'GPU:0'.* got 3"),
+        ],
+    )
+    def test_absent_devices_raise(self, run, device, error, message):
+        with pytest.raises(error, match=message):
+            run(1.0, 1.0, 1.0, device=device)
