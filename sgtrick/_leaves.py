@@ -48,9 +48,7 @@ def pair(x: Any, gx: Any, x_name: str = "x", gx_name: str = "gx") -> list[tuple[
     )
 
 
-def make_leaf(
-    path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _shapes.Names
-) -> Leaf:
+def make_leaf(path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _shapes.Names) -> Leaf:
     """Converts one leaf of `x` and the Jacobian of the tensor `fx` by it, and checks the contract.
 
     Raises:

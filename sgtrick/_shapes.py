@@ -87,9 +87,7 @@ def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int)
     if not compatible(fx[:batch_ndims], x[:batch_ndims]):
         return False
     same_partial_for_every_entry = fx == gx == ()
-    return (
-        gx is None or same_partial_for_every_entry or compatible(gx, fx + x[batch_ndims:])
-    )
+    return gx is None or same_partial_for_every_entry or compatible(gx, fx + x[batch_ndims:])
 
 
 def _advice(
@@ -105,7 +103,8 @@ def _advice(
                 f"dimensions, got {show(fx[:batch_ndims])} and {show(x[:batch_ndims])}."
             )
         return f"{stated}, {names.gx} must have the shape {show(fx + x[batch_ndims:])}."
-    assert fx is not None and x is not None
+    assert fx is not None
+    assert x is not None
     would_do = []
     if compatible(fx, x[: len(fx)]):
         of = "each batch member" if fx else "a scalar"

@@ -52,9 +52,7 @@ def formula(
     return h
 
 
-def identity_with_pullback(
-    fx: Any, leaves: Sequence[Leaf], scope: Callable[[], Any]
-) -> Any:
+def identity_with_pullback(fx: Any, leaves: Sequence[Leaf], scope: Callable[[], Any]) -> Any:
     """The meaning of `formula`, first order, for eager execution only: a fraction of the time.
 
     TensorFlow drops overrides in traced code, never in code that runs eagerly.

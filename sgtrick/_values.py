@@ -22,7 +22,80 @@ def custom_gradient(
     hx: Any = None,
     device: Any = None,
 ) -> Any:
-    """DOC"""
+    """Embeds values and gradients that were computed elsewhere into TensorFlow.
+
+    The result is `fx`, and its Jacobian by `x` is `gx`, under every transformation of TensorFlow:
+
+        stop(fx) + <stop(gx), x - stop(x)>
+
+    With batch shape `B`, range `R` and domain `D`, per leaf of `x`:
+
+        fx: B + R        x: B + D        gx: B + R + D
+
+    `gx` with the shape of `x` is read as the gradient of each batch member (`B` is the shape of
+    `fx`), `gx` with the shapes of `fx` and `x` together as a full Jacobian (`B` is empty). Where
+    `fx` has both batch and range dimensions, `batch_ndims` says how many are batch. A number as
+    `gx` of a scalar `fx` is the same partial derivative for every entry of `x`.
+
+    Four chains at once, with an engine that knows nothing of TensorFlow:
+
+        >>> import numpy as np
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> def log_prob(x):  # x [chains, dimensions]
+        ...     value, gradient = -0.5 * np.sum(x.numpy() ** 2, axis=-1), -x.numpy()
+        ...     return sgtrick.custom_gradient(value, gradient, x)
+        >>> x = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = log_prob(x)
+        >>> y.numpy()
+        array([ -2.5, -12.5, -30.5, -56.5], dtype=float32)
+        >>> tape.gradient(y, x).numpy()
+        array([[-1., -2.],
+               [-3., -4.],
+               [-5., -6.],
+               [-7., -8.]], dtype=float32)
+
+    Args:
+        fx: The value at `x`: tensor, variable, array or number, floating or complex. Whatever it
+            was computed from is stopped, variables that are not in `x` included.
+        gx: The Jacobian at `x`, in the structure of `x`. None in the place of a leaf: no gradient
+            there. Cast to the dtype of its leaf. Complex: the derivative in `df = gx dx`, so that
+            the tape returns `u * conj(gx)` as for native code; for a real `fx` of a complex `x`,
+            `df = Re(gx dx)`.
+        x: The point: tensor, `tf.Variable`, Keras variable, array or number, or any structure of
+            these. Leaves of int, bool or string dtype are fine where `gx` is None.
+        fx_gx_manually_stopped: Stops nothing but `x - stop(x)`: what else `fx`, `gx` and `hx`
+            depend on keeps its gradients, and stopping `x` in them is left to the caller.
+        name: Prefix of the ops, `custom_gradient` if None.
+        batch_ndims: `len(B)`, where it is not to be inferred.
+        hx: The Hessian at `x`, for second derivatives: blocks in a structure of structures as
+            `jax.hessian` returns it, each of shape `B + R + D_i + D_j`, None for a zero block; or a
+            callable `v -> H v` on the structure of `x`, linear and differentiable by TensorFlow.
+            Only the symmetric part counts. None: the result is of first order by construction, its
+            second derivative by `x` is unconnected.
+        device: Where the ops of the trick are put: a name such as `"GPU:0"` or `"CPU"`, a
+            `tf.DeviceSpec`, a list of these of which the first present is taken, or None for the
+            surrounding `tf.device` scope.
+
+    Returns:
+        A tensor with the dtype, shape and value of `fx`, also where `gx` and `x` are not finite.
+        For an upstream `u` (the shape of `fx`) each leaf gets `sum_R u[b, r] gx[b, r, d]` in its
+        own dtype: no mean over the batch and no leak between its members. It is 0 where `u` is 0
+        even if `gx` is not finite. The gradient of a member at a point that is not finite is this
+        or zero, never NaN by its own doing.
+
+    Raises:
+        TypeError: A dtype without derivatives, a complex `gx` of real `fx` and `x`, or something
+            that is no number.
+        ValueError: Structures or shapes do not fit together, `hx` is not connected to its argument,
+            or no `device` is present.
+        tf.errors.InvalidArgumentError: At run time, for dimensions that were unknown while tracing.
+
+    The name and the trick are those of `tfp.math.custom_gradient`; every call which that answers
+    correctly is answered the same.
+    """
     with _devices.scope(device):
         pairs = _leaves.pair(x, gx)
         fx = _value(fx, like=next((x for _, x, gx in pairs if gx is not None), None))

@@ -5,6 +5,7 @@ upgrade of TensorFlow or TFP, the rival has changed, not sgtrick.
 """
 
 import pytest
+
 from matrix import CELLS, judge
 from matrix.values import comparison_cases
 
@@ -20,7 +21,7 @@ ONE_AT_A_TIME = {name for name, cell in CELLS.items() if cell.takes_members}
 VALUE_ONLY = {"TFLite, the value"}
 
 
-def of_tf(cell, problem):  # noqa: ARG001, it does the same for one function and for chains
+def of_tf(cell, problem):
     if cell.name in DROPPED:
         return "wrong"
     return "raises" if cell.name == "SavedModel without custom gradients" else "right"
@@ -42,7 +43,7 @@ CASES = comparison_cases()
 @pytest.mark.parametrize(
     ("library", "expected"),
     [
-        ("sgtrick", lambda cell, problem: "right"),  # noqa: ARG005
+        ("sgtrick", lambda cell, problem: "right"),
         ("tfp.math.custom_gradient", of_tfp),
         ("tf.custom_gradient", of_tf),
     ],

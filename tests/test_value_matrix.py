@@ -1,22 +1,18 @@
 """The value form in every cell of the transformation matrix, by both of its kernels."""
 
 import pytest
-from matrix import CELLS, complaint
-from matrix.values import value_cases
 
 import sgtrick
-from sgtrick import _trick
+from matrix import CELLS, complaint
+from matrix.values import value_cases
 
 CASES = value_cases(sgtrick.custom_gradient)
 
 
-@pytest.fixture(params=["as it is", "formula"])
-def kernel(request, monkeypatch):
-    """In eager the value form takes a pullback instead of the formula: both are to be right."""
-    if request.param == "formula":
-        monkeypatch.setattr(
-            _trick, "identity_with_pullback", lambda fx, leaves, scope: _trick.formula(fx, leaves)
-        )
+@pytest.fixture(params=["as it is", "formula in eager"])
+def kernel(request):
+    if request.param == "formula in eager":
+        request.getfixturevalue("formula_in_eager")
 
 
 @pytest.mark.usefixtures("kernel")

@@ -14,5 +14,7 @@ def pytest_terminal_summary(terminalreporter, config):
         base = fastest["tfp"]
         write(
             f"{group:32}{base * 1e6:9.0f} us"
-            + "".join(f"{fastest[key] / base:{width}.2f}" for key, width in (("tf", 8), ("sgtrick", 10)))
+            + "".join(
+                f"{fastest[key] / base:{width}.2f}" for key, width in (("tf", 8), ("sgtrick", 10))
+            )
         )

@@ -110,9 +110,7 @@ def _with_unknown_shapes(f: Function, p: Problem, known_rank: bool, **options: A
         return tape(f, arrays[:-1], arrays[-1])
 
     arrays = [*p.args, p.upstream]
-    signature = [
-        tf.TensorSpec([None] * a.ndim if known_rank else None, tf.float64) for a in arrays
-    ]
+    signature = [tf.TensorSpec([None] * a.ndim if known_rank else None, tf.float64) for a in arrays]
     run = tf.function(run, input_signature=signature, **options)
     return _reverse(*run(*_tensors(arrays)))
 
@@ -268,7 +266,7 @@ def _(f: Function, p: Problem) -> Outcome:
             return i + 1, y + f(*args) / 3
 
         start = tf.zeros(p.upstream.shape, tf.float64)
-        return tf.while_loop(lambda i, y: i < 3, body, (0, start))[1]  # noqa: ARG005
+        return tf.while_loop(lambda i, y: i < 3, body, (0, start))[1]
 
     return _reverse(*tf.function(tape)(looped, _tensors(p.args), p.upstream))
 

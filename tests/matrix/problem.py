@@ -16,7 +16,9 @@ def configure() -> None:
     """Two logical CPUs, for replicas and placement. Before anything else runs."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     if len(tf.config.get_logical_device_configuration(cpu) or ()) < 2:
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+        )
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ class Problem:
                 q = tf.reduce_sum(self.upstream * y**2) / 2
             pulled = inner.gradient(s, args)
             pulled_q = inner.gradient(q, args)
-            directional = sum(tf.reduce_sum(g * t) for g, t in zip(pulled, self.tangents, strict=True))
+            directional = sum(
+                tf.reduce_sum(g * t) for g, t in zip(pulled, self.tangents, strict=True)
+            )
             directional_q = sum(
                 tf.reduce_sum(g * t) for g, t in zip(pulled_q, self.tangents, strict=True)
             )
         jacobian = [j.numpy() for j in inner.jacobian(y, args, experimental_use_pfor=False)]
-        jvp = sum(
-            np.tensordot(j, t, t.ndim) for j, t in zip(jacobian, self.tangents, strict=True)
-        )
+        jvp = sum(np.tensordot(j, t, t.ndim) for j, t in zip(jacobian, self.tangents, strict=True))
         return {
             "value": y.numpy(),
             "vjp": [g.numpy() for g in pulled],

@@ -7,10 +7,9 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_probability as tfp
 
+import sgtrick
 from matrix import functions as fn
 from matrix.problem import Case
-
-import sgtrick
 
 _random = np.random.default_rng(7)
 POINTS = _random.normal(size=(4, 3))
