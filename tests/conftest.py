@@ -9,9 +9,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests/matrix, for xdist's work
 
 import matrix
 
-matrix.configure()
-
 from sgtrick import _trick
+
+matrix.configure()
 
 
 @pytest.fixture

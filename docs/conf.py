@@ -1,0 +1,44 @@
+"""Sphinx configuration; also generates the comparison table and checks that nothing is undocumented."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import sgtrick
+
+HERE = Path(__file__).parent
+
+project = "sgtrick"
+author = "The sgtrick developers"
+copyright = f"2026, {author}"
+release = version = "0.1.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 2
+exclude_patterns = ["_build", "_generated"]
+html_theme = "furo"
+html_title = "sgtrick"
+nitpicky = True
+autodoc_typehints = "description"
+autodoc_default_options = {"members": True}
+
+
+def _generate_comparison() -> None:
+    """Runs the transformation matrix; about a minute."""
+    generated = HERE / "_generated" / "comparison.md"
+    generated.parent.mkdir(exist_ok=True)
+    command = [sys.executable, str(HERE.parent / "tests" / "matrix" / "table.py")]
+    generated.write_text(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def _check_documented() -> None:
+    documented = (HERE / "api.md").read_text()
+    missing = [name for name in sgtrick.__all__ if f"autofunction:: sgtrick.{name}\n" not in documented]
+    if missing:
+        raise RuntimeError(f"docs/api.md lacks the public names {missing}")
+
+
+def setup(app: object) -> None:
+    _check_documented()
+    _generate_comparison()

@@ -1,0 +1,52 @@
+"""The comparison table of the docs: runs every cell and prints Markdown.
+
+python tests/matrix/table.py
+"""
+
+import importlib.metadata
+import os
+import sys
+import warnings
+from pathlib import Path
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+warnings.simplefilter("ignore")  # the tests have them as errors
+
+import tensorflow as tf
+from matrix import CELLS, configure, judge
+from matrix.values import comparison_cases
+
+SHOWN = {
+    "right": "right",
+    "raises": "raises",
+    "None": "*no gradient*",
+    "wrong": "**silently wrong**",
+}
+
+
+def main() -> None:
+    configure()
+    tf.get_logger().setLevel("ERROR")
+    problems = comparison_cases()
+    libraries = list(next(iter(problems.values())))
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "tensorflow-probability")]
+    print(f"Run on {' and '.join(versions)}, Python {sys.version.split()[0]}.")
+    group = None
+    for cell in CELLS.values():
+        if cell.group != group:
+            group = cell.group
+            print(f"\n## {group[0].upper()}{group[1:]}\n")
+            columns = [f"`{library}`, {problem}" for problem in problems for library in libraries]
+            print("|", " | ".join(["", *columns]), "|")
+            print("|", " | ".join(["---"] * (1 + len(columns))), "|")
+        verdicts = [
+            SHOWN[judge(cell, problems[problem][library])]
+            for problem in problems
+            for library in libraries
+        ]
+        print("|", " | ".join([cell.name, *verdicts]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
