@@ -12,6 +12,28 @@ import tensorflow as tf
 from sgtrick._leaves import Leaf
 
 
+def embed(fx: Any, leaves: Sequence[Leaf], scope: Callable[[], Any]) -> Any:
+    """Returns `fx`, stopped, with the Jacobians of `leaves`: of first order by construction.
+
+    One meaning by two kernels. Traced code gets the formula, which no transformation can drop. Code
+    that runs eagerly gets a pullback, which TensorFlow honours there and which takes a fraction of
+    the time.
+
+    Args:
+        fx: The value, shape `B + R`.
+        leaves: Points and Jacobians.
+        scope: Makes the device scope of backward ops.
+    """
+    if not leaves or not eager():
+        return formula(fx, leaves)
+    return with_pullback(
+        fx,
+        [leaf.x for leaf in leaves],
+        lambda upstream: [transpose(leaf, upstream) for leaf in leaves],
+        scope,
+    )
+
+
 def formula(
     fx: Any,
     leaves: Sequence[Leaf],
@@ -21,59 +43,75 @@ def formula(
 ) -> Any:
     """Returns `stop(fx) + sum_i <stop(gx_i) + 1/2 (H z)_i, z_i>`.
 
-    It holds under every transformation of TensorFlow, since it is made of ordinary ops.
-
     Args:
         fx: The value, shape `B + R`.
-        leaves: Points and Jacobians. `x - stop(x)` is NaN where `x` is not finite.
+        leaves: Points and Jacobians.
         hessian_times: Maps the `z_i` to the `(H z)_i`, each of the shape and dtype of its `gx_i`.
         stop: What is applied to `fx` and to the Jacobians.
 
     Returns:
         A tensor of the shape and dtype of `fx`, and of its value whatever the leaves hold.
     """
-    z = [leaf.x - tf.stop_gradient(leaf.x) for leaf in leaves]
+    # Where z is itself a factor of gradients, the guard of the sum comes too late.
+    guard = hessian_times is not None or stop is not tf.stop_gradient
+    z = [zero(leaf.x, guard=guard) for leaf in leaves]
     g = [stop(leaf.gx) for leaf in leaves]
-    if hessian_times is not None or stop is not tf.stop_gradient:
-        # Here z itself is a factor of gradients, so that the guard of the sum below comes too late.
-        z = [_zero_or_guarded(z_i) for z_i in z]
     if hessian_times is not None:
         g = [g_i + hz_i / 2 for g_i, hz_i in zip(g, hessian_times(z), strict=True)]
-    if not leaves:
-        return stop(fx)
-    linear = tf.add_n(
+    return with_linear(
+        stop(fx),
         [
             cast(inner(g_i, z_i, leaf.batch_ndims), fx.dtype)
             for g_i, z_i, leaf in zip(g, z, leaves, strict=True)
-        ]
+        ],
     )
-    h = stop(fx) + _zero_or_guarded(linear)
-    h.set_shape(fx.shape)
+
+
+def zero(x: Any, *, guard: bool = False) -> Any:
+    """Returns `z = x - stop(x)`; NaN where `x` is not finite, or with `guard` cut off there."""
+    z = x - tf.stop_gradient(x)
+    return _zero_or_guarded(z) if guard else z
+
+
+def with_linear(y: Any, terms: Sequence[Any]) -> Any:
+    """Returns `y + sum(terms)` for terms that are zero, with the value of `y` even if they are NaN.
+
+    The derivative of an entry with a NaN is cut off.
+    """
+    if not terms:
+        return y
+    h = y + _zero_or_guarded(tf.add_n(terms))
+    h.set_shape(y.shape)
     return h
 
 
-def identity_with_pullback(fx: Any, leaves: Sequence[Leaf], scope: Callable[[], Any]) -> Any:
-    """The meaning of `formula`, first order, for eager execution only: a fraction of the time.
+def with_pullback(
+    y: Any,
+    xs: Sequence[Any],
+    pullback: Callable[[Any], Sequence[Any]],
+    scope: Callable[[], Any],
+) -> Any:
+    """Returns `y`, stopped, with a pullback to `xs`. For eager execution only.
 
     TensorFlow drops overrides in traced code, never in code that runs eagerly.
-
-    Args:
-        fx: As in `formula`.
-        leaves: As in `formula`.
-        scope: Makes the device scope of the backward ops.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def embed(*xs: Any) -> Any:
+    def override(*xs: Any) -> Any:
         del xs
 
-        def pullback(upstream: Any) -> list[Any]:
+        def in_scope(upstream: Any) -> Sequence[Any]:
             with scope():
-                return [_transpose(leaf, upstream) for leaf in leaves]
+                return pullback(upstream)
 
-        return tf.stop_gradient(fx), pullback
+        return tf.stop_gradient(y), in_scope
 
-    return embed(*(leaf.x for leaf in leaves))
+    return override(*xs)
+
+
+def eager() -> bool:
+    """Whether ops run at once, so that overrides are safe."""
+    return bool(tf.executing_eagerly())
 
 
 def inner(c: Any, z: Any, batch_ndims: Any) -> Any:
@@ -96,7 +134,7 @@ def cast(t: Any, dtype: Any) -> Any:
     return tf.cast(tf.math.real(t) if t.dtype.is_complex and not dtype.is_complex else t, dtype)
 
 
-def _transpose(leaf: Leaf, upstream: Any) -> Any:
+def transpose(leaf: Leaf, upstream: Any) -> Any:
     """The transpose of `z -> <gx, z>`: `B + R` to `B + D`, contracting the range."""
     gx = tf.stop_gradient(leaf.gx)
     b, domain_ndims = leaf.batch_ndims, leaf.x.shape.rank - leaf.batch_ndims

@@ -104,9 +104,9 @@ def custom_gradient(
             for path, x, gx in pairs
             if gx is not None
         ]
-        if tf.executing_eagerly() and hx is None and not fx_gx_manually_stopped:
-            return _trick.identity_with_pullback(fx, leaves, partial(_devices.scope, device))
         with tf.name_scope(name or "custom_gradient"):
+            if hx is None and not fx_gx_manually_stopped:
+                return _trick.embed(fx, leaves, partial(_devices.scope, device))
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             if hx is None:
                 hessian_times = None

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 warnings.simplefilter("ignore")  # the tests have them as errors
 
 import tensorflow as tf
+
 from matrix import CELLS, configure, judge
 from matrix.values import comparison_cases
 
@@ -30,7 +31,10 @@ def main() -> None:
     tf.get_logger().setLevel("ERROR")
     problems = comparison_cases()
     libraries = list(next(iter(problems.values())))
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "tensorflow-probability")]
+    versions = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("tensorflow", "tensorflow-probability")
+    ]
     print(f"Run on {' and '.join(versions)}, Python {sys.version.split()[0]}.")
     group = None
     for cell in CELLS.values():

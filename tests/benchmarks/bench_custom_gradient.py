@@ -1,6 +1,6 @@
 """The value form beside `tfp.math.custom_gradient` and `tf.custom_gradient`, in one run.
 
-    python -m pytest tests/benchmarks --benchmark-only -p no:xdist
+    python -m pytest tests/benchmarks/bench_custom_gradient.py
 
 `fx` and `gx` are given, float32. conftest.py prints the ratios to `tfp.math.custom_gradient` in
 the same run. They are ratios of minima, which other work on the machine disturbs least.
