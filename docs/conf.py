@@ -29,8 +29,8 @@ def _generate_comparison() -> None:
     """Runs the transformation matrix; about a minute."""
     generated = HERE / "_generated" / "comparison.md"
     generated.parent.mkdir(exist_ok=True)
-    command = [sys.executable, str(HERE.parent / "tests" / "matrix" / "table.py")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "matrix.table"]
+    done = subprocess.run(command, cwd=HERE.parent / "tests", capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the comparison table failed:\n{done.stderr}")
     generated.write_text(done.stdout)

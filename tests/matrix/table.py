@@ -1,17 +1,11 @@
 """The comparison table of the docs: runs every cell and prints Markdown.
 
-python tests/matrix/table.py
+Run it in tests/: python -m matrix.table
 """
 
 import importlib.metadata
-import os
 import sys
 import warnings
-from pathlib import Path
-
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-sys.path.insert(0, str(Path(__file__).parents[1]))
-warnings.simplefilter("ignore")  # the tests have them as errors
 
 import tensorflow as tf
 
@@ -27,6 +21,7 @@ SHOWN = {
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")  # the tests have them as errors
     configure()
     tf.get_logger().setLevel("ERROR")
     problems = comparison_cases()
