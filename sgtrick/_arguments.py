@@ -1,12 +1,13 @@
 """Calls of a function, in which the differentiated arguments are found by position or name."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _leaves
+from sgtrick import _leaves, _shapes
 
 
 class Call(NamedTuple):
@@ -19,17 +20,6 @@ class Call(NamedTuple):
         """Calls `f`."""
         return f(*self.args, **self.kwargs)
 
-    def get(self, keys: Sequence[int | str]) -> tuple[Any, ...]:
-        """The arguments at these positions or keywords."""
-        for key in keys:
-            if isinstance(key, int) and not -len(self.args) <= key < len(self.args):
-                raise ValueError(
-                    f"argnums has {key}, but the call has {len(self.args)} positional arguments."
-                )
-            if isinstance(key, str) and key not in self.kwargs:
-                raise ValueError(f"argnums has {key!r}, but the call has no such argument.")
-        return tuple(self.args[k] if isinstance(k, int) else self.kwargs[k] for k in keys)
-
     def replace(self, keys: Sequence[int | str], values: Sequence[Any]) -> "Call":
         """The same call with other arguments there."""
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -41,49 +31,109 @@ class Call(NamedTuple):
         return Call(tuple(args), kwargs)
 
 
+class Point:
+    """The arguments by which a call is differentiated, apart from those that keep autodiff.
+
+    Attributes:
+        xs: Their leaves that have derivatives, as tensors.
+        names: What errors call these leaves: `x['a'][0]`.
+        stopped: The call with stopped leaves in their place.
+    """
+
+    def __init__(self, call: Call, keys: Sequence[int | str], parameters: Sequence[str]) -> None:
+        self._call, self._keys = call, keys
+        self._arguments = [call.args[k] if isinstance(k, int) else call.kwargs[k] for k in keys]
+        self._parameters = parameters
+        leaves = [
+            leaf
+            for parameter, argument in zip(parameters, self._arguments, strict=True)
+            for leaf in _leaves.flatten(argument, parameter)
+        ]
+        self._places = [i for i, (_, leaf) in enumerate(leaves) if has_derivatives(leaf)]
+        self.names = [leaves[i][0] for i in self._places]
+        self.xs = [_leaves.to_tensor(leaves[i][1], leaves[i][0]) for i in self._places]
+        self.stopped = self.at([tf.stop_gradient(x) for x in self.xs])
+
+    def at(self, xs: Sequence[Any]) -> Call:
+        """The call with other leaves in the place of `xs`."""
+        return self._call.replace(self._keys, self._pack(xs, tf.nest.flatten(self._arguments)))
+
+    def primals(self, call: Call) -> tuple[Any, ...]:
+        """The arguments in question of a call that `at` returned."""
+        return tuple(call.args[k] if isinstance(k, int) else call.kwargs[k] for k in self._keys)
+
+    def tangents(self, z: Sequence[Any]) -> tuple[Any, ...]:
+        """`z` in the structure of the arguments, with None where there is no derivative."""
+        return tuple(self._pack(z, [None] * len(tf.nest.flatten(self._arguments))))
+
+    def _pack(self, values: Sequence[Any], flat: list[Any]) -> list[Any]:
+        for i, value in zip(self._places, values, strict=True):
+            flat[i] = value
+        return list(tf.nest.pack_sequence_as(self._arguments, flat))
+
+    def jacobians(self, gradients: Sequence[Any], y: Any, batch_ndims: int | None) -> list[Any]:
+        """Returns for each of `xs` a checked `_leaves.Leaf`, or None where it has no gradient."""
+        found = []
+        xs = iter(self.xs)
+        for parameter, argument, gradient in zip(
+            self._parameters, self._arguments, gradients, strict=True
+        ):
+            by = f"the gradient by {parameter}"
+            for path, x, gx in _leaves.pair(argument, gradient, parameter, by):
+                names = _shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
+                if has_derivatives(x):
+                    x = next(xs)
+                    leaf = gx is not None and _leaves.make_leaf(path, x, gx, y, batch_ndims, names)
+                    found.append(leaf or None)
+                elif gx is not None:
+                    raise TypeError(
+                        f"{names.x} has no derivatives, but {names.gx} is not None. Return None "
+                        f"there, or pass {names.x} as a tensor of a floating dtype."
+                    )
+        return found
+
+
 def bind(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    """Arguments as `f` receives them."""
+    """The arguments as `f` receives them."""
     signature = _signature(f)
     if signature is None:
-        return Call(tuple(args), kwargs)
+        return Call(tuple(args), dict(kwargs))
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return Call(bound.args, bound.kwargs)
 
 
-def resolve(f: Callable[..., Any], argnums: Any, name: str = "argnums") -> list[int | str]:
-    """`argnums` as a list in which parameter names stand for keyword-only parameters alone.
+def point(f: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any) -> Point:
+    """The arguments of a call of `f` that `argnums`, ints or parameter names, select.
 
     Raises:
-        TypeError: Not ints and names.
-        ValueError: No parameter of that name.
+        TypeError: `argnums` holds something else, or the call does not fit the signature.
+        ValueError: There is no such argument.
     """
-    keys: list[int | str] = []
+    call = bind(f, args, kwargs)
+    signature = _signature(f)
+    parameters = list(signature.parameters) if signature else []
+    keys, names = [], []
     for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
         if isinstance(key, bool) or not isinstance(key, (int, str)):
-            raise TypeError(f"{name} must be ints or parameter names, got {key!r}.")
-        signature = _signature(f)
-        if isinstance(key, str) and signature is not None:
-            parameters = signature.parameters
-            if key not in parameters:
-                if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-                    keys.append(key)
-                    continue
-                raise ValueError(f"{name} has {key!r}, but the parameters are {list(parameters)}.")
-            if parameters[key].kind is not inspect.Parameter.KEYWORD_ONLY:
-                key = list(parameters).index(key)
+            raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
+        if isinstance(key, str) and key in parameters and key not in call.kwargs:
+            key = parameters.index(key)  # a positional parameter by its name
+        there = (
+            key in call.kwargs if isinstance(key, str) else -len(call.args) <= key < len(call.args)
+        )
+        if not there:
+            raise ValueError(
+                f"argnums has {key!r}, but the call of {name_of(f)} has {len(call.args)} "
+                f"positional arguments and the keywords {list(call.kwargs)}; its parameters are "
+                f"{parameters}."
+            )
+        if isinstance(key, int):
+            key %= len(call.args)
         keys.append(key)
-    return keys
-
-
-def stopped(structure: Any) -> Any:
-    """Every leaf that has derivatives as a tensor without them; the other leaves as they are."""
-    return tf.nest.map_structure(
-        lambda leaf: (
-            tf.stop_gradient(_leaves.to_tensor(leaf, "argument")) if has_derivatives(leaf) else leaf
-        ),
-        structure,
-    )
+        named = isinstance(key, int) and key < len(parameters)
+        names.append(key if isinstance(key, str) else parameters[key] if named else f"args[{key}]")
+    return Point(call, keys, names)
 
 
 def has_derivatives(leaf: Any) -> bool:
@@ -95,6 +145,25 @@ def has_derivatives(leaf: Any) -> bool:
         return dtype is not None and _leaves.is_differentiable(tf.as_dtype(dtype))
     except TypeError:  # a dtype that TensorFlow does not know
         return False
+
+
+def imitate(form: Any, f: Callable[..., Any]) -> Any:
+    """`functools.update_wrapper` without `__wrapped__`; returns `form`.
+
+    Where a function with `__wrapped__` is itself an argument of a `tf.function`, TensorFlow passes
+    the wrapped one on, and the custom derivative would be lost without a word.
+    """
+    functools.update_wrapper(form, f)
+    del form.__wrapped__
+    signature = _signature(f)
+    if signature is not None:
+        form.__signature__ = signature
+    return form
+
+
+def name_of(f: Any) -> str:
+    """What errors call a function."""
+    return str(getattr(f, "__name__", type(f).__name__))
 
 
 def _signature(f: Callable[..., Any]) -> inspect.Signature | None:

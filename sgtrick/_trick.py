@@ -58,13 +58,17 @@ def formula(
     g = [stop(leaf.gx) for leaf in leaves]
     if hessian_times is not None:
         g = [g_i + hz_i / 2 for g_i, hz_i in zip(g, hessian_times(z), strict=True)]
-    return with_linear(
-        stop(fx),
-        [
-            cast(inner(g_i, z_i, leaf.batch_ndims), fx.dtype)
-            for g_i, z_i, leaf in zip(g, z, leaves, strict=True)
-        ],
-    )
+    leaves = [leaf._replace(gx=g_i) for leaf, g_i in zip(leaves, g, strict=True)]
+    return with_linear(stop(fx), linear(leaves, z, fx.dtype))
+
+
+def linear(leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: Any) -> list[Any]:
+    """Returns the terms `<gx_i, z_i>`; a leaf that is None has none."""
+    return [
+        cast(inner(leaf.gx, z_i, leaf.batch_ndims), dtype)
+        for leaf, z_i in zip(leaves, z, strict=True)
+        if leaf is not None
+    ]
 
 
 def zero(x: Any, *, guard: bool = False) -> Any:

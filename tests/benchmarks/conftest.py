@@ -1,20 +1,18 @@
+import statistics
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints each group's fastest rounds as ratios to the first library of the group."""
+    """Prints what each library took, as the median of its ratios to the first, turn by turn."""
     session = getattr(config, "_benchmarksession", None)
     if session is None or not session.benchmarks:
         return
-    groups: dict[str, dict[str, float]] = {}
-    for bench in session.benchmarks:
-        groups.setdefault(bench.group, {})[bench.extra_info["library"]] = bench.stats.min
+    libraries = list(session.benchmarks[0].extra_info["seconds"])
     write = terminalreporter.write_line
-    write("")
-    write("Fastest rounds, as ratios to tfp.math.custom_gradient in the same run")
-    write(f"{'':32}{'tfp':>12}{'tf':>8}{'sgtrick':>10}")
-    for group, fastest in groups.items():
-        base = fastest["tfp"]
-        write(
-            f"{group:32}{base * 1e6:9.0f} us"
-            + "".join(
-                f"{fastest[key] / base:{width}.2f}" for key, width in (("tf", 8), ("sgtrick", 10))
-            )
-        )
+    write(f"{'':36}" + "".join(f"{library:>12}" for library in libraries))
+    for bench in session.benchmarks:
+        base, *others = bench.extra_info["seconds"].values()
+        cells = [f"{statistics.median(base) * 1e6:9.0f} us"]
+        for other in others:
+            ratios = [a / b for a, b in zip(other, base, strict=True)]
+            cells.append(f"{statistics.median(ratios):12.2f}")
+        write(f"{bench.extra_info['what']:36}{cells[0]:>12}" + "".join(cells[1:]))

@@ -1,0 +1,497 @@
+"""The contracts of `with_gradient`, `from_value_and_gradient` and `custom_jvp`, DESIGN 3.2."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from matrix import functions as fn
+
+import sgtrick
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+
+
+def constant(value):
+    return tf.constant(value, tf.float64)
+
+
+def gradient(f, *args, sources=None, upstream=None):
+    with tf.GradientTape() as tape:
+        tape.watch([a for a in tf.nest.flatten(args) if tf.is_tensor(a) and a.dtype.is_floating])
+        y = f(*args)
+    return tape.gradient(y, args if sources is None else sources, upstream)
+
+
+def nth_derivative(f, n, x):
+    if n == 0:
+        return f(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = nth_derivative(f, n - 1, x)
+    return tape.gradient(y, x)
+
+
+def ways_to_write_it(f, grad, **options):
+    """All ways to make the same form."""
+
+    def later():
+        form = sgtrick.with_gradient(f, **options)
+        form.defgrad(grad)
+        return form
+
+    return {
+        "function": sgtrick.with_gradient(f, grad, **options),
+        "decorator": sgtrick.with_gradient(grad=grad, **options)(f),
+        "rule later": later(),
+    }
+
+
+class TestWithGradient:
+    @pytest.mark.parametrize("way", ["function", "decorator", "rule later"])
+    @WRAPS
+    def test_ways_to_write_it(self, way, wrap):
+        h = ways_to_write_it(fn.misled(fn.scalar), fn.scalar_gradient)[way]
+        x = constant([1.0, 2.0, 3.0])
+        np.testing.assert_allclose(wrap(gradient)(wrap(h), x)[0], fn.scalar_gradient(x))
+
+    def test_without_a_rule(self):
+        @sgtrick.with_gradient
+        def f(x):
+            return x
+
+        with pytest.raises(TypeError, match=r"f has no gradient function.*@f\.defgrad"):
+            f(1.0)
+
+    @WRAPS
+    @pytest.mark.parametrize("argnums", ["x", 1, -1, ("x",), [1]])
+    def test_the_others_keep_autodiff(self, wrap, argnums):
+        v = tf.Variable(2.0, dtype=tf.float64)
+        many = isinstance(argnums, (list, tuple))
+
+        def f(a, x, *, b=5.0):
+            return a**2 * tf.stop_gradient(x) * b * v
+
+        def grad(a, x, *, b):
+            g = constant(7.0)
+            return (g,) if many else g
+
+        h = sgtrick.with_gradient(f, grad, argnums=argnums)
+        a, x, b = constant(3.0), constant(11.0), constant(13.0)
+
+        @wrap
+        def run(a, x, b):
+            with tf.GradientTape() as tape:
+                tape.watch([a, x, b])
+                y = h(a, x=x, b=b)
+            return y, tape.gradient(y, [a, x, b, v])
+
+        y, (by_a, by_x, by_b, by_v) = run(a, x, b)
+        assert y.numpy() == 9 * 11 * 13 * 2
+        assert by_x.numpy() == 7.0
+        assert by_a.numpy() == 2 * 3 * 11 * 13 * 2
+        assert by_b.numpy() == 9 * 11 * 2
+        assert by_v.numpy() == 9 * 11 * 13
+
+    def test_keras_variables_read_inside_keep_autodiff(self):
+        v = keras.Variable(np.float32(3.0))
+        h = sgtrick.with_gradient(lambda x: tf.stop_gradient(x) * v, lambda x: 5.0)
+        x = tf.constant(2.0)
+        by_x, by_v = gradient(h, x, sources=[x, v.value])
+        assert (by_x.numpy(), by_v.numpy()) == (5.0, 2.0)
+
+    @WRAPS
+    def test_structures_keywords_and_defaults(self, wrap):
+        def f(params, scale=2.0, *, offset):
+            return scale * tf.stop_gradient(params["a"] * params["b"][0]) + offset
+
+        def grad(params, scale, *, offset):
+            return {"a": constant(10.0) * scale, "b": [None, None]}
+
+        h = sgtrick.with_gradient(f, grad, argnums="params")
+        params = {"a": constant(3.0), "b": [constant(4.0), 7]}
+
+        @wrap
+        def run(a):
+            return gradient(lambda a: h({**params, "a": a}, offset=constant(1.0)), a)
+
+        assert run(params["a"])[0].numpy() == 20.0
+        assert h(params, offset=1.0).numpy() == 25.0
+
+    def test_keyword_only_arguments_by_name(self):
+        h = sgtrick.with_gradient(lambda *, x: tf.stop_gradient(x), lambda *, x: 5.0, argnums="x")
+        x = tf.constant(2.0)
+        assert gradient(lambda x: h(x=x), x)[0].numpy() == 5.0
+
+    def test_functions_without_a_signature(self):
+        h = sgtrick.with_gradient(max, lambda a, b: 5.0)
+        assert gradient(h, tf.constant(2.0), tf.constant(1.0))[0].numpy() == 5.0
+
+    @WRAPS
+    def test_methods_and_callables(self, wrap):
+        class Model:
+            def __init__(self, scale):
+                self.scale = scale
+
+            def gradient(self, x):
+                return 7.0 * self.scale * tf.ones_like(x)
+
+            @sgtrick.with_gradient(grad=gradient)
+            def f(self, x):
+                """Says something."""
+                return tf.reduce_sum(self.scale * x)
+
+            def __call__(self, x):
+                return tf.reduce_sum(self.scale * tf.stop_gradient(x))
+
+        model, x = Model(2.0), constant([1.0, 2.0])
+        np.testing.assert_array_equal(wrap(gradient)(model.f, x)[0], [14.0, 14.0])
+        assert model.f.__doc__ == "Says something."
+        h = sgtrick.with_gradient(model, model.gradient)
+        np.testing.assert_array_equal(wrap(gradient)(h, x)[0], [14.0, 14.0])
+
+    def test_in_eager_grad_runs_only_for_a_gradient(self):
+        calls = []
+
+        def grad(x):
+            calls.append(x)
+            return 2 * x
+
+        h = sgtrick.with_gradient(lambda x: x**2, grad)
+        x = tf.constant(3.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = h(x)
+        assert not calls
+        assert tape.gradient(y, x).numpy() == 6.0
+        assert len(calls) == 1
+
+    @WRAPS
+    def test_the_first_derivative_does_not_differentiate_grad(self, wrap):
+        @tf.custom_gradient
+        def undifferentiable(x):
+            def grad(u):
+                raise AssertionError("grad was differentiated")
+
+            return 2 * x, grad
+
+        h = sgtrick.with_gradient(lambda x: x**2, undifferentiable)
+        assert wrap(gradient)(h, tf.constant(3.0))[0].numpy() == 6.0
+
+    @WRAPS
+    def test_infinite_gradients(self, wrap):
+        # The derivative of 2 sqrt(x) is infinite at 0, and the one of that is too.
+        h = sgtrick.with_gradient(lambda x: 2 * tf.sqrt(x), lambda x: tf.math.rsqrt(x))
+        x = constant([0.0, 4.0])
+        np.testing.assert_array_equal(h(x), [0.0, 4.0])
+        np.testing.assert_allclose(wrap(gradient)(h, x)[0], [np.inf, 0.5])
+
+    def test_composition_does_not_retrace(self):
+        traces = []
+
+        def f(x):
+            traces.append(x)
+            return x**2
+
+        run = tf.function(sgtrick.with_gradient(f, lambda x: 2 * x))
+        for i in range(5):
+            run(tf.constant(float(i)))
+        assert len(traces) == 1
+
+    @WRAPS
+    def test_as_an_argument_of_a_tf_function(self, wrap):
+        # TensorFlow replaces callables that have __wrapped__ by what they wrap.
+        h = sgtrick.with_gradient(lambda x: x, lambda x: 5.0)
+        assert wrap(gradient)(h, tf.constant(1.0))[0].numpy() == 5.0
+
+    @WRAPS
+    def test_variables_made_on_the_first_call(self, wrap):
+        made = []
+
+        def f(x):
+            if not made:
+                made.append(tf.Variable(3.0))
+            return tf.stop_gradient(x) * made[0]
+
+        h = wrap(sgtrick.with_gradient(f, lambda x: 5.0))
+        x = tf.constant(2.0)
+        h(x)
+        by_x, by_v = gradient(h, x, sources=[x, made[0]])
+        assert (by_x.numpy(), by_v.numpy()) == (5.0, 2.0)
+
+    @pytest.mark.parametrize(
+        ("f", "grad", "options", "error", "message"),
+        [
+            (lambda x: x, lambda x: x, {"order": 0}, ValueError, r"order must be a positive int, got 0"),
+            (lambda x: x, lambda x: x, {"order": True}, ValueError, r"order must be .* got True"),
+            (lambda x: x, lambda x: x, {"argnums": 1.5}, TypeError, r"ints or parameter names, got 1\.5"),
+            (lambda x: x, lambda x: x, {"argnums": "y"}, ValueError, r"argnums has 'y'.*its parameters are \['x'\]"),
+            (lambda x: x, lambda x: x, {"argnums": 1}, ValueError, r"argnums has 1, but .* 1 positional"),
+            (lambda x: tf.constant(1), lambda x: x, {}, TypeError, r"<lambda> returned dtype int32, which has no derivatives"),
+            (lambda x: x, lambda x: tf.ones([3]), {}, ValueError, r"the value \[2\], the gradient by x \[3\] and x \[2\] do not fit"),
+            (lambda x: x, lambda x: [x, x], {}, ValueError, r"the gradient by x must have the structure of x"),
+            (lambda x: x, lambda x: x, {"argnums": (0,)}, ValueError, r"tuple of 1 gradients, one for each of argnums=\(0,\), got \w*Tensor"),
+            (lambda x: x, lambda x: (x, x), {"argnums": (0,)}, ValueError, r"got tuple of 2"),
+            (lambda x: x, lambda x: "a", {}, TypeError, r"the gradient by x has dtype string"),
+        ],
+    )  # fmt: skip
+    @WRAPS
+    def test_misuse(self, wrap, f, grad, options, error, message):
+        with pytest.raises(error, match=message):
+            wrap(gradient)(sgtrick.with_gradient(f, grad, **options), constant([1.0, 2.0]))
+
+    def test_a_gradient_by_an_int(self):
+        h = sgtrick.with_gradient(lambda x, n: x * n, lambda x, n: (1.0, 1.0), argnums=(0, 1))
+        with pytest.raises(
+            TypeError, match=r"n has no derivatives, but the gradient by n is not None"
+        ):
+            gradient(lambda x: h(x, 3), tf.constant(1.0))
+
+
+class TestOrders:
+    """Exact through order k by the quadrature, against autodiff of the true function."""
+
+    @staticmethod
+    def true(x):
+        return tf.exp(x) * tf.sin(x)
+
+    @staticmethod
+    def derivative(x):
+        return tf.exp(x) * (tf.sin(x) + tf.cos(x))
+
+    @WRAPS
+    @pytest.mark.parametrize("order", [2, 3, 4])
+    def test_every_derivative_through_the_order(self, wrap, order):
+        x = constant(0.7)
+        h = sgtrick.with_gradient(fn.misled(self.true), self.derivative, order=order)
+        for n in range(order + 1):
+            got = wrap(lambda x, n=n: nth_derivative(h, n, x))(x)
+            np.testing.assert_allclose(got, nth_derivative(self.true, n, x), rtol=1e-12)
+
+    @WRAPS
+    @pytest.mark.parametrize("order", [2, 4])
+    def test_jvp_rules_too(self, wrap, order):
+        x = constant(0.7)
+        h = sgtrick.custom_jvp(fn.misled(self.true), order=order)
+        h.defjvp(lambda primals, t: (h(*primals), self.derivative(*primals) * t[0]))
+        for n in range(order + 1):
+            got = wrap(lambda x, n=n: nth_derivative(h, n, x))(x)
+            np.testing.assert_allclose(got, nth_derivative(self.true, n, x), rtol=1e-12)
+
+    @WRAPS
+    @pytest.mark.parametrize("form", ["gradient", "jvp"])
+    def test_a_rule_may_call_its_function(self, wrap, form):
+        if form == "gradient":
+            h = sgtrick.with_gradient(fn.misled(tf.exp), lambda x: h(x), order=3)
+        else:
+            h = sgtrick.custom_jvp(fn.misled(tf.exp), order=3)
+            h.defjvp(lambda primals, tangents: (h(*primals), h(*primals) * tangents[0]))
+        x = constant(0.7)
+        for n in range(4):
+            got = wrap(lambda x, n=n: nth_derivative(h, n, x))(x)
+            np.testing.assert_allclose(got, tf.exp(x), rtol=1e-12)
+
+    def test_a_rule_of_order_1_may_call_its_function_in_a_graph(self):
+        h = sgtrick.with_gradient(fn.misled(tf.exp), lambda x: h(x))
+        x = constant(0.7)
+        np.testing.assert_allclose(tf.function(gradient)(h, x)[0], tf.exp(x))
+
+    @WRAPS
+    def test_the_mixed_hessian_with_a_live_argument(self, wrap):
+        def true(x, y):
+            return tf.reduce_sum(tf.sin(x)) * tf.exp(y[0]) + y[1] ** 3 * x[0]
+
+        def by_x(x, y):
+            return tf.cos(x) * tf.exp(y[0]) + y[1] ** 3 * tf.one_hot(0, 2, dtype=x.dtype)
+
+        def stopped(x, y):
+            return true(2 * x - tf.stop_gradient(x), y)
+
+        def hessian(f, x, y):
+            with tf.GradientTape(persistent=True) as outer:
+                outer.watch([x, y])
+                g = tf.concat(gradient(f, x, y), 0)
+            return tf.concat(outer.jacobian(g, [x, y], experimental_use_pfor=False), 1)
+
+        x, y = constant([0.3, 0.7]), constant([0.2, -1.1])
+        h = sgtrick.with_gradient(stopped, by_x, order=2)
+        got = wrap(lambda x, y: hessian(h, x, y))(x, y)
+        np.testing.assert_allclose(got, hessian(true, x, y), rtol=1e-12)
+
+    @WRAPS
+    def test_first_order_is_unconnected_beyond(self, wrap):
+        h = sgtrick.with_gradient(tf.sin, tf.cos)
+        assert wrap(lambda x: nth_derivative(h, 2, x))(constant(0.7)) is None
+
+
+class TestFromValueAndGradient:
+    @WRAPS
+    def test_one_call_serves_both(self, wrap):
+        calls = []
+
+        def engine(x):
+            calls.append(1)
+            return np.float64((x**2).sum()), 2 * x
+
+        def fn(x):
+            value, gradient = tf.numpy_function(engine, [x], [x.dtype, x.dtype])
+            value.set_shape([])
+            gradient.set_shape(x.shape)
+            return value, gradient
+
+        x = constant([1.0, 2.0])
+        g = wrap(gradient)(sgtrick.from_value_and_gradient(fn), x)[0]
+        np.testing.assert_array_equal(g, [2.0, 4.0])
+        assert len(calls) == 1
+
+    @WRAPS
+    def test_aux_and_autodiff_of_the_rest(self, wrap):
+        def fn(x, y):
+            return (tf.stop_gradient(x) * y, {"twice": 2 * y}), 5.0
+
+        h = sgtrick.from_value_and_gradient(fn, has_aux=True)
+        x, y = constant(2.0), constant(3.0)
+        by_x, by_y = wrap(gradient)(lambda x, y: h(x, y)[0], x, y)
+        assert (by_x.numpy(), by_y.numpy()) == (5.0, 2.0)
+        assert h(x, y)[1]["twice"].numpy() == 6.0
+
+    @pytest.mark.parametrize(
+        ("result", "has_aux", "message"),
+        [
+            (
+                (1.0, lambda u: u),
+                False,
+                r"returned a function in the place of the gradient.*custom_vjp",
+            ),
+            (1.0, False, r"must return \(value, gradient\), got float"),
+            ((1.0, 2.0), True, r"must return \(\(value, aux\), gradient\), got float"),
+        ],
+    )
+    def test_misuse(self, result, has_aux, message):
+        h = sgtrick.from_value_and_gradient(lambda x: result, has_aux=has_aux)
+        with pytest.raises(TypeError, match=message):
+            h(tf.constant(1.0))
+
+
+class TestCustomJvp:
+    @WRAPS
+    def test_nested_outputs_and_arguments_without_derivatives(self, wrap):
+        @sgtrick.custom_jvp
+        def f(params, n):
+            x = tf.stop_gradient(params["x"])
+            return {"power": x**n, "count": tf.constant(n), "twice": [2 * x]}
+
+        @f.defjvp
+        def _(primals, tangents):
+            (params, n), (t, t_n) = primals, tangents
+            assert t_n is None
+            out = {
+                "power": n * params["x"] ** (n - 1) * t["x"],
+                "count": None,
+                "twice": [2 * t["x"]],
+            }
+            return f(params, n), out
+
+        def run(x):
+            out = f({"x": x}, 3)
+            assert out["count"].dtype == tf.int32
+            return out["power"] + 10 * out["twice"][0]
+
+        assert wrap(gradient)(run, constant(2.0))[0].numpy() == 3 * 4 + 20
+
+    @WRAPS
+    def test_nondiff_argnums_come_first(self, wrap):
+        h = sgtrick.custom_jvp(lambda x, g, y: g(tf.stop_gradient(x)) * y, nondiff_argnums=1)
+
+        @h.defjvp
+        def _(g, primals, tangents):
+            (x, y), (t, s) = primals, tangents
+            return g(x) * y, 5 * t + 7 * s
+
+        g = wrap(gradient)(lambda x, y: h(x, tf.square, y), constant(2.0), constant(3.0))
+        assert [t.numpy() for t in g] == [5.0, 7.0]
+
+    def test_methods(self):
+        class Model:
+            scale = 3.0
+
+            @sgtrick.custom_jvp
+            def f(self, x):
+                return self.scale * tf.stop_gradient(x)
+
+            @f.defjvp
+            def _(self, primals, tangents):
+                return self.f(*primals), self.scale * tangents[0]
+
+        assert gradient(Model().f, tf.constant(1.0))[0].numpy() == 3.0
+
+    def test_forward_mode_of_the_documented_problem(self):
+        @sgtrick.custom_jvp
+        def log1pexp(x):
+            return tf.where(x > 50, x, tf.math.log(1 + tf.exp(x)))
+
+        @log1pexp.defjvp
+        def _(primals, tangents):
+            return log1pexp(*primals), tf.sigmoid(*primals) * tangents[0]
+
+        x = constant([1.0, 2.0, 100.0])
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+            y = tf.vectorized_map(log1pexp, x)
+        np.testing.assert_allclose(accumulator.jvp(y), tf.sigmoid(x))
+
+    def test_a_missing_rule(self):
+        @sgtrick.custom_jvp
+        def f(x):
+            return x
+
+        with pytest.raises(
+            TypeError, match=r"f has no JVP rule.*@f\.defjvp.*\(primal_out, tangent_out\)"
+        ):
+            f(1.0)
+
+    @pytest.mark.parametrize(
+        ("rule", "error", "message"),
+        [
+            (lambda p, t: t[0], TypeError, r"must return \(primal_out, tangent_out\), got \w*Tensor"),
+            (lambda p, t: (p[0], [t[0], t[0]]), ValueError, r"tangent_out must have the structure of"),
+            (lambda p, t: (p[0], t[0][:1]), ValueError, r"The tangent of .* has shape \[1\], the output \[2\]"),
+            (lambda p, t: (p[0], tf.cast(t[0], tf.float32)), TypeError, r"dtype float32, the output float64"),
+        ],
+    )  # fmt: skip
+    @WRAPS
+    def test_bad_rules(self, wrap, rule, error, message):
+        h = sgtrick.custom_jvp(lambda x: x)
+        h.defjvp(rule)
+        with pytest.raises(error, match=message):
+            wrap(lambda x: h(x))(constant([1.0, 2.0]))
+
+    def test_misuse(self):
+        h = sgtrick.custom_jvp(lambda x, *, k: x)
+        h.defjvp(lambda p, t: (p[0], t[0]))
+        with pytest.raises(TypeError, match=r"keyword-only arguments \['k'\]"):
+            h(1.0, k=2.0)
+        h = sgtrick.custom_jvp(lambda x: x, nondiff_argnums=3)
+        h.defjvp(lambda p, t: (p[0], t[0]))
+        with pytest.raises(ValueError, match=r"nondiff_argnums has 3, but the call of"):
+            h(1.0)
+
+
+class TestLaws:
+    """Forms with the true rule are equal to autodiff of the true function and to each other."""
+
+    @WRAPS
+    def test_forms_agree(self, wrap):
+        x, u = constant([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]]), constant([2.0, -3.0])
+        misled = fn.misled(fn.scalar)
+        jvp = sgtrick.custom_jvp(misled)
+        jvp.defjvp(lambda p, t: (jvp(*p), tf.reduce_sum(fn.scalar_gradient(*p) * t[0], -1)))
+        forms = [
+            lambda x: sgtrick.custom_gradient(misled(x), fn.scalar_gradient(x), x),
+            sgtrick.with_gradient(misled, fn.scalar_gradient),
+            sgtrick.with_gradient(misled, fn.scalar_gradient, order=2),
+            sgtrick.from_value_and_gradient(lambda x: (misled(x), fn.scalar_gradient(x))),
+            jvp,
+        ]
+        expected = gradient(fn.scalar, x, upstream=u)[0]
+        for form in forms:
+            got = wrap(lambda x, form=form: gradient(form, x, upstream=u))(x)[0]
+            np.testing.assert_allclose(got, expected, rtol=1e-12)
