@@ -20,8 +20,9 @@ exclude_patterns = ["_build", "_generated"]
 html_theme = "furo"
 html_title = "sgtrick"
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"tf\..*")]  # TensorFlow has no inventory for intersphinx
-autodoc_typehints = "description"
+nitpick_ignore_regex = [("py:.*", r"(tf|collections)\..*")]  # of no page here
+autodoc_typehints = "none"  # the docstrings say more than Any
+default_role = "code"
 autodoc_default_options = {"members": True}
 
 

@@ -161,6 +161,13 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     return form
 
 
+def takes(f: Callable[..., Any], keyword: str) -> bool:
+    """Whether `f` has a parameter of this name that can be passed by keyword."""
+    signature = _signature(f)
+    found = signature.parameters.get(keyword) if signature else None
+    return found is not None and found.kind is not found.POSITIONAL_ONLY
+
+
 def name_of(f: Any) -> str:
     """What errors call a function."""
     return str(getattr(f, "__name__", type(f).__name__))

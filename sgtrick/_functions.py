@@ -66,7 +66,7 @@ def with_gradient(
 
     Returns:
         The function, or the decorator if `f` is None. Under every transformation it has the
-        derivatives of
+        derivatives of ::
 
             f(s, y) + sum_i w_i <grad(s + c_i z, y), z>,    s = stop(x), z = x - s
 
@@ -121,6 +121,12 @@ class WithGradient:
             raise TypeError(
                 f"{name} has no gradient function. Pass grad= to with_gradient, or define it with "
                 f"the decorator @{name}.defgrad."
+            )
+        if _arguments.takes(grad, "variables") and not _arguments.takes(self._f, "variables"):
+            raise NotImplementedError(
+                f"The gradient function of {name} takes `variables`, but with_gradient leaves the "
+                "variables that a function reads to autodiff. Pass them as arguments and name "
+                "these in argnums."
             )
         order = self._order.now()
         with _devices.scope(self._device):

@@ -41,7 +41,7 @@ def custom_jvp(f: Callable[..., Any], *, nondiff_argnums: Any = (), order: int =
         structure, with None for what has no derivatives (int, bool, string); `tangent_out` has the
         structure, shapes and dtypes of the output, with None where there is no derivative. The
         value is that of `f`; `primal_out` is not used. Under every transformation the function has
-        the derivatives of
+        the derivatives of ::
 
             f(s) + sum_i w_i jvp(s + c_i z, z),    s = stop(x), z = x - s
 

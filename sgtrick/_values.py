@@ -24,11 +24,11 @@ def custom_gradient(
 ) -> Any:
     """Embeds values and gradients that were computed elsewhere into TensorFlow.
 
-    The result is `fx`, and its Jacobian by `x` is `gx`, under every transformation of TensorFlow:
+    The result is `fx`, and its Jacobian by `x` is `gx`, under every transformation of TensorFlow::
 
         stop(fx) + <stop(gx), x - stop(x)>
 
-    With batch shape `B`, range `R` and domain `D`, per leaf of `x`:
+    With batch shape `B`, range `R` and domain `D`, per leaf of `x`::
 
         fx: B + R        x: B + D        gx: B + R + D
 

@@ -12,11 +12,16 @@ import tensorflow as tf
 from matrix import CELLS, configure, judge
 from matrix.values import comparison_cases
 
+SHORT = {
+    "sgtrick": "sgtrick",
+    "tfp.math.custom_gradient": "TFP",
+    "tf.custom_gradient": "TF",
+}
 SHOWN = {
     "right": "right",
     "raises": "raises",
     "None": "*no gradient*",
-    "wrong": "**silently wrong**",
+    "wrong": "**wrong**",
 }
 
 
@@ -36,7 +41,9 @@ def main() -> None:
         if cell.group != group:
             group = cell.group
             print(f"\n## {group[0].upper()}{group[1:]}\n")
-            columns = [f"`{library}`, {problem}" for problem in problems for library in libraries]
+            columns = [
+                f"{SHORT[library]}, {problem}" for problem in problems for library in libraries
+            ]
             print("|", " | ".join(["", *columns]), "|")
             print("|", " | ".join(["---"] * (1 + len(columns))), "|")
         verdicts = [
