@@ -95,7 +95,7 @@ class Point:
 
 def bind(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """The arguments as `f` receives them."""
-    signature = _signature(f)
+    signature = signature_of(f)
     if signature is None:
         return Call(tuple(args), dict(kwargs))
     bound = signature.bind(*args, **kwargs)
@@ -111,7 +111,7 @@ def point(f: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any)
         ValueError: There is no such argument.
     """
     call = bind(f, args, kwargs)
-    signature = _signature(f)
+    signature = signature_of(f)
     parameters = list(signature.parameters) if signature else []
     keys, names = [], []
     for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
@@ -155,7 +155,7 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     """
     functools.update_wrapper(form, f)
     del form.__wrapped__
-    signature = _signature(f)
+    signature = signature_of(f)
     if signature is not None:
         form.__signature__ = signature
     return form
@@ -163,7 +163,7 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
 
 def takes(f: Callable[..., Any], keyword: str) -> bool:
     """Whether `f` has a parameter of this name that can be passed by keyword."""
-    signature = _signature(f)
+    signature = signature_of(f)
     found = signature.parameters.get(keyword) if signature else None
     return found is not None and found.kind is not found.POSITIONAL_ONLY
 
@@ -173,7 +173,8 @@ def name_of(f: Any) -> str:
     return str(getattr(f, "__name__", type(f).__name__))
 
 
-def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
+def signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of `f`, None where it has none that Python can see."""
     try:
         return inspect.signature(f)
     except (TypeError, ValueError):  # some builtins have none

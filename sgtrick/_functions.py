@@ -126,7 +126,7 @@ class WithGradient:
             raise NotImplementedError(
                 f"The gradient function of {name} takes `variables`, but with_gradient leaves the "
                 "variables that a function reads to autodiff. Pass them as arguments and name "
-                "these in argnums."
+                "these in argnums, or use custom_vjp, whose grad_fn is given them."
             )
         order = self._order.now()
         with _devices.scope(self._device):

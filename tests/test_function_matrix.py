@@ -1,6 +1,7 @@
 """The function forms in every cell of the transformation matrix."""
 
 import pytest
+
 from matrix import CELLS, complaint
 from matrix.function_cases import (
     custom_jvp_cases,

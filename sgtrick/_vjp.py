@@ -1,0 +1,241 @@
+"""Functions that bring their own vector-Jacobian product, by the protocol of `tf.custom_gradient`.
+
+Where TensorFlow honours an override of the gradient, the override is the caller's `grad_fn`. Where
+it drops one, the forward computation is differentiated instead, and that is the formula
+`stop(y) + L(x - stop(x))`, with `L` the transpose of `grad_fn`.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick import _arguments, _leaves, _override, _shapes, _trick
+
+
+def custom_vjp(f: Any = None) -> Any:
+    """Decorates a function that returns its value and its vector-Jacobian product.
+
+    The protocol is that of `tf.custom_gradient`: `f(*args) -> (y, grad_fn)`, and
+    `grad_fn(*upstream)` returns the gradient of each argument. What `tf.custom_gradient` silently
+    drops under `tf.vectorized_map` and in forward mode holds here.
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> @sgtrick.custom_vjp
+        ... def log1pexp(x):
+        ...     e = tf.exp(x)
+        ...     return tf.math.log(1 + e), lambda upstream: upstream * (1 - 1 / (1 + e))
+        >>> x = tf.constant([1.0, 2.0, 100.0])
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = tf.vectorized_map(log1pexp, x)
+        >>> tape.gradient(y, x).numpy().round(3)
+        array([0.731, 0.881, 1.   ], dtype=float32)
+
+    Args:
+        f: Returns `(y, grad_fn)`, `y` a structure of tensors. `grad_fn` is called with one upstream
+            gradient per leaf of `y`, only when a gradient is asked for, and returns one gradient or
+            None per leaf of the arguments, those passed by keyword in the place where `f` declares
+            them, keyword-only ones last, as passed. Gradients of the last leaves may be left out
+            where these are no tensors or have no derivatives. If `f` reads trainable variables that
+            are not among its arguments, `grad_fn` must take a keyword `variables`, their list, and
+            return `(gradients, variable_gradients)`. Second and higher derivatives are those of
+            `grad_fn`. It is linear in `upstream`, and what is traced (`tf.function`) has it
+            transposed: where that fails, as for a host call, those transformations that need it
+            raise.
+
+    Returns:
+        A function of the arguments of `f` that returns `y`. Methods can be decorated too.
+
+    Raises:
+        TypeError: `f` does not return such a pair, or `grad_fn` does not take `variables`.
+        ValueError: `grad_fn` returned gradients of the wrong number or shape.
+        LookupError: When a derivative is taken that needs the transpose of a `grad_fn` without one.
+    """
+    return custom_vjp if f is None else _CustomVJP(f)
+
+
+class _CustomVJP:
+    """The decorated function: a callable, and a descriptor so that methods can be decorated."""
+
+    def __init__(self, f: Any) -> None:
+        self._f = f
+        _arguments.imitate(self, f)
+
+    def __get__(self, instance: Any, owner: Any = None) -> "_CustomVJP":
+        return _CustomVJP(self._f.__get__(instance, owner))
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _arguments_of(self._f, args, kwargs)
+        forward = _override.at_once if _trick.eager() else _override.FORWARD.get()
+        if forward is not _override.at_once:
+            args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
+        with tf.GradientTape() as reads:
+            returned = self._f(*args, **kwargs)
+        if not (
+            isinstance(returned, (tuple, list)) and len(returned) == 2 and callable(returned[1])
+        ):
+            raise TypeError(
+                f"{_arguments.name_of(self._f)} must return (y, grad_fn), the value and a function "
+                f"from the upstream gradient to the gradients of the arguments, got {returned!r}."
+            )
+        y, grad_fn = returned
+        leaves = [*_leaves.flatten(args, "argument "), *_leaves.flatten(kwargs, "argument ")]
+        variables = _without(reads.watched_variables(), [leaf for _, leaf in leaves])
+        rule = _Rule(self._f, grad_fn, leaves, y, variables)
+        return rule.pack(forward(rule.outputs, rule.inputs, rule.pull))
+
+
+class _Rule:
+    """The caller's `grad_fn` between flat lists of tensors."""
+
+    def __init__(
+        self,
+        f: Any,
+        grad_fn: Any,
+        leaves: list[tuple[str, Any]],
+        y: Any,
+        variables: list[Any],
+    ) -> None:
+        if variables and not _takes_variables(grad_fn):
+            raise TypeError(
+                f"{_arguments.name_of(f)} reads the variables {[v.name for v in variables]}, so "
+                "its grad_fn must take a keyword argument `variables` and return (gradients, "
+                "variable_gradients). Or pass them as arguments."
+            )
+        self._name = _arguments.name_of(f)
+        self._grad_fn = grad_fn
+        self._paths = [path for path, _ in leaves]
+        self._variables = variables
+        primals = [_component(leaf) if _is_input(leaf) else None for _, leaf in leaves]
+        self._primals = [
+            x if x is not None and _leaves.is_differentiable(x.dtype) else None for x in primals
+        ]
+        self.inputs = [x for x in self._primals if x is not None] + [
+            tf.convert_to_tensor(v) for v in variables
+        ]
+        self._y = tf.nest.map_structure(_to_output, y)
+        self.outputs = [_component(leaf) for leaf in tf.nest.flatten(self._y)]
+
+    def pack(self, outputs: Sequence[Any]) -> Any:
+        """Other tensors in the structure of `y`."""
+        leaves = map(_with_component, tf.nest.flatten(self._y), outputs)
+        return tf.nest.pack_sequence_as(self._y, list(leaves))
+
+    def pull(self, *upstream: Any) -> list[Any]:
+        """From gradients of the outputs to gradients of the inputs."""
+        upstream = tuple(map(_with_component, tf.nest.flatten(self._y), upstream))
+        variable_gradients: Sequence[Any] = []
+        if self._variables:
+            returned = self._grad_fn(*upstream, variables=self._variables)
+            if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+                raise TypeError(
+                    f"grad_fn of {self._name} was given variables and must return (gradients, "
+                    f"variable_gradients), got {returned!r}."
+                )
+            returned, variable_gradients = returned
+            names = [v.name for v in self._variables]
+            variable_gradients = list(variable_gradients)
+            if len(variable_gradients) != len(names):
+                raise ValueError(
+                    f"grad_fn of {self._name} returned {len(variable_gradients)} variable "
+                    f"gradients, expected {len(names)}, one for each of {names}."
+                )
+        else:
+            returned = self._grad_fn(*upstream)
+            names = []
+        gradients = tf.nest.flatten(returned)
+        omitted = self._primals[len(gradients) :]
+        if len(gradients) > len(self._primals) or any(x is not None for x in omitted):
+            raise ValueError(
+                f"grad_fn of {self._name} returned {len(gradients)} gradients, expected "
+                f"{len(self._primals)}, one for each of: {', '.join(self._paths)}."
+            )
+        # strict is wrong here: what has no gradient may be left out at the end.
+        kept = [
+            (g, path)
+            for g, x, path in zip(gradients, self._primals, self._paths, strict=False)
+            if x is not None
+        ]
+        kept += [*zip(variable_gradients, (f"variable {n}" for n in names), strict=True)]
+        return [
+            None if g is None else self._checked(_component(g), x, path)
+            for (g, path), x in zip(kept, self.inputs, strict=True)
+        ]
+
+    def _checked(self, g: Any, x: Any, path: str) -> Any:
+        shapes = _leaves.static_shape(g), _leaves.static_shape(x)
+        if None not in shapes and not _shapes.compatible(*shapes):  # type: ignore[arg-type]
+            raise ValueError(
+                f"grad_fn of {self._name} returned a gradient of shape {_shapes.show(shapes[0])} "
+                f"for {path}, expected {_shapes.show(shapes[1])}."
+            )
+        return g
+
+
+def _arguments_of(
+    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keywords turned into positions where `f` has these."""
+    signature = _arguments.signature_of(f) if kwargs else None
+    if signature is None:
+        return args, kwargs
+    bound = signature.bind(*args, **kwargs)
+    return bound.args, bound.kwargs
+
+
+def _takes_variables(grad_fn: Any) -> bool:
+    parameters = inspect.signature(grad_fn).parameters
+    return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _without(variables: Sequence[Any], arguments: list[Any]) -> list[Any]:
+    """The variables that are not arguments, each once."""
+    # A Keras variable wraps the variable that TensorFlow sees.
+    wrapped = [getattr(a, "value", None) for a in arguments]
+    excluded = {id(a) for a in [*arguments, *wrapped]}
+    return [v for v in variables if id(v) not in excluded]
+
+
+def _here(leaf: Any) -> Any:
+    """A tensor of the graph that is being traced.
+
+    Where a grad_fn calls a custom_vjp function, arguments are of another graph, the forward's. What
+    another grad_fn then keeps of them would be out of reach when it is differentiated in turn.
+    """
+    return tf.identity(leaf) if tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable) else leaf
+
+
+def _is_input(leaf: Any) -> bool:
+    """Whether someone may ask for the gradient by this argument."""
+    return tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__")
+
+
+def _to_output(leaf: Any) -> Any:
+    return (
+        leaf
+        if tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
+        else tf.convert_to_tensor(leaf)
+    )
+
+
+def _component(leaf: Any) -> Any:
+    """The tensor by which a composite tensor (ragged) is differentiated; other tensors as such."""
+    if isinstance(leaf, (tf.Tensor, tf.IndexedSlices)):
+        return leaf
+    composite = getattr(leaf, "__composite_gradient__", None)
+    if composite is not None and not isinstance(leaf, tf.Variable):
+        return _component(composite.get_gradient_components(leaf))
+    return tf.convert_to_tensor(leaf)
+
+
+def _with_component(leaf: Any, component: Any) -> Any:
+    """`leaf` with another tensor in that place."""
+    composite = getattr(leaf, "__composite_gradient__", None)
+    if composite is None or component is None:
+        return component
+    inside = _with_component(composite.get_gradient_components(leaf), component)
+    return composite.replace_gradient_components(leaf, inside)
