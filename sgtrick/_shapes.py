@@ -42,9 +42,11 @@ def infer_batch_ndims(
         `len(B)`, or None where it hangs on a rank that is not known yet.
 
     Raises:
-        ValueError: The shapes fit no reading, or not the stated one.
+        ValueError: The shapes fit no reading, or not the stated one, which may be no number.
     """
     inferred = batch_ndims
+    if inferred is not None and (not isinstance(inferred, int) or inferred < 0):
+        raise ValueError(f"batch_ndims must be None or an int of at least 0, got {batch_ndims!r}.")
     if inferred is None:
         if fx == ():
             inferred = 0

@@ -213,6 +213,15 @@ class TestBadShapes:
         with pytest.raises(ValueError, match=f"(?s){message}"):
             run(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
 
+    @pytest.mark.parametrize("batch_ndims", [-1, 1.0, "1"])
+    def test_batch_ndims_is_a_count(self, batch_ndims):
+        with pytest.raises(
+            ValueError, match=r"batch_ndims must be None or an int of at least 0, got"
+        ):
+            sgtrick.custom_gradient(
+                tf.ones([2]), tf.ones([2]), tf.ones([2]), batch_ndims=batch_ndims
+            )
+
     def test_the_leaf_is_named(self):
         x = {"a": [tf.ones([3]), tf.ones([2])]}
         gx = {"a": [tf.ones([3]), tf.ones([4])]}

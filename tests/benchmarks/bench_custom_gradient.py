@@ -6,8 +6,6 @@
 them alike; conftest.py prints the medians of the ratios to `tfp.math.custom_gradient`.
 """
 
-import time
-
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
@@ -50,20 +48,7 @@ MODES = {
 
 @pytest.mark.parametrize("n", [1_000, 1_000_000, 20_000_000])
 @pytest.mark.parametrize("mode", MODES)
-def test_scalar_function(benchmark, mode, n):
+def test_scalar_function(take_turns, mode, n):
     x = tf.random.stateless_normal([n], [0, 1])
-    arguments = tf.reduce_sum(x**2), 2 * x, x
     runs = {library: MODES[mode](embed) for library, embed in LIBRARIES.items()}
-    seconds = {library: [] for library in runs}
-    repeats = max(1, 50_000 // n)
-
-    def take_turns():
-        for library, run in runs.items():
-            start = time.perf_counter()
-            for _ in range(repeats):
-                run(*arguments)
-            seconds[library].append((time.perf_counter() - start) / repeats)
-
-    benchmark.pedantic(take_turns, rounds=40, warmup_rounds=3)
-    benchmark.extra_info["seconds"] = {key: values[3:] for key, values in seconds.items()}
-    benchmark.extra_info["what"] = f"{mode}, n = {n:.0e}"
+    take_turns(f"{mode}, n = {n:.0e}", runs, (tf.reduce_sum(x**2), 2 * x, x), n)

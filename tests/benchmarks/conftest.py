@@ -1,4 +1,29 @@
 import statistics
+import time
+
+import pytest
+
+
+@pytest.fixture
+def take_turns(benchmark):
+    """Runs rivals by turns, so that whatever else the machine does hits them alike."""
+
+    def run(what, rivals, arguments, n):
+        seconds = {name: [] for name in rivals}
+        repeats = max(1, 50_000 // n)
+
+        def turn():
+            for name, rival in rivals.items():
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    rival(*arguments)
+                seconds[name].append((time.perf_counter() - start) / repeats)
+
+        benchmark.pedantic(turn, rounds=40, warmup_rounds=3)
+        benchmark.extra_info["seconds"] = {key: values[3:] for key, values in seconds.items()}
+        benchmark.extra_info["what"] = what
+
+    return run
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -6,13 +31,13 @@ def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     if session is None or not session.benchmarks:
         return
-    libraries = list(session.benchmarks[0].extra_info["seconds"])
-    write = terminalreporter.write_line
-    write(f"{'':36}" + "".join(f"{library:>12}" for library in libraries))
+    write, shown = terminalreporter.write_line, None
     for bench in session.benchmarks:
+        if shown != (shown := list(bench.extra_info["seconds"])):
+            write(f"{'':36}" + "".join(f"{name:>14}" for name in shown))
         base, *others = bench.extra_info["seconds"].values()
         cells = [f"{statistics.median(base) * 1e6:9.0f} us"]
         for other in others:
             ratios = [a / b for a, b in zip(other, base, strict=True)]
-            cells.append(f"{statistics.median(ratios):12.2f}")
-        write(f"{bench.extra_info['what']:36}{cells[0]:>12}" + "".join(cells[1:]))
+            cells.append(f"{statistics.median(ratios):14.2f}")
+        write(f"{bench.extra_info['what']:36}{cells[0]:>14}" + "".join(cells[1:]))
