@@ -36,7 +36,6 @@ class Point:
 
     Attributes:
         xs: Their leaves that have derivatives, as tensors.
-        names: What errors call these leaves: `x['a'][0]`.
         stopped: The call with stopped leaves in their place.
     """
 
@@ -50,7 +49,6 @@ class Point:
             for leaf in _leaves.flatten(argument, parameter)
         ]
         self._places = [i for i, (_, leaf) in enumerate(leaves) if has_derivatives(leaf)]
-        self.names = [leaves[i][0] for i in self._places]
         self.xs = [_leaves.to_tensor(leaves[i][1], leaves[i][0]) for i in self._places]
         self.stopped = self.at([tf.stop_gradient(x) for x in self.xs])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _functions, _leaves, _shapes, _trick
+from sgtrick import _arguments, _functions, _leaves, _trick
 
 
 def custom_jvp(f: Callable[..., Any], *, nondiff_argnums: Any = (), order: int = 1) -> Any:
@@ -149,13 +149,4 @@ def _checked(tangent: Any, y: Any, path: str) -> Any:
             f"The tangent of {path} has dtype {tangent.dtype.name}, the output {y.dtype.name}. "
             "They must be equal and floating or complex; where there is no derivative, return None."
         )
-    shape, expected = _leaves.static_shape(tangent), _leaves.static_shape(y)
-    if shape is not None and expected is not None and not _shapes.compatible(shape, expected):
-        raise ValueError(
-            f"The tangent of {path} has shape {_shapes.show(shape)}, the output "
-            f"{_shapes.show(expected)}. They must be equal."
-        )
-    if not _shapes.is_known(shape, expected):
-        fits = _leaves.equal_shapes(tf.shape(tangent), tf.shape(y))
-        tangent = _leaves.insist(fits, tangent, f"The tangent of {path} and the output:", y)
-    return tangent
+    return _leaves.shaped_like(tangent, y, f"The tangent of {path}", "the output")

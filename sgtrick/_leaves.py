@@ -128,6 +128,24 @@ def insist(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
     return checked
 
 
+def shaped_like(tensor: Any, like: Any, name: str, like_name: str) -> Any:
+    """Returns `tensor`, checked to have the shape of `like`: while tracing where that is known.
+
+    Raises:
+        ValueError: The shapes cannot be equal.
+    """
+    shape, expected = static_shape(tensor), static_shape(like)
+    if shape is not None and expected is not None and not _shapes.compatible(shape, expected):
+        raise ValueError(
+            f"{name} has shape {_shapes.show(shape)}, {like_name} {_shapes.show(expected)}. They "
+            "must be equal."
+        )
+    if _shapes.is_known(shape, expected):
+        return tensor
+    fits = equal_shapes(tf.shape(tensor), tf.shape(like))
+    return insist(fits, tensor, f"These shapes, of {name} and of what it must be like, differ:", like)
+
+
 def equal_shapes(a: Any, b: Any) -> Any:
     """Whether two shape vectors, perhaps of different lengths, are equal."""
     n = tf.minimum(tf.size(a), tf.size(b))

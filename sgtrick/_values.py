@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices, _leaves, _shapes, _trick
+from sgtrick import _devices, _leaves, _trick
 from sgtrick._leaves import Leaf
 from sgtrick._shapes import Names
 
@@ -231,13 +231,4 @@ def _product(hv: Any, leaf: Leaf) -> Any:
     if hv is None:
         return tf.zeros_like(leaf.gx)
     hv = _leaves.to_dtype(hv, leaf.gx.dtype, name, f"x{leaf.path} is {leaf.x.dtype.name}")
-    shape, expected = _leaves.static_shape(hv), _leaves.static_shape(leaf.gx)
-    if shape is not None and expected is not None and not _shapes.compatible(shape, expected):
-        raise ValueError(
-            f"{name} has shape {_shapes.show(shape)}, expected {_shapes.show(expected)}, that of "
-            f"gx{leaf.path}."
-        )
-    if not _shapes.is_known(shape, expected):
-        fits = _leaves.equal_shapes(tf.shape(hv), tf.shape(leaf.gx))
-        hv = _leaves.insist(fits, hv, f"{name} must have the shape of gx{leaf.path}:", leaf.gx)
-    return hv
+    return _leaves.shaped_like(hv, leaf.gx, name, "expected")
