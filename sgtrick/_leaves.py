@@ -143,7 +143,8 @@ def shaped_like(tensor: Any, like: Any, name: str, like_name: str) -> Any:
     if _shapes.is_known(shape, expected):
         return tensor
     fits = equal_shapes(tf.shape(tensor), tf.shape(like))
-    return insist(fits, tensor, f"These shapes, of {name} and of what it must be like, differ:", like)
+    message = f"These shapes, of {name} and of what it must be like, differ:"
+    return insist(fits, tensor, message, like)
 
 
 def equal_shapes(a: Any, b: Any) -> Any:
