@@ -20,6 +20,10 @@ class Call(NamedTuple):
         """Calls `f`."""
         return f(*self.args, **self.kwargs)
 
+    def leaves(self) -> list[Any]:
+        """The leaves of all arguments."""
+        return [leaf for _, leaf in _leaves.flatten([*self.args, *self.kwargs.values()])]
+
     def replace(self, keys: Sequence[int | str], values: Sequence[Any]) -> "Call":
         """The same call with other arguments there."""
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -35,12 +39,19 @@ class Point:
     """The arguments by which a call is differentiated, apart from those that keep autodiff.
 
     Attributes:
+        call: The call.
         xs: Their leaves that have derivatives, as tensors.
         stopped: The call with stopped leaves in their place.
     """
 
-    def __init__(self, call: Call, keys: Sequence[int | str], parameters: Sequence[str]) -> None:
-        self._call, self._keys = call, keys
+    def __init__(
+        self,
+        call: Call,
+        keys: Sequence[int | str],
+        parameters: Sequence[str],
+        differentiated: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self.call, self._keys = call, keys
         self._arguments = [call.args[k] if isinstance(k, int) else call.kwargs[k] for k in keys]
         self._parameters = parameters
         leaves = [
@@ -48,13 +59,22 @@ class Point:
             for parameter, argument in zip(parameters, self._arguments, strict=True)
             for leaf in _leaves.flatten(argument, parameter)
         ]
-        self._places = [i for i, (_, leaf) in enumerate(leaves) if has_derivatives(leaf)]
+        self._nested = any(tf.nest.is_nested(argument) for argument in self._arguments)
+        differentiated = differentiated or has_derivatives
+        self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
+        self._flat = [leaf for _, leaf in leaves]
         self.xs = [_leaves.to_tensor(leaves[i][1], leaves[i][0]) for i in self._places]
         self.stopped = self.at([tf.stop_gradient(x) for x in self.xs])
 
+    def others(self) -> "Point":
+        """The other arguments of the stopped call, as far as someone may ask for their gradient."""
+        call = self.stopped
+        keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
+        return Point(call, keys, [str(key) for key in keys], _is_live)
+
     def at(self, xs: Sequence[Any]) -> Call:
         """The call with other leaves in the place of `xs`."""
-        return self._call.replace(self._keys, self._pack(xs, tf.nest.flatten(self._arguments)))
+        return self.call.replace(self._keys, self._pack(xs, self._flat))
 
     def primals(self, call: Call) -> tuple[Any, ...]:
         """The arguments in question of a call that `at` returned."""
@@ -62,12 +82,13 @@ class Point:
 
     def tangents(self, z: Sequence[Any]) -> tuple[Any, ...]:
         """`z` in the structure of the arguments, with None where there is no derivative."""
-        return tuple(self._pack(z, [None] * len(tf.nest.flatten(self._arguments))))
+        return tuple(self._pack(z, [None] * len(self._flat)))
 
-    def _pack(self, values: Sequence[Any], flat: list[Any]) -> list[Any]:
+    def _pack(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        flat = list(others)
         for i, value in zip(self._places, values, strict=True):
             flat[i] = value
-        return list(tf.nest.pack_sequence_as(self._arguments, flat))
+        return list(tf.nest.pack_sequence_as(self._arguments, flat)) if self._nested else flat
 
     def jacobians(self, gradients: Sequence[Any], y: Any, batch_ndims: int | None) -> list[Any]:
         """Returns for each of `xs` a checked `_leaves.Leaf`, or None where it has no gradient."""
@@ -91,47 +112,70 @@ class Point:
         return found
 
 
-def bind(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    """The arguments as `f` receives them."""
-    signature = signature_of(f)
-    if signature is None:
-        return Call(tuple(args), dict(kwargs))
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return Call(bound.args, bound.kwargs)
+class Function:
+    """A function whose signature is looked up once.
 
-
-def point(f: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any) -> Point:
-    """The arguments of a call of `f` that `argnums`, ints or parameter names, select.
-
-    Raises:
-        TypeError: `argnums` holds something else, or the call does not fit the signature.
-        ValueError: There is no such argument.
+    Attributes:
+        f: The function itself.
+        name: What errors call it.
     """
-    call = bind(f, args, kwargs)
-    signature = signature_of(f)
-    parameters = list(signature.parameters) if signature else []
-    keys, names = [], []
-    for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
-        if isinstance(key, bool) or not isinstance(key, (int, str)):
-            raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
-        if isinstance(key, str) and key in parameters and key not in call.kwargs:
-            key = parameters.index(key)  # a positional parameter by its name
-        there = (
-            key in call.kwargs if isinstance(key, str) else -len(call.args) <= key < len(call.args)
-        )
-        if not there:
-            raise ValueError(
-                f"argnums has {key!r}, but the call of {name_of(f)} has {len(call.args)} "
-                f"positional arguments and the keywords {list(call.kwargs)}; its parameters are "
-                f"{parameters}."
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        self.f = f
+        self.name = name_of(f)
+        self._signature = signature_of(f)
+        self._parameters = list(self._signature.parameters.values()) if self._signature else []
+        kinds = {parameter.kind for parameter in self._parameters}
+        self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.f(*args, **kwargs)
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        """The arguments as the function receives them."""
+        complete = self._positional and not kwargs and len(args) == len(self._parameters)
+        if self._signature is None or complete:
+            return Call(tuple(args), dict(kwargs))
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return Call(bound.args, bound.kwargs)
+
+    def takes(self, keyword: str) -> bool:
+        """Whether there is a parameter of this name that can be passed by keyword."""
+        return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
+
+    def point(self, argnums: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Point:
+        """The arguments of a call that `argnums`, ints or parameter names, select.
+
+        Raises:
+            TypeError: `argnums` holds something else, or the call does not fit the signature.
+            ValueError: There is no such argument.
+        """
+        call = self.bind(args, kwargs)
+        parameters = [parameter.name for parameter in self._parameters]
+        keys, names = [], []
+        for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
+            if isinstance(key, bool) or not isinstance(key, (int, str)):
+                raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
+            if isinstance(key, str) and key in parameters and key not in call.kwargs:
+                key = parameters.index(key)  # a positional parameter by its name
+            count = len(call.args)
+            there = key in call.kwargs if isinstance(key, str) else -count <= key < count
+            if not there:
+                raise ValueError(
+                    f"argnums has {key!r}, but the call of {self.name} has {count} positional "
+                    f"arguments and the keywords {list(call.kwargs)}; its parameters are "
+                    f"{parameters}."
+                )
+            if isinstance(key, int):
+                key %= count
+            keys.append(key)
+            named = isinstance(key, int) and key < len(parameters)
+            names.append(
+                key if isinstance(key, str) else parameters[key] if named else f"args[{key}]"
             )
-        if isinstance(key, int):
-            key %= len(call.args)
-        keys.append(key)
-        named = isinstance(key, int) and key < len(parameters)
-        names.append(key if isinstance(key, str) else parameters[key] if named else f"args[{key}]")
-    return Point(call, keys, names)
+        return Point(call, keys, names)
 
 
 def has_derivatives(leaf: Any) -> bool:
@@ -143,6 +187,11 @@ def has_derivatives(leaf: Any) -> bool:
         return dtype is not None and _leaves.is_differentiable(tf.as_dtype(dtype))
     except TypeError:  # a dtype that TensorFlow does not know
         return False
+
+
+def _is_live(leaf: Any) -> bool:
+    """Whether a tape may know a leaf: numbers and arrays are none's."""
+    return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
 
 
 def imitate(form: Any, f: Callable[..., Any]) -> Any:
@@ -157,13 +206,6 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     if signature is not None:
         form.__signature__ = signature
     return form
-
-
-def takes(f: Callable[..., Any], keyword: str) -> bool:
-    """Whether `f` has a parameter of this name that can be passed by keyword."""
-    signature = signature_of(f)
-    found = signature.parameters.get(keyword) if signature else None
-    return found is not None and found.kind is not found.POSITIONAL_ONLY
 
 
 def name_of(f: Any) -> str:

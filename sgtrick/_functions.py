@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _devices, _leaves, _trick
+from sgtrick import _arguments, _devices, _leaves, _override, _trick, _variables
 
 
 def with_gradient(
@@ -55,7 +55,11 @@ def with_gradient(
             `f` has them there. Returns the gradient for an int or name `argnums`, a tuple of them
             for a tuple: a Jacobian `B + R + D` in the structure of its argument, with None where
             there is none. With order 1 it is called once a backward pass in eager, and once while
-            tracing.
+            tracing. A `grad` that takes a keyword `variables` is given the trainable variables that
+            `f` read and that are not among its arguments, each once, in the order read, and returns
+            `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape of the
+            value followed by that of the variable, for a scalar value also as `tf.IndexedSlices`.
+            That is then exactly their gradient. What else `f` closes over has none then.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         order: Through which order derivatives by these arguments are exact. 1: `grad` is stopped,
             and second derivatives by these arguments are unconnected. `k`: `grad` is called at
@@ -76,9 +80,9 @@ def with_gradient(
 
     Raises:
         TypeError: `f` does not return one floating tensor, or there is no `grad` when called.
-        ValueError: `argnums` names no argument, `order` is no positive int, or the gradient does
-            not have the structure or shape of its argument; in eager with order 1 when the
-            gradient is asked for.
+        ValueError: `argnums` names no argument, `order` is no positive int, or above 1 for a `grad`
+            that takes `variables`, or a gradient is missing or does not have the structure or shape
+            of its argument or variable; in eager with order 1 when the gradient is asked for.
     """
     options = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
@@ -99,50 +103,49 @@ class WithGradient:
         device: Any,
     ) -> None:
         _arguments.imitate(self, f)
-        self._f, self._grad, self._order = f, grad, order
+        self._f, self._grad = _arguments.Function(f), grad and _arguments.Function(grad)
+        self._read, self._order = _variables.Reader(), order
         self._argnums, self._batch_ndims, self._device = argnums, batch_ndims, device
 
     def defgrad(self, grad: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the gradient function; a decorator."""
-        self._grad = grad
+        self._grad = _arguments.Function(grad)
         return grad
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds `f` and `grad` as methods."""
         if instance is None:
             return self
-        f, grad = bind_method(self._f, instance), bind_method(self._grad, instance)
+        f = bind_method(self._f.f, instance)
+        grad = self._grad and bind_method(self._grad.f, instance)
         return WithGradient(f, grad, self._order, self._argnums, self._batch_ndims, self._device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value of `f`, with the gradient that `grad` returns."""
-        grad, name = self._grad, _arguments.name_of(self._f)
-        if grad is None:
+        name = self._f.name
+        if self._grad is None:
             raise TypeError(
                 f"{name} has no gradient function. Pass grad= to with_gradient, or define it with "
                 f"the decorator @{name}.defgrad."
             )
-        if _arguments.takes(grad, "variables") and not _arguments.takes(self._f, "variables"):
-            raise NotImplementedError(
-                f"The gradient function of {name} takes `variables`, but with_gradient leaves the "
-                "variables that a function reads to autodiff. Pass them as arguments and name "
-                "these in argnums, or use custom_vjp, whose grad_fn is given them."
-            )
+        grad = self._grad.f
         order = self._order.now()
-        with _devices.scope(self._device):
-            point = _arguments.point(self._f, self._argnums, args, kwargs)
+        scope = functools.partial(_devices.scope, self._device)
+        with scope():
+            point = self._f.point(self._argnums, args, kwargs)
+            if self._grad.takes("variables") and not self._f.takes("variables"):
+                return self._with_variables(point, order, scope)
             y = _value(point.stopped(self._f), name)
 
             def jacobians(call: _arguments.Call) -> list[Any]:
                 with self._order.inside_rule(order):
                     gradients = call(grad)
-                gradients = _as_tuple(gradients, self._argnums, f"the gradient function of {name}")
-                return point.jacobians(gradients, y, self._batch_ndims)
+                return self._jacobians(point, gradients, y)
 
             if order == 0:
                 return y
             if order == 1:
-                return _first_order(y, point, lambda: jacobians(point.stopped), self._device)
+                return _trick.embed(y, point.xs, lambda: jacobians(point.stopped), scope)
             z = [_trick.zero(x, guard=True) for x in point.xs]
             return _trick.with_linear(
                 y,
@@ -152,6 +155,49 @@ class WithGradient:
                     for term in _trick.linear(jacobians(call), z, y.dtype)
                 ],
             )
+
+    def _with_variables(self, point: _arguments.Point, order: int, scope: Any) -> Any:
+        """The call where `grad` also returns the gradients by the variables that `f` reads.
+
+        All derivatives of `f` go through one pullback, since there is no other way to stop the
+        variables and nothing else.
+        """
+        assert self._grad is not None
+        if order > 1:
+            raise ValueError(
+                f"order={order} needs the gradient of {self._f.name} at other points than the "
+                "variables have. Pass the variables as arguments and name these in argnums, or "
+                "leave order at 1."
+            )
+        grad, others = self._grad.f, point.others()
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch(others.xs)
+            y, variables = self._read(lambda: others.at(others.xs)(self._f), point.call.leaves())
+        y = _value(y, self._f.name)
+        reads = [tf.convert_to_tensor(v) for v in variables]
+
+        def pull(upstream: Any) -> list[Any]:
+            with scope():
+                gradients, by_variables = _pair(
+                    grad(*point.stopped.args, **point.stopped.kwargs, variables=variables),
+                    f"The gradient function of {self._f.name} takes variables, so it must return "
+                    "(gradients, variable_gradients)",
+                )
+                leaves = self._jacobians(point, gradients, y)
+                return [
+                    *(leaf and _trick.transpose(leaf, upstream) for leaf in leaves),
+                    *tape.gradient(y, others.xs, upstream),
+                    *_variables.pull(by_variables, variables, reads, y, upstream, self._f.name),
+                ]
+
+        (h,) = _override.forward()([y], [*point.xs, *others.xs, *reads], pull)
+        return h
+
+    def _jacobians(self, point: _arguments.Point, gradients: Any, y: Any) -> list[Any]:
+        """What `grad` returned for the arguments."""
+        what = f"the gradient function of {self._f.name}"
+        gradients = _as_tuple(gradients, self._argnums, what)
+        return point.jacobians(gradients, y, self._batch_ndims)
 
 
 def from_value_and_gradient(
@@ -200,23 +246,24 @@ def from_value_and_gradient(
         ValueError: `argnums` names no argument, or the gradient does not have the structure or
             shape of its argument.
     """
-    name = _arguments.name_of(fn)
+    f = _arguments.Function(fn)
+    scope = functools.partial(_devices.scope, device)
 
     def h(*args: Any, **kwargs: Any) -> Any:
-        with _devices.scope(device):
-            point = _arguments.point(fn, argnums, args, kwargs)
-            y, gradients = _pair(point.stopped(fn), f"{name} must return (value, gradient)")
+        with scope():
+            point = f.point(argnums, args, kwargs)
+            y, gradients = _pair(point.stopped(f), f"{f.name} must return (value, gradient)")
             if has_aux:
-                y, aux = _pair(y, f"{name} must return ((value, aux), gradient)")
-            y = _value(y, name)
+                y, aux = _pair(y, f"{f.name} must return ((value, aux), gradient)")
+            y = _value(y, f.name)
             if callable(gradients):
                 raise TypeError(
-                    f"{name} returned a function in the place of the gradient. A value with the "
+                    f"{f.name} returned a function in the place of the gradient. A value with the "
                     "function that pulls back is the protocol of sgtrick.custom_vjp."
                 )
-            gradients = _as_tuple(gradients, argnums, name)
+            gradients = _as_tuple(gradients, argnums, f.name)
             leaves = point.jacobians(gradients, y, batch_ndims)
-            y = _first_order(y, point, lambda: leaves, device)
+            y = _trick.embed(y, point.xs, lambda: leaves, scope)
             return (y, aux) if has_aux else y
 
     return _arguments.imitate(h, fn)  # type: ignore[no-any-return]
@@ -279,24 +326,6 @@ class Order:
 def bind_method(g: Any, instance: Any) -> Any:
     """`g` as a method of `instance`, where it is a function and not merely callable."""
     return g.__get__(instance) if hasattr(g, "__get__") else g
-
-
-def _first_order(
-    y: Any, point: _arguments.Point, jacobians: Callable[[], list[Any]], device: Any
-) -> Any:
-    """`y`, with autodiff as far as it has it, and stopped Jacobians by the leaves of `point`."""
-    if not point.xs:
-        return y
-    if _trick.eager():
-        # The Jacobians are not asked for before the tape asks.
-        def pullback(upstream: Any) -> list[Any]:
-            return [leaf and _trick.transpose(leaf, upstream) for leaf in jacobians()]
-
-        scope = functools.partial(_devices.scope, device)
-        return y + _trick.with_pullback(tf.zeros_like(y), point.xs, pullback, scope)
-    z = [_trick.zero(x) for x in point.xs]
-    leaves = [leaf and leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in jacobians()]
-    return _trick.with_linear(y, _trick.linear(leaves, z, y.dtype))
 
 
 def _value(y: Any, name: str) -> Any:

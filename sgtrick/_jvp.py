@@ -71,7 +71,8 @@ class CustomJvp:
         order: _functions.Order,
     ) -> None:
         _arguments.imitate(self, f)
-        self._f, self._jvp, self._nondiff_argnums, self._order = f, jvp, nondiff_argnums, order
+        self._f, self._jvp = _arguments.Function(f), jvp
+        self._nondiff_argnums, self._order = nondiff_argnums, order
 
     def defjvp(self, jvp: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the rule `jvp(*nondiff, primals, tangents) -> (primal_out, tangent_out)`."""
@@ -83,20 +84,18 @@ class CustomJvp:
         if instance is None:
             return self
         bind = _functions.bind_method
-        return CustomJvp(
-            bind(self._f, instance), bind(self._jvp, instance), self._nondiff_argnums, self._order
-        )
+        f, jvp = bind(self._f.f, instance), bind(self._jvp, instance)
+        return CustomJvp(f, jvp, self._nondiff_argnums, self._order)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value of `f`, with the derivatives of the rule."""
-        name = _arguments.name_of(self._f)
-        jvp = self._jvp
+        name, jvp = self._f.name, self._jvp
         if jvp is None:
             raise TypeError(
                 f"{name} has no JVP rule. Define it with the decorator @{name}.defjvp: a function "
                 "jvp(primals, tangents) that returns (primal_out, tangent_out)."
             )
-        call = _arguments.bind(self._f, args, kwargs)
+        call = self._f.bind(args, kwargs)
         if call.kwargs:
             raise TypeError(
                 f"{name} has the keyword-only arguments {list(call.kwargs)}, for which the "
@@ -110,7 +109,7 @@ class CustomJvp:
                 )
         nondiff = sorted(i % len(call.args) for i in self._nondiff_argnums)
         argnums = [i for i in range(len(call.args)) if i not in nondiff]
-        point = _arguments.point(self._f, argnums, call.args, {})
+        point = self._f.point(argnums, call.args, {})
         y = point.stopped(self._f)
         order = self._order.now()
         if order == 0:

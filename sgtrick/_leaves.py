@@ -1,11 +1,11 @@
 """Structures flattened to leaves that know their path, dtype and shape, and the errors of these."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _shapes
+from sgtrick import _dtypes, _shapes
 
 
 class Leaf(NamedTuple):
@@ -48,6 +48,42 @@ def pair(x: Any, gx: Any, x_name: str = "x", gx_name: str = "gx") -> list[tuple[
     )
 
 
+def pair_hessian(hx: Any, x: Any, differentiated: Container[str]) -> dict[str, Any]:
+    """Returns the blocks of a Hessian by path, `{"[0]['a']": block}`.
+
+    Args:
+        hx: A structure of structures, None for a zero block.
+        x: The point.
+        differentiated: The paths of the leaves of `x` that have a Jacobian.
+
+    Raises:
+        ValueError: It is no such structure, or has a block without its transpose or Jacobian.
+    """
+    paths = [path for path, _ in flatten(x)]
+    blocks = dict(flatten(hx))
+    expected = [p + q for p in paths for q in paths]
+    if list(blocks) != expected:
+        raise ValueError(
+            "hx must hold a structure like x for each leaf of x, as jax.hessian returns it.\n"
+            f"  expected: {', '.join('hx' + path for path in expected)}\n"
+            f"  got:      {', '.join('hx' + path for path in blocks) or 'none'}"
+        )
+    for p in paths:
+        for q in paths:
+            if blocks[p + q] is None:
+                if blocks[q + p] is not None:
+                    raise ValueError(
+                        f"hx{p}{q} is None but its transpose hx{q}{p} is not. Pass both, or None "
+                        "for both where they are zero."
+                    )
+            elif p not in differentiated or q not in differentiated:
+                raise ValueError(
+                    f"hx{p}{q} is given, but gx{p if p not in differentiated else q} is None: "
+                    "what has no first derivative has no second. Pass None there."
+                )
+    return blocks
+
+
 def make_leaf(path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _shapes.Names) -> Leaf:
     """Converts one leaf of `x` and the Jacobian of the tensor `fx` by it, and checks the contract.
 
@@ -56,14 +92,7 @@ def make_leaf(path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _sha
         ValueError: The shapes do not fit together.
     """
     x = to_tensor(x, names.x)
-    if not is_differentiable(x.dtype):
-        raise TypeError(
-            f"{names.x} has dtype {x.dtype.name}, which has no derivatives, but {names.gx} is not "
-            f"None. Pass None there, or cast {names.x} to a floating dtype."
-        )
-    dtype = x.dtype
-    if fx.dtype.is_complex and not dtype.is_complex:
-        dtype = tf.complex128 if dtype == tf.float64 else tf.complex64
+    dtype = tf.as_dtype(_dtypes.of_jacobian(fx.dtype.name, x.dtype.name, names))
     gx = to_dtype(gx, dtype, names.gx, f"{names.fx} is {fx.dtype.name}, {names.x} {x.dtype.name}")
     shapes = static_shape(fx), static_shape(gx), static_shape(x)
     if not tf.is_tensor(batch_ndims):
@@ -84,13 +113,7 @@ def to_dtype(value: Any, dtype: Any, name: str, why: str) -> Any:
     """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part."""
     # A bare Python number would lose digits by way of float32.
     value = to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
-    if not (is_differentiable(value.dtype) or value.dtype.is_integer):
-        raise TypeError(f"{name} has dtype {value.dtype.name}, expected {dtype.name}.")
-    if value.dtype.is_complex and not dtype.is_complex:
-        raise TypeError(
-            f"{name} has dtype {value.dtype.name}, expected {dtype.name} since {why}. "
-            "Pass its real part."
-        )
+    _dtypes.check_cast(value.dtype.name, dtype.name, name, why)
     return tf.cast(value, dtype)
 
 
@@ -102,13 +125,27 @@ def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
             f"{name} is a reference variable of TensorFlow 1, which cannot carry a custom "
             "gradient. Make it with use_resource=True."
         )
+    if dtype is None and isinstance(value, tf.Tensor):
+        return value
     try:
         return tf.convert_to_tensor(value, dtype=dtype)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} must be a tensor, variable, array or number, got {type(value).__name__}: "
-            f"{error}"
-        ) from error
+        raise no_tensor(value, name, error) from error
+
+
+# Of a Hessian-vector product on this backend.
+NOT_CONNECTED = (
+    "hx(v) is not connected to v, so the second derivative would be lost. {0} must be able to "
+    "differentiate it. Where it calls code outside {0}, give it its own gradient: H is symmetric, "
+    "so that the gradient of v -> H v is u -> H u."
+)
+
+
+def no_tensor(value: Any, name: str, error: Exception) -> TypeError:
+    """What is raised where `value` cannot be converted."""
+    return TypeError(
+        f"{name} must be a tensor, variable, array or number, got {type(value).__name__}: {error}"
+    )
 
 
 def static_shape(tensor: Any) -> _shapes.Shape | None:
@@ -135,11 +172,7 @@ def shaped_like(tensor: Any, like: Any, name: str, like_name: str) -> Any:
         ValueError: The shapes cannot be equal.
     """
     shape, expected = static_shape(tensor), static_shape(like)
-    if shape is not None and expected is not None and not _shapes.compatible(shape, expected):
-        raise ValueError(
-            f"{name} has shape {_shapes.show(shape)}, {like_name} {_shapes.show(expected)}. They "
-            "must be equal."
-        )
+    _shapes.check_equal(shape, expected, name, like_name)
     if _shapes.is_known(shape, expected):
         return tensor
     fits = equal_shapes(tf.shape(tensor), tf.shape(like))

@@ -20,7 +20,7 @@ Forward = Callable[[list[Any], list[Any], Pullback], list[Any]]
 
 def at_once(outputs: list[Any], inputs: list[Any], pull: Pullback) -> list[Any]:
     """Eager execution honours overrides, forward mode too as long as `y` itself has no gradient."""
-    return _inline([tf.stop_gradient(y) for y in outputs], inputs, pull)
+    return _trick.overridden([tf.stop_gradient(y) for y in outputs], inputs, pull)
 
 
 def _traced(outputs: list[Any], inputs: list[Any], pull: Pullback) -> list[Any]:
@@ -34,23 +34,28 @@ def _traced_within(outputs: list[Any], inputs: list[Any], pull: Pullback) -> lis
     A tape differentiates the call of a function before anyone asks for it. So a sine whose grad_fn
     calls a cosine whose grad_fn calls the sine would be traced for ever.
     """
-    return _inline(_formula(outputs, inputs, pull), inputs, _nested(_traced_within, pull))
+    return _trick.overridden(_formula(outputs, inputs, pull), inputs, _nested(_traced_within, pull))
 
 
 def _without_derivative(outputs: list[Any], inputs: list[Any], pull: Pullback) -> list[Any]:
     """In a grad_fn that is being transposed: what depends on the arguments is a coefficient."""
     stopped = [tf.stop_gradient(y) for y in outputs]
-    return _inline(stopped, inputs, _nested(_without_derivative, pull))
+    return _trick.overridden(stopped, inputs, _nested(_without_derivative, pull))
 
 
 def _refusing(outputs: list[Any], inputs: list[Any], pull: Pullback) -> list[Any]:
     """In the transpose of a grad_fn: the formula would need the transpose of the transpose."""
     refused = _refusal(outputs, inputs, "its transpose calls a custom_vjp function again")
-    return _inline(refused, inputs, _nested(_without_derivative, pull))
+    return _trick.overridden(refused, inputs, _nested(_without_derivative, pull))
 
 
 # How calls are differentiated that are traced now.
 FORWARD: ContextVar[Forward] = ContextVar("FORWARD", default=_traced)
+
+
+def forward() -> Forward:
+    """How calls are differentiated here."""
+    return at_once if _trick.eager() else FORWARD.get()
 
 
 def _nested(forward: Forward, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,17 +174,6 @@ def _function(f: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """Traces `f` for such tensors. TensorFlow warns of calling a new tf.function each time."""
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
     return tf.function(f, autograph=False).get_concrete_function(*specs)
-
-
-def _inline(natural: list[Any], inputs: list[Any], pull: Pullback) -> list[Any]:
-    """Returns `natural`, with `pull` as its gradient where TensorFlow honours an override."""
-    n = len(natural)
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def override(*tensors: Any) -> Any:
-        return list(tensors[:n]), lambda *upstream: [*[None] * n, *pull(*upstream)]
-
-    return list(override(*natural, *inputs))
 
 
 _NUMBERS = itertools.count()

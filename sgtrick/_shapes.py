@@ -62,6 +62,14 @@ def infer_batch_ndims(
     return inferred
 
 
+def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_name: str) -> None:
+    """Insists that two shapes may be equal."""
+    if shape is not None and expected is not None and not compatible(shape, expected):
+        raise ValueError(
+            f"{name} has shape {show(shape)}, {like_name} {show(expected)}. They must be equal."
+        )
+
+
 def is_known(*shapes: Shape | None) -> bool:
     """Whether the shapes are known in full, which leaves nothing to check at run time."""
     return all(shape is not None and None not in shape for shape in shapes)

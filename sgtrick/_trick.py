@@ -1,4 +1,4 @@
-"""The formula `stop(f) + L(x - stop(x))`, and the same meaning as a pullback for eager execution.
+"""The formula `stop(f) + L(x - stop(x))`, and the same meaning as a pullback.
 
 `z = x - stop(x)` is zero in value and the identity in derivative, and `L` is linear in `z`. So the
 sum has the value of `f` and the derivative of `L`.
@@ -12,26 +12,31 @@ import tensorflow as tf
 from sgtrick._leaves import Leaf
 
 
-def embed(fx: Any, leaves: Sequence[Leaf], scope: Callable[[], Any]) -> Any:
-    """Returns `fx`, stopped, with the Jacobians of `leaves`: of first order by construction.
+def embed(
+    y: Any,
+    xs: Sequence[Any],
+    jacobians: Callable[[], Sequence[Leaf | None]],
+    scope: Callable[[], Any],
+) -> Any:
+    """Returns `y + sum_i <stop(gx_i), z_i>`: `y`, its derivatives included, and Jacobians by `xs`.
 
-    One meaning by two kernels. Traced code gets the formula, which no transformation can drop. Code
-    that runs eagerly gets a pullback, which TensorFlow honours there and which takes a fraction of
-    the time.
+    One meaning twice: as the formula, which no transformation can drop, and as a pullback, which
+    takes less time, where TensorFlow honours it. Eager execution always does, so there the formula
+    is not computed, and the Jacobians are not asked for before a gradient is.
 
     Args:
-        fx: The value, shape `B + R`.
-        leaves: Points and Jacobians.
+        y: The value, shape `B + R`.
+        xs: The points.
+        jacobians: Returns a leaf for each of `xs`, None where it has no gradient.
         scope: Makes the device scope of backward ops.
     """
-    if not leaves or not eager():
-        return formula(fx, leaves)
-    return with_pullback(
-        fx,
-        [leaf.x for leaf in leaves],
-        lambda upstream: [transpose(leaf, upstream) for leaf in leaves],
-        scope,
-    )
+    if not xs:
+        return y
+    if eager():
+        return _with_pullback(tf.stop_gradient(y), y, xs, jacobians, scope)
+    leaves = [leaf and leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in jacobians()]
+    h = with_linear(y, linear(leaves, [zero(x) for x in xs], y.dtype))
+    return _with_pullback(h, y, xs, lambda: leaves, scope)
 
 
 def formula(
@@ -89,28 +94,48 @@ def with_linear(y: Any, terms: Sequence[Any]) -> Any:
     return h
 
 
-def with_pullback(
+def _with_pullback(
+    value: Any,
     y: Any,
     xs: Sequence[Any],
-    pullback: Callable[[Any], Sequence[Any]],
+    jacobians: Callable[[], Sequence[Leaf | None]],
     scope: Callable[[], Any],
 ) -> Any:
-    """Returns `y`, stopped, with a pullback to `xs`. For eager execution only.
+    """Returns `value`, for a tape with the derivatives of `y` and the Jacobians by `xs`."""
 
-    TensorFlow drops overrides in traced code, never in code that runs eagerly.
+    def pullback(upstream: Any) -> list[Any]:
+        with scope():
+            return [upstream, *(leaf and transpose(leaf, upstream) for leaf in jacobians())]
+
+    (h,) = overridden([value], [y, *xs], pullback)
+    if not tf.executing_eagerly():
+        # The tape has the pullback. The graph keeps the derivative of `value`, which is the same,
+        # so that it can be stored, loaded and differentiated where the pullback is not known.
+        h.op._clear_attr("_gradient_op_type")
+    return h
+
+
+def overridden(
+    values: Sequence[Any], inputs: Sequence[Any], pullback: Callable[..., Sequence[Any]]
+) -> list[Any]:
+    """Returns `values`, whose gradients by `inputs` are those that `pullback` returns.
+
+    Where TensorFlow drops the override, they are those of `values`.
     """
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def override(*xs: Any) -> Any:
-        del xs
+    def gradient(*upstream: Any) -> list[Any]:
+        return [*[None] * len(values), *pullback(*upstream)]
 
-        def in_scope(upstream: Any) -> Sequence[Any]:
-            with scope():
-                return pullback(upstream)
+    if tf.executing_eagerly():
+        # Decorated once: decorating costs as much as the call.
+        return list(_override(*values, *inputs, n=len(values), gradient=gradient))
+    override = tf.custom_gradient(lambda *tensors: (list(tensors[: len(values)]), gradient))
+    return list(override(*values, *inputs))
 
-        return tf.stop_gradient(y), in_scope
 
-    return override(*xs)
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _override(*tensors: Any, n: int, gradient: Any) -> Any:
+    return list(tensors[:n]), gradient
 
 
 def eager() -> bool:
@@ -127,10 +152,7 @@ def inner(c: Any, z: Any, batch_ndims: Any) -> Any:
     z = tf.cast(z, c.dtype)
     rank, z_rank = _rank(c), _rank(z)
     product = _times(c, _insert_ones(z, batch_ndims, rank - z_rank))
-    first = rank - (z_rank - batch_ndims)
-    if not isinstance(first, int):
-        return tf.reduce_sum(product, tf.range(first, rank))
-    return tf.reduce_sum(product, list(range(first, rank))) if first < rank else product
+    return _sum(product, rank - (z_rank - batch_ndims), rank)
 
 
 def cast(t: Any, dtype: Any) -> Any:
@@ -141,12 +163,12 @@ def cast(t: Any, dtype: Any) -> Any:
 def transpose(leaf: Leaf, upstream: Any) -> Any:
     """The transpose of `z -> <gx, z>`: `B + R` to `B + D`, contracting the range."""
     gx = tf.stop_gradient(leaf.gx)
-    b, domain_ndims = leaf.batch_ndims, leaf.x.shape.rank - leaf.batch_ndims
-    range_axes = list(range(b, gx.shape.rank - domain_ndims))
-    upstream = tf.cast(upstream, gx.dtype)
-    u = _insert_ones(upstream, b + len(range_axes), domain_ndims)
+    b = leaf.batch_ndims
+    domain_ndims = _rank(leaf.x) - b
+    last = _rank(gx) - domain_ndims
+    u = _insert_ones(tf.cast(upstream, gx.dtype), last, domain_ndims)
     pulled = _times(tf.math.conj(gx) if gx.dtype.is_complex else gx, u)
-    return cast(tf.reduce_sum(pulled, range_axes) if range_axes else pulled, leaf.x.dtype)
+    return cast(_sum(pulled, b, last), leaf.x.dtype)
 
 
 def _times(c: Any, z: Any) -> Any:
@@ -164,11 +186,18 @@ def _zero_or_guarded(t: Any) -> Any:
     return tf.where(tf.equal(t, 0), t, tf.zeros([], t.dtype))
 
 
+def _sum(t: Any, first: Any, last: Any) -> Any:
+    """The sum over the dimensions from `first` to before `last`."""
+    if not (isinstance(first, int) and isinstance(last, int)):
+        return tf.reduce_sum(t, tf.range(first, last))
+    return tf.reduce_sum(t, list(range(first, last))) if first < last else t
+
+
 def _insert_ones(t: Any, axis: Any, count: Any) -> Any:
     """Makes room for broadcasting: `count` dimensions of size 1 before `axis`."""
     if isinstance(count, int) and (count == 0 or (isinstance(axis, int) and axis == 0)):
         return t  # leading ones are implied
-    if t.shape.is_fully_defined():
+    if isinstance(axis, int) and isinstance(count, int) and t.shape.is_fully_defined():
         shape = t.shape.as_list()
         return tf.reshape(t, [*shape[:axis], *[1] * count, *shape[axis:]])
     shape = tf.shape(t)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices, _leaves, _trick
+from sgtrick import _devices, _dtypes, _leaves, _trick
 from sgtrick._leaves import Leaf
 from sgtrick._shapes import Names
 
@@ -96,7 +96,8 @@ def custom_gradient(
     The name and the trick are those of `tfp.math.custom_gradient`; every call which that answers
     correctly is answered the same.
     """
-    with _devices.scope(device):
+    scope = partial(_devices.scope, device)
+    with scope():
         pairs = _leaves.pair(x, gx)
         fx = _value(fx, like=next((x for _, x, gx in pairs if gx is not None), None))
         leaves = [
@@ -106,7 +107,8 @@ def custom_gradient(
         ]
         with tf.name_scope(name or "custom_gradient"):
             if hx is None and not fx_gx_manually_stopped:
-                return _trick.embed(fx, leaves, partial(_devices.scope, device))
+                xs = [leaf.x for leaf in leaves]
+                return _trick.embed(tf.stop_gradient(fx), xs, lambda: leaves, scope)
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             if hx is None:
                 hessian_times = None
@@ -124,10 +126,7 @@ def _value(fx: Any, like: Any) -> Any:
         dtype = tf.as_dtype(like.dtype).base_dtype
         dtype = dtype.real_dtype if _leaves.is_differentiable(dtype) else None
     fx = _leaves.to_tensor(fx, "fx", dtype=dtype)
-    if not _leaves.is_differentiable(fx.dtype):
-        raise TypeError(
-            f"fx has dtype {fx.dtype.name}, which has no derivatives. Cast it to a floating dtype."
-        )
+    _dtypes.check_value(fx.dtype.name)
     return fx
 
 
@@ -135,34 +134,8 @@ def _from_blocks(
     hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf], stop: Callable[[Any], Any]
 ) -> Callable[[list[Any]], list[Any]]:
     """Returns `z -> H z` of Hessian blocks: each is the Jacobian of one `gx` by another `x`."""
-    paths = [path for path, _ in _leaves.flatten(x)]
-    blocks = dict(_leaves.flatten(hx))
-    expected = [p + q for p in paths for q in paths]
-    if list(blocks) != expected:
-        raise ValueError(
-            "hx must hold a structure like x for each leaf of x, as jax.hessian returns it.\n"
-            f"  expected: {', '.join('hx' + path for path in expected)}\n"
-            f"  got:      {', '.join('hx' + path for path in blocks) or 'none'}"
-        )
-    differentiated = {leaf.path for leaf in leaves}
-    for p in paths:
-        for q in paths:
-            if blocks[p + q] is None:
-                if blocks[q + p] is not None:
-                    raise ValueError(
-                        f"hx{p}{q} is None but its transpose hx{q}{p} is not. Pass both, or None "
-                        "for both where they are zero."
-                    )
-            elif not {p, q} <= differentiated:
-                raise ValueError(
-                    f"hx{p}{q} is given, but gx{p if p not in differentiated else q} is None: "
-                    "what has no first derivative has no second. Pass None there."
-                )
-    if not fx.dtype.is_complex and any(leaf.x.dtype.is_complex for leaf in leaves):
-        raise TypeError(
-            f"hx: the second derivative of a real fx ({fx.dtype.name}) by a complex x is not one "
-            "matrix. Give the real and imaginary parts of x as two leaves."
-        )
+    blocks = _leaves.pair_hessian(hx, x, {leaf.path for leaf in leaves})
+    _dtypes.check_hessian(fx.dtype.name, [leaf.x.dtype.name for leaf in leaves])
     rows = [
         [
             None
@@ -212,11 +185,7 @@ def _from_product(
             hz = [_product(products[leaf.path], leaf) for leaf in leaves]
         # Where recording is suspended (tf.recompute_grad), not even v is connected.
         if _connected(tape, v, z) and not _connected(tape, hz, z):
-            raise ValueError(
-                "hx(v) is not connected to v, so the second derivative would be lost. TensorFlow "
-                "must be able to differentiate it. Where it calls code outside TensorFlow, give it "
-                "its own gradient: H is symmetric, so that the gradient of v -> H v is u -> H u."
-            )
+            raise ValueError(_leaves.NOT_CONNECTED.format("TensorFlow"))
         return hz
 
     return hessian_times

@@ -5,13 +5,14 @@ it drops one, the forward computation is differentiated instead, and that is the
 `stop(y) + L(x - stop(x))`, with `L` the transpose of `grad_fn`.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves, _override, _shapes, _trick
+from sgtrick import _arguments, _leaves, _override, _shapes, _variables
 
 
 def custom_vjp(f: Any = None) -> Any:
@@ -40,11 +41,11 @@ def custom_vjp(f: Any = None) -> Any:
             None per leaf of the arguments, those passed by keyword in the place where `f` declares
             them, keyword-only ones last, as passed. Gradients of the last leaves may be left out
             where these are no tensors or have no derivatives. If `f` reads trainable variables that
-            are not among its arguments, `grad_fn` must take a keyword `variables`, their list, and
-            return `(gradients, variable_gradients)`. Second and higher derivatives are those of
-            `grad_fn`. It is linear in `upstream`, and what is traced (`tf.function`) has it
-            transposed: where that fails, as for a host call, those transformations that need it
-            raise.
+            are not among its arguments, `grad_fn` must take a keyword `variables`, their list in
+            the order read, and return `(gradients, variable_gradients)`. Second and higher
+            derivatives are those of `grad_fn`. It is linear in `upstream`, and what is traced
+            (`tf.function`) has it transposed: where that fails, as for a host call, those
+            transformations that need it raise.
 
     Returns:
         A function of the arguments of `f` that returns `y`. Methods can be decorated too.
@@ -60,31 +61,23 @@ def custom_vjp(f: Any = None) -> Any:
 class _CustomVJP:
     """The decorated function: a callable, and a descriptor so that methods can be decorated."""
 
-    def __init__(self, f: Any) -> None:
-        self._f = f
+    def __init__(self, f: Any, read: _variables.Reader | None = None) -> None:
+        self._f, self._read = f, read or _variables.Reader()
         _arguments.imitate(self, f)
 
     def __get__(self, instance: Any, owner: Any = None) -> "_CustomVJP":
-        return _CustomVJP(self._f.__get__(instance, owner))
+        return _CustomVJP(self._f.__get__(instance, owner), self._read)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _arguments_of(self._f, args, kwargs)
-        forward = _override.at_once if _trick.eager() else _override.FORWARD.get()
+        args, kwargs = arguments_of(self._f, args, kwargs)
+        forward = _override.forward()
         if forward is not _override.at_once:
             args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
-        with tf.GradientTape() as reads:
-            returned = self._f(*args, **kwargs)
-        if not (
-            isinstance(returned, (tuple, list)) and len(returned) == 2 and callable(returned[1])
-        ):
-            raise TypeError(
-                f"{_arguments.name_of(self._f)} must return (y, grad_fn), the value and a function "
-                f"from the upstream gradient to the gradients of the arguments, got {returned!r}."
-            )
-        y, grad_fn = returned
         leaves = [*_leaves.flatten(args, "argument "), *_leaves.flatten(kwargs, "argument ")]
-        variables = _without(reads.watched_variables(), [leaf for _, leaf in leaves])
+        call = functools.partial(self._f, *args, **kwargs)
+        returned, variables = self._read(call, [leaf for _, leaf in leaves])
+        y, grad_fn = value_and_rule(self._f, returned)
         rule = _Rule(self._f, grad_fn, leaves, y, variables)
         return rule.pack(forward(rule.outputs, rule.inputs, rule.pull))
 
@@ -147,19 +140,7 @@ class _Rule:
         else:
             returned = self._grad_fn(*upstream)
             names = []
-        gradients = tf.nest.flatten(returned)
-        omitted = self._primals[len(gradients) :]
-        if len(gradients) > len(self._primals) or any(x is not None for x in omitted):
-            raise ValueError(
-                f"grad_fn of {self._name} returned {len(gradients)} gradients, expected "
-                f"{len(self._primals)}, one for each of: {', '.join(self._paths)}."
-            )
-        # strict is wrong here: what has no gradient may be left out at the end.
-        kept = [
-            (g, path)
-            for g, x, path in zip(gradients, self._primals, self._paths, strict=False)
-            if x is not None
-        ]
+        kept = gradients_of(self._primals, returned, self._paths, self._name)
         kept += [*zip(variable_gradients, (f"variable {n}" for n in names), strict=True)]
         return [
             None if g is None else self._checked(_component(g), x, path)
@@ -167,16 +148,50 @@ class _Rule:
         ]
 
     def _checked(self, g: Any, x: Any, path: str) -> Any:
-        shapes = _leaves.static_shape(g), _leaves.static_shape(x)
-        if None not in shapes and not _shapes.compatible(*shapes):  # type: ignore[arg-type]
-            raise ValueError(
-                f"grad_fn of {self._name} returned a gradient of shape {_shapes.show(shapes[0])} "
-                f"for {path}, expected {_shapes.show(shapes[1])}."
-            )
+        check_shape(_leaves.static_shape(g), _leaves.static_shape(x), path, self._name)
         return g
 
 
-def _arguments_of(
+def value_and_rule(f: Any, returned: Any) -> tuple[Any, Any]:
+    """Returns `(y, grad_fn)`, which is what `f` must have returned."""
+    if not (isinstance(returned, (tuple, list)) and len(returned) == 2 and callable(returned[1])):
+        raise TypeError(
+            f"{_arguments.name_of(f)} must return (y, grad_fn), the value and a function "
+            f"from the upstream gradient to the gradients of the arguments, got {returned!r}."
+        )
+    y, grad_fn = returned
+    return y, grad_fn
+
+
+def gradients_of(
+    primals: Sequence[Any], returned: Any, paths: Sequence[str], name: str
+) -> list[tuple[Any, str]]:
+    """Returns `(gradient, path)` for each argument that is not None, of what a grad_fn returned."""
+    gradients = tf.nest.flatten(returned)
+    omitted = primals[len(gradients) :]
+    if len(gradients) > len(primals) or any(x is not None for x in omitted):
+        raise ValueError(
+            f"grad_fn of {name} returned {len(gradients)} gradients, expected "
+            f"{len(primals)}, one for each of: {', '.join(paths)}."
+        )
+    # strict is wrong here: what has no gradient may be left out at the end.
+    return [
+        (g, path) for g, x, path in zip(gradients, primals, paths, strict=False) if x is not None
+    ]
+
+
+def check_shape(
+    shape: _shapes.Shape | None, expected: _shapes.Shape | None, path: str, name: str
+) -> None:
+    """Insists that a gradient may have the shape of its argument."""
+    if shape is not None and expected is not None and not _shapes.compatible(shape, expected):
+        raise ValueError(
+            f"grad_fn of {name} returned a gradient of shape {_shapes.show(shape)} "
+            f"for {path}, expected {_shapes.show(expected)}."
+        )
+
+
+def arguments_of(
     f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keywords turned into positions where `f` has these."""
@@ -190,14 +205,6 @@ def _arguments_of(
 def _takes_variables(grad_fn: Any) -> bool:
     parameters = inspect.signature(grad_fn).parameters
     return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _without(variables: Sequence[Any], arguments: list[Any]) -> list[Any]:
-    """The variables that are not arguments, each once."""
-    # A Keras variable wraps the variable that TensorFlow sees.
-    wrapped = [getattr(a, "value", None) for a in arguments]
-    excluded = {id(a) for a in [*arguments, *wrapped]}
-    return [v for v in variables if id(v) not in excluded]
 
 
 def _here(leaf: Any) -> Any:

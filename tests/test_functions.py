@@ -239,11 +239,6 @@ class TestWithGradient:
         with pytest.raises(error, match=message):
             wrap(gradient)(sgtrick.with_gradient(f, grad, **options), constant([1.0, 2.0]))
 
-    def test_a_rule_that_asks_for_variables(self):
-        h = sgtrick.with_gradient(lambda x: x, lambda x, variables=None: (x, []))
-        with pytest.raises(NotImplementedError, match=r"takes `variables`.*Pass them as arguments"):
-            h(1.0)
-
     def test_a_gradient_by_an_int(self):
         h = sgtrick.with_gradient(lambda x, n: x * n, lambda x, n: (1.0, 1.0), argnums=(0, 1))
         with pytest.raises(

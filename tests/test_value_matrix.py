@@ -9,10 +9,10 @@ from matrix.values import value_cases
 CASES = value_cases(sgtrick.custom_gradient)
 
 
-@pytest.fixture(params=["as it is", "formula in eager"])
+@pytest.fixture(params=["as it is", "formula alone"])
 def kernel(request):
-    if request.param == "formula in eager":
-        request.getfixturevalue("formula_in_eager")
+    if request.param == "formula alone":
+        request.getfixturevalue("formula_alone")
 
 
 @pytest.mark.usefixtures("kernel")

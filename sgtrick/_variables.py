@@ -1,0 +1,115 @@
+"""Which trainable variables a function reads."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick import _leaves, _shapes, _trick
+
+
+class Reader:
+    """Runs a function and says which trainable variables it read."""
+
+    def __init__(self) -> None:
+        self._orders: dict[frozenset[Any], list[Any]] = {}
+
+    def __call__(self, f: Callable[[], Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns what `f` returns, and its variables, each once, in the order first read.
+
+        Eager execution does not keep the order. There, `f` is traced once for it if it reads
+        several; where it cannot be traced, the order is that in which the variables were made.
+
+        Args:
+            f: The call.
+            arguments: Variables among these do not count.
+        """
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        before = 0 if graph is None else len(graph.get_operations())
+        with tf.GradientTape() as tape:
+            result = f()
+        # A Keras variable wraps the variable that TensorFlow sees.
+        known = {id(v) for a in arguments for v in (a, getattr(a, "value", None))}
+        variables = [v for v in tape.watched_variables() if id(v) not in known]
+        if len(variables) < 2:
+            return result, variables
+        if graph is not None:
+            return result, _in_order(variables, _used(graph, before), graph)
+        key = frozenset(v.ref() for v in variables)
+        if key not in self._orders:
+            if len(self._orders) == _KEPT:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[key] = _in_order(variables, _traced(f))
+        return result, self._orders[key]
+
+
+# A method is called for many objects, each with variables of its own, that should not live on here.
+_KEPT = 16
+
+
+def pull(
+    jacobians: Any, variables: list[Any], reads: list[Any], y: Any, upstream: Any, name: str
+) -> list[Any]:
+    """Returns the gradient of each variable, from the Jacobians that a gradient function returned.
+
+    Args:
+        jacobians: Of `y` by each of them.
+        variables: The variables that the function read.
+        reads: Their values.
+        y: The value of the function.
+        upstream: The gradient by `y`.
+        name: What errors call the function.
+    """
+    names = [v.name for v in variables]
+    what = f"The gradient function of {name} must return a gradient for each of the variables"
+    if not isinstance(jacobians, (list, tuple)) or len(jacobians) != len(names):
+        came = len(jacobians) if isinstance(jacobians, (list, tuple)) else repr(jacobians)
+        raise ValueError(f"{what} {names}, in a list in this order, it returned {came}.")
+    missing = [v for v, g in zip(names, jacobians, strict=True) if g is None]
+    if missing:
+        raise ValueError(f"{what}, it returned None for {missing}. Where it is zero, return zeros.")
+    return [_pull(g, x, y, upstream, v) for g, x, v in zip(jacobians, reads, names, strict=True)]
+
+
+def _pull(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
+    what = f"the gradient by the variable {variable}"
+    if not isinstance(gx, tf.IndexedSlices):
+        names = _shapes.Names("the value", what, f"the variable {variable}")
+        return _trick.transpose(_leaves.make_leaf("", x, gx, y, 0, names), upstream)
+    if y.shape.rank != 0:
+        raise ValueError(
+            f"{what} is tf.IndexedSlices, expected a tensor since the value has shape {y.shape}: "
+            "such slices are only for a scalar."
+        )
+    values = _leaves.to_dtype(gx.values, x.dtype, what, f"the variable is {x.dtype.name}")
+    indices = tf.convert_to_tensor(gx.indices)
+    values = _leaves.shaped_like(values, tf.gather(x, indices), what, "expected")
+    pulled = _trick.transpose(_leaves.Leaf("", values, values, 0), upstream)
+    return tf.IndexedSlices(pulled, indices, tf.shape(x))
+
+
+def _in_order(variables: list[Any], handles: list[Any], graph: Any = None) -> list[Any]:
+    """By the place of the first handle in `handles`; those that are not there come last."""
+    places = {id(handle): i for i, handle in reversed(list(enumerate(handles)))}
+
+    def place(v: Any) -> int:
+        handle = graph.capture(v.handle) if hasattr(graph, "capture") else v.handle
+        return places.get(id(handle), len(handles))
+
+    return sorted(variables, key=place)
+
+
+def _used(graph: Any, before: int) -> list[Any]:
+    """The handles of variables that operations of a graph take, in the order of operations."""
+    taken = [t for op in graph.get_operations()[before:] for t in op.inputs]
+    return [t for t in taken if t.dtype == tf.resource]
+
+
+def _traced(f: Callable[[], Any]) -> list[Any]:
+    """The handles of variables that a function captures, in that order."""
+    try:
+        function = tf.function(lambda: [f(), None][1], autograph=False)
+        graph = function.get_concrete_function().graph
+    except Exception:  # code that only runs eagerly
+        return []
+    return [outside for outside, _ in graph.captures]
