@@ -92,7 +92,7 @@ def _in_order(variables: list[Any], handles: list[Any], graph: Any = None) -> li
     """By the place of the first handle in `handles`; those that are not there come last."""
     places = {id(handle): i for i, handle in reversed(list(enumerate(handles)))}
 
-    def place(v: Any) -> int:
+    def place(v: Any) -> Any:
         handle = graph.capture(v.handle) if hasattr(graph, "capture") else v.handle
         return places.get(id(handle), len(handles))
 

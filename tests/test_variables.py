@@ -219,7 +219,8 @@ class TestExactlyWhatIsReturned:
         found = gradients(RUNS["eager"], model.__call__, [tf.constant(2.0)], [model.w], 1.0)
         np.testing.assert_allclose(found, [3, 20])
 
-    def test_under_a_mirrored_strategy(self):
+    @pytest.mark.parametrize("form", ["with_gradient", "custom_vjp"])
+    def test_under_a_mirrored_strategy(self, form):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         with strategy.scope():
             a, b = tf.Variable(2.0, name="a"), tf.Variable(3.0, name="b")
@@ -229,7 +230,18 @@ class TestExactlyWhatIsReturned:
             seen.append([v.name for v in variables])
             return a * b, [10 * x, 20 * x]
 
-        h = sgtrick.with_gradient(lambda x: b * a * x, grad)
+        def rule(x):
+            def grad_fn(u, variables):
+                by_x, by_variables = grad(x, variables)
+                return u * by_x, [u * g for g in by_variables]
+
+            return b * a * x, grad_fn
+
+        forms = {
+            "with_gradient": sgtrick.with_gradient(lambda x: b * a * x, grad),
+            "custom_vjp": sgtrick.custom_vjp(rule),
+        }
+        h = forms[form]
 
         def replica():
             x = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
