@@ -1,0 +1,187 @@
+import concurrent.futures
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+import sgtrick
+
+
+@pytest.fixture
+def executor():
+    return sgtrick.MainThreadExecutor()
+
+
+def test_work_runs_on_the_thread_that_made_it_and_the_function_elsewhere(executor):
+    here = threading.get_ident()
+
+    def compute():
+        return threading.get_ident(), executor.submit(threading.get_ident).result()
+
+    worker, server = executor.run(compute)
+    assert server == here
+    assert worker != here
+
+
+def test_a_thousand_calls_in_order_from_one_thread(executor):
+    done = []
+
+    def compute():
+        futures = [executor.submit(done.append, i) for i in range(1000)]
+        concurrent.futures.wait(futures)
+
+    executor.run(compute)
+    assert done == list(range(1000))
+
+
+def test_a_thousand_calls_from_eight_threads(executor):
+    def compute():
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            calls = [lambda i=i: executor.submit(pow, i, 2).result() for i in range(1000)]
+            return list(pool.map(lambda call: call(), calls))
+
+    assert executor.run(compute) == [i**2 for i in range(1000)]
+
+
+def test_map_and_arguments(executor):
+    assert executor.run(lambda a, *, b: [*executor.map(pow, [a, b], [2, 2])], 3, b=4) == [9, 16]
+
+
+def test_an_exception_of_work_reaches_whoever_waits_and_the_next_work_is_done(executor):
+    def compute():
+        with pytest.raises(ZeroDivisionError):
+            executor.submit(lambda: 1 / 0).result()
+        return executor.submit(lambda: "next").result()
+
+    assert executor.run(compute) == "next"
+
+
+def test_an_exception_of_the_function_is_raised_by_run(executor):
+    with pytest.raises(ZeroDivisionError):
+        executor.run(lambda: 1 / 0)
+    assert executor.run(lambda: "again") == "again"
+
+
+def test_cancelled_work_is_not_done(executor):
+    done, gate = [], threading.Event()
+
+    def compute():
+        first = executor.submit(gate.wait, 10)
+        second = executor.submit(done.append, "second")
+        assert second.cancel()
+        gate.set()
+        return first.result()
+
+    assert executor.run(compute)
+    assert done == []
+
+
+def test_on_its_own_thread_work_is_done_at_once(executor):
+    assert executor.submit(threading.get_ident).result() == threading.get_ident()
+
+    def work():
+        return executor.submit(threading.get_ident).result()
+
+    assert executor.run(lambda: executor.submit(work).result()) == threading.get_ident()
+
+
+def test_context_variables_go_along(executor):
+    import contextvars
+
+    variable = contextvars.ContextVar("variable")
+    variable.set(5)
+    assert executor.run(variable.get) == 5
+
+
+class TestRefuses:
+    def test_run_within_run(self, executor):
+        def compute():
+            executor.submit(lambda: executor.run(lambda: None)).result()
+
+        with pytest.raises(RuntimeError, match="run was called by work"):
+            executor.run(compute)
+
+    def test_run_on_another_thread(self, executor):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            future = pool.submit(executor.run, lambda: None)
+        with pytest.raises(RuntimeError, match="on the thread that made"):
+            future.result()
+
+    def test_work_that_nobody_serves(self, executor):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            future = pool.submit(executor.submit, lambda: None)
+        with pytest.raises(RuntimeError, match=r"outside of run.*executor\.run\(lambda"):
+            future.result()
+
+    def test_everything_after_shutdown(self, executor):
+        executor.shutdown()
+        with pytest.raises(RuntimeError, match="was shut down"):
+            executor.submit(lambda: None)
+        with pytest.raises(RuntimeError, match="was shut down"):
+            executor.run(lambda: None)
+
+
+class TestShutdownWithWorkQueued:
+    def test_does_it(self, executor):
+        done = []
+
+        def compute():
+            for i in range(10):
+                executor.submit(done.append, i)
+            executor.shutdown()
+            return list(done)
+
+        assert executor.run(compute) == list(range(10))
+
+    def test_or_cancels_it(self, executor):
+        begun, gate = threading.Event(), threading.Event()
+
+        def compute():
+            first = executor.submit(lambda: [begun.set(), gate.wait(10)][1])
+            begun.wait()
+            others = [executor.submit(lambda: None) for _ in range(10)]
+            executor.shutdown(wait=False, cancel_futures=True)
+            gate.set()
+            return first.result(), [other.cancelled() for other in others]
+
+        assert executor.run(compute) == (True, [True] * 10)
+
+    def test_by_work_itself_does_not_wait_for_itself(self, executor):
+        executor.run(lambda: executor.submit(executor.shutdown).result())
+
+    def test_by_a_with_statement(self):
+        with sgtrick.MainThreadExecutor() as executor:
+            assert executor.run(lambda: executor.submit(lambda: 1).result()) == 1
+        with pytest.raises(RuntimeError, match="was shut down"):
+            executor.run(lambda: None)
+
+
+@pytest.mark.parametrize("busy", ["waits for work", "works"])
+def test_an_interrupt_ends_run_and_the_function(busy):
+    script = f"""
+        import os, signal, threading, time
+        from sgtrick._executors import MainThreadExecutor
+
+        executor, ended = MainThreadExecutor(), threading.Event()
+
+        def compute():
+            working = executor.submit(time.sleep, 60) if {busy == "works"} else None
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            try:
+                (working or executor.submit(print, "not served")).result()
+            finally:
+                ended.set()
+
+        try:
+            executor.run(compute)
+        except KeyboardInterrupt:
+            assert ended.wait(10)
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.stdout == "interrupted\n", finished.stderr
