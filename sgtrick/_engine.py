@@ -1,0 +1,172 @@
+"""Evaluates a function of NumPy arrays for the members of a batch, by turns or by an executor."""
+
+import contextlib
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sgtrick._replies import Layout, Replies, too_few_dimensions
+
+
+class Engine:
+    """A function of arrays, with its gradient in it or beside it, and how it is to be called.
+
+    Attributes:
+        dtype: What floating arguments are cast to.
+        calls: How often the function was called.
+        failures: How many of these calls raised.
+        seconds: Wall time of all evaluations together.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        grad: Callable[..., Any] | None,
+        *,
+        vectorized: bool,
+        dtype: Any,
+        executor: Any,
+        on_error: Any,
+    ) -> None:
+        self.dtype, self._instead = _floating(dtype), _number(on_error)
+        self._functions = [fn] if grad is None else [fn, grad]
+        self._vectorized, self._executor = vectorized, executor
+        _insist_on_executor(executor, self._functions)
+        self.calls, self.failures, self.seconds = 0, 0, 0.0
+        self._counting = threading.Lock()
+        # TensorFlow calls from any thread, and most engines expect one call at a time. An executor
+        # says how many it may be. The same thread may come again, from inside the engine.
+        self._turn: Any = contextlib.nullcontext() if executor else threading.RLock()
+
+    def evaluate(self, layout: Layout, *arrays: Any) -> list[Any]:
+        """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
+
+        Args:
+            layout: What the arrays are.
+            arrays: The leaves, all with the same batch dimensions in front.
+        """
+        # Copies, which the engine may change and keep: the buffers are TensorFlow's.
+        leaves = [
+            np.array(a, None if dtype is None else self.dtype)
+            for a, dtype in zip(arrays, layout.dtypes, strict=True)
+        ]
+        for path, a, ndims in zip(layout.paths, leaves, layout.event_ndims, strict=True):
+            if a.ndim < ndims:
+                raise too_few_dimensions(path, a.shape, ndims)
+        batch = leaves[0].shape[: leaves[0].ndim - layout.event_ndims[0]] if leaves else ()
+        calls = () if self._vectorized else batch  # one for each of these
+        n = 0 if 0 in batch else math.prod(calls)
+        shapes = [a.shape[len(calls) :] for a in leaves]
+        replies = Replies(layout, n, batch[len(calls) :], shapes)
+        if n:
+            rows = [a.reshape(n, *shape) for a, shape in zip(leaves, shapes, strict=True)]
+            members = [[row[i, ...] for row in rows] for i in range(n)]
+            self._ask(layout, members, replies)
+        return replies.joined(calls)
+
+    def _ask(self, layout: Layout, members: Sequence[Any], replies: Replies) -> None:
+        """Calls the engine for all members and puts what comes back into `replies`."""
+        running: list[futures.Future[Any]] = []
+        calls = failures = 0
+        with self._turn:
+            begin = time.perf_counter()
+            try:
+                started = [self._started(layout, member, running) for member in members]
+                for i, result in enumerate(started):
+                    calls += 1
+                    try:
+                        returned = result()
+                    except (futures.BrokenExecutor, futures.CancelledError) as error:
+                        raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
+                    except Exception as error:
+                        failures += 1
+                        if self._instead is None:
+                            raise RuntimeError(_failed(layout, members[i], error)) from error
+                        replies.put_instead(i, self._instead)
+                    else:
+                        replies.put(i, returned)
+            finally:
+                for future in running:
+                    future.cancel()
+                with self._counting:
+                    self.calls += calls
+                    self.failures += failures
+                    self.seconds += time.perf_counter() - begin
+
+    def _started(self, layout: Layout, member: Sequence[Any], running: list[Any]) -> Any:
+        """Starts a call if there is an executor; returns what gives its result."""
+        if self._executor is None:
+            if len(self._functions) == 1:
+                return partial(self._functions[0], *layout.pack(member))
+            # Neither of the two sees what the other has done to its arguments.
+            copies = [layout.pack(member), layout.pack([a.copy() for a in member])]
+            return lambda: tuple(f(*m) for f, m in zip(self._functions, copies, strict=True))
+        try:
+            started = [self._executor.submit(f, *layout.pack(member)) for f in self._functions]
+        except Exception as error:
+            raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
+        running += started
+        if len(started) == 1:
+            return started[0].result
+        return lambda: tuple(future.result() for future in started)
+
+
+_LOST = (
+    "{} got no answer from its executor: {}. A worker has died or could not load the engine, the "
+    "engine cannot be sent to it, or the executor is shut down."
+)
+
+
+def _failed(layout: Layout, member: Sequence[Any], error: Exception) -> str:
+    show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
+    given = [f"\n  {path} = {show(a)}" for path, a in zip(layout.paths, member, strict=True)]
+    return f"{layout.name} raised {_said(error)}{''.join(given)}"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _floating(dtype: Any) -> Any:
+    try:
+        found = np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
+    except TypeError:
+        found = None
+    if found is None or found.kind != "f":
+        raise TypeError(
+            f"dtype must be a real floating dtype such as 'float64', got {dtype!r}. A complex "
+            "argument can be passed as two, its real and its imaginary part."
+        )
+    return found
+
+
+def _number(on_error: Any) -> float | None:
+    if isinstance(on_error, str) and on_error == "raise":
+        return None
+    if isinstance(on_error, bool) or not isinstance(on_error, (int, float, np.number)):
+        raise ValueError(f"on_error must be 'raise' or a number such as -np.inf, got {on_error!r}.")
+    return float(on_error)
+
+
+def _insist_on_executor(executor: Any, functions: Sequence[Any]) -> None:
+    if executor is not None and not isinstance(executor, futures.Executor):
+        raise TypeError(
+            "executor must be a concurrent.futures.Executor, for example ThreadPoolExecutor(), or "
+            f"None, got {executor!r}."
+        )
+    if isinstance(executor, futures.ProcessPoolExecutor):
+        try:
+            pickle.dumps(functions)
+        except Exception as error:
+            raise TypeError(
+                f"The engine cannot be sent to the processes of the executor: {_said(error)}. "
+                "Define it at the top level of a module, without a lambda or closure; or use a "
+                "ThreadPoolExecutor."
+            ) from error

@@ -1,0 +1,102 @@
+"""Host engines: beside a hand-written embedding, beside NumPy alone, and by two processes.
+
+    python -m pytest tests/benchmarks/bench_from_numpy.py
+
+What takes turns calls the same engine. conftest.py prints the medians of the ratios to the first,
+turn by turn.
+"""
+
+import multiprocessing
+from concurrent import futures
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+import engines
+import sgtrick
+
+CHAINS, DIMENSIONS = 8, 10
+LEAPFROGS = 50
+X = tf.constant(np.random.default_rng(0).normal(size=(CHAINS, DIMENSIONS)))
+
+
+_random = np.random.default_rng(0)
+COVARIATES = _random.normal(size=(DIMENSIONS, 500))
+OUTCOMES = _random.uniform(size=500) < 0.5
+
+
+def nothing(x):
+    """A normal density, which costs a few microseconds: what is left is overhead."""
+    return -0.5 * np.sum(x**2, -1), -x
+
+
+def logistic(x):
+    """The posterior of a logistic regression on 500 observations, for one chain and for many."""
+    logits = x @ COVARIATES
+    value = logits @ OUTCOMES - np.logaddexp(0, logits).sum(-1) - 0.5 * np.sum(x**2, -1)
+    return value, (OUTCOMES - 1 / (1 + np.exp(-logits))) @ COVARIATES.T - x
+
+
+def one_by_one(engine):
+    def engine_of_all(x):
+        values, gradients = zip(*map(engine, x), strict=True)
+        return np.stack(values), np.stack(gradients)
+
+    return engine_of_all
+
+
+def by_hand(engine):
+    """What one writes without sgtrick, and without its checks."""
+
+    @tf.custom_gradient
+    def log_prob(x):
+        value, gradient = tf.numpy_function(engine, [x], [x.dtype, x.dtype])
+        value.set_shape(x.shape[:-1])
+        gradient.set_shape(x.shape)
+        return value, lambda upstream: upstream[..., tf.newaxis] * gradient
+
+    return log_prob
+
+
+def hmc(log_prob):
+    kernel = tfp.mcmc.HamiltonianMonteCarlo(log_prob, 0.1, num_leapfrog_steps=10)
+
+    @tf.function
+    def run(x):
+        return tfp.mcmc.sample_chain(LEAPFROGS // 10, x, kernel=kernel, trace_fn=None, seed=[1, 2])
+
+    return run
+
+
+@pytest.mark.parametrize("vectorized", [True, False], ids=["one call", "a call per chain"])
+@pytest.mark.parametrize("engine", [logistic, nothing], ids=lambda f: f.__name__)
+def test_hmc(take_turns, engine, vectorized):
+    rivals = {
+        "by hand": hmc(by_hand(engine if vectorized else one_by_one(engine))),
+        "from_numpy": hmc(sgtrick.from_numpy(engine, vectorized=vectorized)),
+    }
+    calls = "one call" if vectorized else f"{CHAINS} calls"
+    take_turns(f"{LEAPFROGS} leapfrogs, {engine.__name__}, {calls}", rivals, (X,), 10_000)
+
+
+def test_one_call(take_turns):
+    h = sgtrick.from_numpy(nothing, vectorized=True)
+    x = X.numpy()
+    rivals = {
+        "NumPy alone": lambda: nothing(x),
+        "eager": lambda: h(X),
+        "tf.function": (lambda graph: lambda: graph(X))(tf.function(h)),
+    }
+    take_turns("one call", rivals, (), 500)
+
+
+def test_two_processes(take_turns):
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(2, mp_context=context) as processes:
+        rivals = {
+            "sequential": tf.function(sgtrick.from_numpy(engines.slow_normal)),
+            "2 processes": tf.function(sgtrick.from_numpy(engines.slow_normal, executor=processes)),
+        }
+        take_turns(f"{CHAINS} chains, 10 ms each", rivals, (X,), 50_000)

@@ -1,0 +1,184 @@
+"""Batch members evaluated at once: threads, processes and a cluster, DESIGN 3.3."""
+
+import multiprocessing
+import threading
+from concurrent import futures
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+import engines
+import sgtrick
+
+RAISED = (RuntimeError, tf.errors.UnknownError)
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+POINTS = np.random.default_rng(3).normal(size=(8, 3))
+
+
+def within_a_minute(f, *args):
+    """The result or exception of `f`, which fails here where it would hang."""
+    runner = futures.ThreadPoolExecutor(1)
+    try:
+        return runner.submit(f, *args).result(timeout=60)
+    finally:
+        runner.shutdown(wait=False)
+
+
+def draws(h):
+    @tf.function
+    def sample():
+        kernel = tfp.mcmc.HamiltonianMonteCarlo(h, tf.constant(0.3, tf.float64), 2)
+        return tfp.mcmc.sample_chain(
+            3, tf.constant(POINTS), kernel=kernel, trace_fn=None, seed=[1, 2]
+        )
+
+    return within_a_minute(sample)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with futures.ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def client():
+    distributed = pytest.importorskip("distributed")
+    dask = pytest.importorskip("dask")
+    quiet = {"distributed.scheduler.allowed-failures": 1, "logging.distributed": "critical"}
+    with (
+        dask.config.set(quiet),
+        distributed.LocalCluster(
+            2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(params=["threads", "processes", "cluster"])
+def executor(request):
+    if request.param == "cluster":
+        return request.getfixturevalue("client").get_executor()
+    return request.getfixturevalue(request.param)
+
+
+def test_the_same_draws_as_without(executor):
+    h, alone = (sgtrick.from_numpy(engines.normal, executor=e) for e in (executor, None))
+    np.testing.assert_array_equal(draws(h), draws(alone))
+    assert h.calls == alone.calls == 8 * (1 + 2 * 3)
+
+
+@WRAPS
+def test_an_engine_that_raises(executor, wrap):
+    x = tf.constant([[0.5, 0.5], [0.25, 2.0], [0.0, 1.0]], tf.float64)
+    h = sgtrick.from_numpy(engines.fails_beyond_one, executor=executor)
+    match = r"(?s)raised ArithmeticError: no solution at 0\.25.*x = \[0\.25, 2\. +\]"
+    with pytest.raises(RAISED, match=match):
+        within_a_minute(wrap(h), x)
+    h = sgtrick.from_numpy(engines.fails_beyond_one, executor=executor, on_error=-np.inf)
+    np.testing.assert_array_equal(within_a_minute(wrap(h), x), [-0.25, -np.inf, -0.5])
+    assert (h.calls, h.failures) == (3, 1)
+
+
+def test_gradient_functions_and_vectorized_engines(executor):
+    apart = sgtrick.from_numpy(engines.square, grad=engines.square_gradient, executor=executor)
+    whole = sgtrick.from_numpy(engines.two, event_ndims=(2, 0), vectorized=True, executor=executor)
+    x, y = tf.constant(POINTS), tf.constant(POINTS[:, 0])
+    matrices = tf.constant(np.tile(POINTS[:, :2, None], 2))
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([x, y])
+        a, b = apart(x), whole(matrices, y)
+    np.testing.assert_allclose(tape.gradient(a, x), 2 * x)
+    by_y = tf.reduce_sum(matrices**3, [-2, -1]) * tf.cos(y)
+    np.testing.assert_allclose(tape.gradient(b, y), by_y)
+    assert (apart.calls, whole.calls) == (8, 1)
+
+
+@WRAPS
+def test_members_are_evaluated_at_once(threads, wrap):
+    meeting = threading.Barrier(4)
+
+    def meets(x):
+        meeting.wait(timeout=30)  # raises unless four calls are here together
+        return engines.normal(x)
+
+    h = sgtrick.from_numpy(meets, executor=threads)
+    np.testing.assert_allclose(wrap(h)(tf.constant(POINTS)), -0.5 * np.sum(POINTS**2, -1))
+
+
+@pytest.mark.parametrize("on_error", ["raise", -np.inf])
+@WRAPS
+def test_a_process_that_dies(wrap, on_error):
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(2, mp_context=context) as processes:
+        h = sgtrick.from_numpy(engines.dies_beyond_one, executor=processes, on_error=on_error)
+        within_a_minute(wrap(h), tf.zeros([2, 3]))
+        for _ in range(2):  # the pool is lost for good
+            with pytest.raises(
+                RAISED,
+                match=r"dies_beyond_one got no answer from its executor: BrokenProcessPool.*worker has died",
+            ):
+                within_a_minute(wrap(h), tf.constant(POINTS + 1))
+        assert h.failures == 0
+
+
+def test_a_worker_of_the_cluster_that_dies_once(client, tmp_path):
+    h = sgtrick.from_numpy(
+        engines.DiesOnce(str(tmp_path / "died")), executor=client.get_executor(), name="mortal"
+    )
+    np.testing.assert_allclose(
+        within_a_minute(h, tf.constant(POINTS)), -0.5 * np.sum(POINTS**2, -1)
+    )
+    assert (tmp_path / "died").exists()
+    assert (h.calls, h.failures) == (8, 0)
+
+
+def test_a_task_that_kills_every_worker_of_the_cluster(client):
+    h = sgtrick.from_numpy(engines.dies_beyond_one, executor=client.get_executor())
+    with pytest.raises(RuntimeError, match="dies_beyond_one raised KilledWorker: "):
+        within_a_minute(h, tf.constant([[2.0, 2.0]]))
+
+
+def test_an_executor_that_is_shut_down():
+    executor = futures.ThreadPoolExecutor(1)
+    executor.shutdown()
+    h = sgtrick.from_numpy(engines.normal, executor=executor, on_error=-np.inf)
+    with pytest.raises(RuntimeError, match=r"got no answer from its executor: .*after shutdown"):
+        h(tf.zeros([2]))
+
+
+def test_an_engine_that_cannot_be_sent(processes):
+    with pytest.raises(
+        TypeError, match=r"cannot be sent to the processes .* top level of a module"
+    ):
+        sgtrick.from_numpy(lambda x: engines.normal(x), executor=processes)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        sgtrick.from_numpy(engines.square, grad=lambda x: 2 * x, executor=processes)
+
+
+def test_members_left_over_after_an_error_are_not_evaluated():
+    blocked, evaluated = threading.Event(), []
+
+    def first_fails(x):
+        if x[0] == 0:
+            raise ArithmeticError
+        blocked.wait(30)
+        evaluated.append(x[0])
+        return engines.normal(x)
+
+    with futures.ThreadPoolExecutor(2) as executor:
+        h = sgtrick.from_numpy(first_fails, executor=executor)
+        with pytest.raises(RuntimeError, match="raised ArithmeticError"):
+            h(tf.range(8.0)[:, tf.newaxis])
+        blocked.set()
+    assert len(evaluated) <= 2

@@ -1,0 +1,187 @@
+"""Functions of PyTorch and JAX beside native code of the same model, DESIGN 3.3."""
+
+import doctest
+import gc
+import importlib.util
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+import sgtrick
+from sgtrick import _frameworks
+
+tfd = tfp.distributions
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+POINTS = np.random.default_rng(5).normal(size=(2, 4, 3))
+
+
+class Torch:
+    form = staticmethod(sgtrick.from_torch)
+
+    def __init__(self):
+        import torch
+
+        self.np, self.array = torch, torch.Tensor
+
+
+class Jax:
+    form = staticmethod(sgtrick.from_jax)
+
+    def __init__(self):
+        import jax
+
+        self.np, self.array = jax.numpy, jax.Array
+
+
+@pytest.fixture(params=[Torch, Jax], ids=["torch", "jax"])
+def framework(request):
+    package = request.param.__name__.lower()
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    return request.param()
+
+
+def model(xp):
+    def log_prob(p, x):
+        z = (x - p["loc"]) / xp.exp(p["log_scale"])
+        return (-0.5 * z**2 - p["log_scale"]).sum() - 1.5 * float(np.log(2 * np.pi))
+
+    return log_prob
+
+
+def native(p, x):
+    scale = tf.exp(p["log_scale"])[..., tf.newaxis]
+    return tf.reduce_sum(tfd.Normal(p["loc"][..., tf.newaxis], scale).log_prob(x), -1)
+
+
+def value_and_gradients(h, *args):
+    with tf.GradientTape() as tape:
+        tape.watch([a for a in tf.nest.flatten(args) if a.dtype.is_floating])
+        y = h(*args)
+    return y, tape.gradient(y, args)
+
+
+@WRAPS
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("vectorized", [True, False])
+def test_value_and_gradient(framework, wrap, dtype, vectorized):
+    seen = []
+
+    def log_prob(p, x):
+        seen.append((isinstance(x, framework.array), x.ndim, str(x.dtype)))
+        return model(framework.np)(p, x)
+
+    h = framework.form(log_prob, event_ndims=({"loc": 0, "log_scale": 0}, 1), vectorized=vectorized)
+    p = {"loc": tf.constant(0.5, dtype), "log_scale": tf.constant(POINTS[:, :1, 0], dtype)}
+    x = tf.constant(POINTS, dtype)
+    came = wrap(value_and_gradients)(h, p, x)
+    want = value_and_gradients(native, p, x)
+    rtol = 1e-5 if dtype == "float32" else 1e-12
+    for a, b in zip(tf.nest.flatten(came), tf.nest.flatten(want), strict=True):
+        assert a.dtype == b.dtype == dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+    assert h.calls == (1 if vectorized else 8)
+    assert all(is_array and ndim == 1 for is_array, ndim, _ in seen)
+    assert all("float64" in of for _, _, of in seen)
+
+
+def test_float32_engines(framework):
+    seen = []
+
+    def f(x):
+        seen.append(str(x.dtype))
+        return (x**2).sum()
+
+    assert framework.form(f, dtype="float32")(tf.constant([1.0, 2.0], tf.float64)) == 5
+    assert "float32" in seen[0]
+
+
+@WRAPS
+def test_what_has_no_derivatives_and_aux(framework, wrap):
+    def f(x, k):
+        return (x * k).sum(), x + k
+
+    h = framework.form(f, event_ndims=(1, 0), has_aux=True)
+
+    @wrap
+    def run(x, k):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y, aux = h(x, k)
+        return y, aux, tape.gradient(y, x)
+
+    y, aux, g = run(tf.constant([1.0, 2.0]), tf.constant([3, 4]))
+    np.testing.assert_array_equal(y, [9, 12])
+    np.testing.assert_array_equal(aux, [[4, 5], [5, 6]])
+    np.testing.assert_array_equal(g, [7, 7])
+
+
+def test_hmc_draw_for_draw(framework):
+    @tf.function
+    def sample(log_prob):
+        kernel = tfp.mcmc.HamiltonianMonteCarlo(log_prob, tf.constant(0.3, tf.float64), 3)
+        return tfp.mcmc.sample_chain(
+            4, tf.constant(POINTS), kernel=kernel, trace_fn=None, seed=[1, 2]
+        )
+
+    h = framework.form(lambda x: -0.5 * (x**2).sum())
+    want = sample(lambda x: -0.5 * tf.reduce_sum(x**2, -1))
+    np.testing.assert_allclose(sample(h), want, rtol=1e-10)
+    assert h.calls == 1 + 3 * 4
+
+
+def test_errors_of_the_framework(framework):
+    def f(x):
+        return x @ x[:1]  # shapes that do not fit
+
+    h = framework.form(f)
+    with pytest.raises(RuntimeError, match=r"(?s)f raised .*Error: .*x = \[1\., 2\.\]"):
+        h(tf.constant([1.0, 2.0]))
+    assert framework.form(f, on_error=-np.inf)(tf.constant([1.0, 2.0])) == -np.inf
+
+
+def test_values_that_are_no_scalars(framework):
+    with pytest.raises(RuntimeError, match=r"f raised .*scalar"):
+        framework.form(lambda x: x, name="f")(tf.constant([1.0, 2.0]))
+
+
+def test_a_thousand_calls(framework):
+    h = framework.form(lambda x: -0.5 * (x**2).sum())
+    graph = tf.function(value_and_gradients)
+    x = tf.constant(POINTS)
+
+    def some(n):
+        for i in range(n):
+            _, (g,) = graph(h, x) if i % 2 else value_and_gradients(h, x)
+            np.testing.assert_array_equal(g, -POINTS)
+
+    def living():
+        gc.collect()
+        return len(gc.get_objects())
+
+    some(20)
+    before = living()
+    some(1000)
+    assert h.calls == 1020
+    assert living() - before < 100
+
+
+def test_importing_sgtrick_imports_neither():
+    code = (
+        "import tensorflow, tensorflow_probability, sys; before = set(sys.modules); import sgtrick;"
+        "assert not {'torch', 'jax'} & (set(sys.modules) - before)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_examples_of_the_docstrings():
+    for package in ("torch", "jax"):
+        pytest.importorskip(package)
+    failed, attempted = doctest.testmod(_frameworks)
+    assert not failed
+    assert attempted

@@ -1,0 +1,753 @@
+"""The contract of `from_numpy`, DESIGN 3.3."""
+
+import doctest
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+import engines
+import sgtrick
+from matrix import CELLS, Case, complaint
+from matrix import functions as fn
+from matrix.values import MATRICES, NUMBERS, POINTS
+from sgtrick import _host
+
+tfd = tfp.distributions
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)
+
+CANNOT_COMPILE = (NotImplementedError, "calls the host, which XLA cannot compile")
+CANNOT_STORE = (AssertionError, "A host engine .* cannot be stored in a SavedModel")
+CANNOT = {name: CANNOT_COMPILE for name in CELLS if name.endswith("XLA")} | {
+    "SavedModel with custom gradients": CANNOT_STORE,
+    "SavedModel without custom gradients": CANNOT_STORE,
+    "TFLite, the value": (Exception, "PyFunc"),
+}
+
+engine = sgtrick.from_numpy(engines.scalar)
+engine_of_two = sgtrick.from_numpy(
+    lambda both: (lambda y, g: (y, dict(zip("xy", g, strict=True))))(
+        *engines.two(both["x"], both["y"])
+    ),
+    event_ndims={"x": 2, "y": 0},
+    vectorized=True,
+)
+CASES = [
+    Case("engine", fn.scalar, engine, (POINTS,)),
+    Case(
+        "vectorized engine of a dict",
+        fn.two,
+        lambda x, y: engine_of_two({"x": x, "y": y}),
+        (MATRICES, NUMBERS),
+    ),
+]
+IDS = {"ids": lambda of: getattr(of, "name", None)}
+
+
+@pytest.mark.parametrize("cell", [c for c in CELLS.values() if c.name not in CANNOT], **IDS)
+@pytest.mark.parametrize("case", CASES, **IDS)
+def test_matrix(case, cell):
+    problem = cell.problem(case)
+    outcome, expected = cell.run(case.form, problem), problem.expected
+    if cell.order > case.order:
+        # First order by construction, as the value form.
+        if "hvp" in outcome:
+            assert all(g is None for g in outcome["hvp"])
+            return
+        expected = {"hvp_of_square": expected["first_order_part"]}
+    assert complaint(outcome, expected, cell.rtol) is None
+
+
+@pytest.mark.parametrize("cell", [CELLS[name] for name in CANNOT], **IDS)
+@pytest.mark.parametrize("case", CASES[:1], **IDS)
+def test_matrix_refused(case, cell):
+    error, match = CANNOT[cell.name]
+    before = engine.calls
+    with pytest.raises(error, match=match):
+        cell.run(case.form, cell.problem(case))
+    assert engine.calls == before
+
+
+def test_functions_traced_before_they_are_compiled_are_refused_by_xla():
+    inner = tf.function(engine)
+    inner(tf.constant(POINTS))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="scalar/host_call"):
+        tf.function(inner, jit_compile=True)(tf.constant(POINTS))
+
+
+def test_concrete_functions_cannot_be_stored_either(tmp_path):
+    concrete = tf.function(engine).get_concrete_function(tf.TensorSpec([4, 3], tf.float64))
+    with pytest.raises(*CANNOT_STORE[:1], match=CANNOT_STORE[1]):
+        tf.saved_model.save(tf.Module(), str(tmp_path), signatures=concrete)
+
+
+def value_and_gradients(h, *args):
+    """Values, and the gradients of their sum."""
+    with tf.GradientTape() as tape:
+        tape.watch([a for a in tf.nest.flatten(args) if tf.is_tensor(a) and a.dtype.is_floating])
+        y = h(*args)
+    return y, tape.gradient(y, args)
+
+
+class TestCalls:
+    """How often the engine is called, and with what."""
+
+    # Batch members times evaluations; one more evaluation where the forward is computed again.
+    @pytest.mark.parametrize(
+        ("name", "evaluations"),
+        [
+            ("eager tape", 1),
+            ("persistent tape, asked twice", 1),
+            ("tape in `tf.function`", 1),
+            ("tape around `tf.function`", 1),
+            ("unknown dimensions", 1),
+            ("TF1 graph, `tf.gradients`", 1),
+            ("`tape.jacobian`", 1),
+            ("`tape.batch_jacobian`", 1),
+            ("tape around `vectorized_map`", 1),
+            ("`vectorized_map` around a tape", 1),
+            ("`tf.map_fn`", 1),
+            ("`tf.scan`", 1),
+            ("`tf.while_loop`", 3),
+            ("`ForwardAccumulator` in eager", 1),
+            ("`ForwardAccumulator` in `tf.function`", 1),
+            ("`tf.recompute_grad`", 2),
+            ("`MirroredStrategy` in `tf.function`", 1),
+        ],
+    )
+    def test_one_gives_value_and_gradient(self, name, evaluations):
+        before = engine.calls
+        CELLS[name].run(engine, CELLS[name].problem(CASES[0]))
+        assert engine.calls - before == evaluations * len(POINTS)
+
+    @WRAPS
+    @pytest.mark.parametrize("vectorized", [True, False])
+    def test_shapes_and_number(self, wrap, vectorized):
+        seen = []
+
+        @sgtrick.from_numpy
+        def one(x):
+            seen.append(x.shape)
+            return np.sum(x), np.ones_like(x)
+
+        def many(x):
+            seen.append(x.shape)
+            return np.sum(x, -1), np.ones_like(x)
+
+        h = sgtrick.from_numpy(many, vectorized=True) if vectorized else one
+        assert wrap(h)(tf.ones([2, 3, 5])).shape == [2, 3]
+        assert seen == ([(2, 3, 5)] if vectorized else [(5,)] * 6)
+        assert h.calls == len(seen)
+        assert h.failures == 0
+        assert wrap(h)(tf.ones([5])).shape == []
+        assert seen[-1] == (5,)
+
+    @WRAPS
+    @pytest.mark.parametrize("vectorized", [True, False])
+    def test_no_members_no_call(self, wrap, vectorized):
+        h = sgtrick.from_numpy(engines.normal, vectorized=vectorized)
+        y, (g,) = wrap(value_and_gradients)(h, tf.zeros([3, 0, 5]))
+        assert (y.shape, g.shape, h.calls) == ([3, 0], [3, 0, 5], 0)
+
+    @WRAPS
+    def test_empty_events_are_calls(self, wrap):
+        h = sgtrick.from_numpy(engines.normal)
+        np.testing.assert_array_equal(wrap(h)(tf.zeros([2, 0])), [0, 0])
+        assert h.calls == 2
+
+    @WRAPS
+    def test_the_engine_may_change_and_keep_its_arrays(self, wrap):
+        kept = []
+
+        def hostile(x):
+            kept.append(x)
+            value = np.sum(x**2)
+            x *= 2  # also the gradient, and its buffer
+            return value, x
+
+        h = sgtrick.from_numpy(hostile)
+        x = tf.constant([[1.0, 2.0], [3.0, 4.0]], tf.float64)
+        y, (g,) = wrap(value_and_gradients)(h, x)
+        kept[0][:] = np.nan
+        np.testing.assert_array_equal(x, [[1, 2], [3, 4]])
+        np.testing.assert_array_equal(y, [5, 25])
+        np.testing.assert_array_equal(g, [[2, 4], [6, 8]])
+        np.testing.assert_array_equal(kept[1], [6, 8])
+
+    @WRAPS
+    def test_the_engine_may_return_the_same_buffer_each_time(self, wrap):
+        buffer = np.zeros(2)
+
+        def frugal(x):
+            np.multiply(x, 2, out=buffer)
+            return np.sum(x**2), buffer
+
+        x = tf.constant([[1.0, 2.0], [3.0, 4.0]], tf.float64)
+        _, (g,) = wrap(value_and_gradients)(sgtrick.from_numpy(frugal), x)
+        buffer[:] = np.nan
+        np.testing.assert_array_equal(g, 2 * x)
+
+    def test_eight_threads(self):
+        inside, together = threading.Semaphore(1), []
+
+        def jealous(x):
+            together.append(not inside.acquire(blocking=False))
+            value = engines.normal(x)
+            if not together[-1]:
+                inside.release()
+            if x[0] < 0:
+                raise ArithmeticError("no")
+            return value
+
+        h = sgtrick.from_numpy(jealous, on_error=-np.inf)
+        graph = tf.function(h)
+        points = np.random.default_rng(0).normal(size=(1000, 3))
+        values = np.zeros(1000)
+
+        def work(k):
+            for i in range(k, 1000, 8):
+                values[i] = (graph if i % 3 else h)(tf.constant(points[i]))
+
+        workers = [threading.Thread(target=work, args=[k]) for k in range(8)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        negative = points[:, 0] < 0
+        assert (h.calls, h.failures) == (1000, negative.sum())
+        assert not any(together)
+        np.testing.assert_allclose(
+            values, np.where(negative, -np.inf, -0.5 * (points**2).sum(-1)), rtol=1e-14
+        )
+        assert 0 < h.seconds < 60
+
+
+class TestArguments:
+    @WRAPS
+    @pytest.mark.parametrize("vectorized", [True, False])
+    def test_broadcast_of_batches(self, wrap, vectorized):
+        def line(x, a, b):
+            return np.sum(x, -1) * a * b, (
+                np.broadcast_to(a * b, x.shape[::-1]).T if vectorized else np.full(x.shape, a * b),
+                np.sum(x, -1) * b,
+                np.sum(x, -1) * a,
+            )
+
+        if vectorized:
+
+            def line(x, a, b):
+                s = np.sum(x, -1)
+                return s * a * b, ((a * b)[..., None] * np.ones_like(x), s * b, s * a)
+
+        h = sgtrick.from_numpy(line, event_ndims=(1, 0, 0), vectorized=vectorized)
+        random = np.random.default_rng(0)
+        x, a, b = (tf.constant(random.normal(size=s)) for s in ([4, 3], [2, 1], []))
+        y, gradients = wrap(value_and_gradients)(h, x, a, b)
+        truth = value_and_gradients(lambda x, a, b: tf.reduce_sum(x, -1) * a * b, x, a, b)
+        assert y.shape == [2, 4]
+        assert h.calls == (1 if vectorized else 8)
+        for came, want in zip((y, *gradients), (truth[0], *truth[1]), strict=True):
+            np.testing.assert_allclose(came, want, rtol=1e-13)
+
+    def test_broadcast_of_unknown_batches(self):
+        h = sgtrick.from_numpy(
+            lambda x, a: (np.sum(x) * a, (np.full(3, a), np.sum(x))), event_ndims=(1, 0)
+        )
+        specs = [tf.TensorSpec([None, 3], tf.float64), tf.TensorSpec(None, tf.float64)]
+        run = tf.function(lambda x, a: value_and_gradients(h, x, a), input_signature=specs)
+        x, a = tf.ones([4, 3], tf.float64), tf.constant([[2.0], [5.0]], tf.float64)
+        y, (by_x, by_a) = run(x, a)
+        np.testing.assert_array_equal(y, [[6] * 4, [15] * 4])
+        np.testing.assert_array_equal(by_x, np.full([4, 3], 7))
+        np.testing.assert_array_equal(by_a, [[12], [12]])
+
+    @WRAPS
+    def test_structures(self, wrap):
+        def f(p, x):
+            (mu, nu), sd = p["location"], p["scale"]
+            z = (x - mu - nu) / sd
+            by_mu = np.sum(z) / sd
+            by_sd = np.sum(z**2) / sd
+            return -0.5 * np.sum(z**2), ({"location": [by_mu, by_mu], "scale": by_sd}, -z / sd)
+
+        h = sgtrick.from_numpy(f, event_ndims=({"location": [0, 0], "scale": 0}, 1))
+        random = np.random.default_rng(1)
+        p = {"location": [random.normal(size=5), random.normal(size=())], "scale": np.float64(2.0)}
+        p = tf.nest.map_structure(tf.constant, p)
+        x = tf.constant(random.normal(size=[5, 3]))
+
+        def native(p, x):
+            mu, nu = p["location"]
+            return -0.5 * tf.reduce_sum(((x - mu[:, None] - nu) / p["scale"]) ** 2, -1)
+
+        came = tf.nest.flatten(wrap(value_and_gradients)(h, p, x))
+        for a, b in zip(came, tf.nest.flatten(value_and_gradients(native, p, x)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+    @WRAPS
+    def test_keywords_defaults_and_methods(self, wrap):
+        class Model:
+            def density(self, x, sign=1.0):
+                return sign * np.sum(x), np.full_like(x, sign)
+
+        h = sgtrick.from_numpy(Model().density)
+        x = tf.constant([1.0, 2.0])
+        assert wrap(lambda x: h(x=x))(x) == 3
+        h = sgtrick.from_numpy(
+            lambda x, sign: (sign * np.sum(x), (np.full_like(x, sign), np.sum(x))),
+            event_ndims=(1, 0),
+        )
+        assert wrap(lambda x: h(sign=-1.0, x=x))(x) == -3
+        with pytest.raises(TypeError, match="missing a required argument: 'sign'"):
+            h(x)
+        with pytest.raises(TypeError, match="keyword-only arguments \\['y'\\]"):
+            sgtrick.from_numpy(lambda x, *, y: y)(x, y=x)
+
+    @WRAPS
+    def test_what_has_no_derivatives(self, wrap):
+        seen = []
+
+        def f(x, k, flag):
+            seen.append((x.dtype, k.dtype, flag.dtype))
+            return np.sum(x[:k]), (np.arange(3) < k, None, None)
+
+        def ok(x, k, flag):
+            value, (gx, *rest) = f(x, k, flag)
+            return value, (gx.astype(float), *rest)
+
+        h = sgtrick.from_numpy(ok, event_ndims=(1, 0, 0))
+        y, (g, *rest) = wrap(value_and_gradients)(
+            h, tf.constant([1.0, 2.0, 4.0]), tf.constant([1, 2]), tf.constant(True)
+        )
+        np.testing.assert_array_equal(y, [1, 3])
+        np.testing.assert_array_equal(g, [2, 1, 0])
+        assert rest == [None, None]
+        assert seen[0] == (np.float64, np.int32, np.bool_)
+        h = sgtrick.from_numpy(f, event_ndims=(1, 0, 0))
+        with pytest.raises(
+            RAISED, match="the gradient of f by x must be real numbers, got ndarray"
+        ):
+            wrap(h)(tf.zeros([3]), tf.constant(1), tf.constant(True))
+
+    @WRAPS
+    def test_a_gradient_that_is_not_known_is_nan_for_whoever_asks(self, wrap):
+        def loss(x, data):
+            return np.sum((x - data) ** 2), (2 * (x - data), None)
+
+        h = sgtrick.from_numpy(loss)
+        x, data = tf.constant([1.0, 2.0]), tf.constant([0.0, 0.0])
+        y, (by_x, by_data) = wrap(value_and_gradients)(h, x, data)
+        assert y == 5
+        np.testing.assert_array_equal(by_x, [2, 4])
+        assert np.isnan(by_data).all()
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+    @pytest.mark.parametrize("of_engine", ["float32", "float64", tf.float64])
+    @WRAPS
+    def test_dtypes(self, wrap, dtype, of_engine):
+        seen = []
+
+        def f(x):
+            seen.append(x.dtype)
+            return engines.normal(x)
+
+        h = sgtrick.from_numpy(f, dtype=of_engine)
+        y, (g,) = wrap(value_and_gradients)(h, tf.constant([1.0, 2.0], dtype))
+        assert y.dtype == g.dtype == dtype
+        assert seen == [tf.as_dtype(of_engine).as_numpy_dtype]
+        np.testing.assert_array_equal(tf.cast(g, tf.float32), [-1, -2])
+
+    def test_several_dtypes_and_bare_numbers(self):
+        def f(x, a):
+            return np.sum(x) * a, (np.full(2, a), np.sum(x))
+
+        h = sgtrick.from_numpy(f, event_ndims=(1, 0))
+        x, a = tf.constant([1.0, 2.0]), tf.constant(3.0, tf.float64)
+        y, (by_x, by_a) = value_and_gradients(h, x, a)
+        assert (y.dtype, by_x.dtype, by_a.dtype) == (tf.float64, tf.float32, tf.float64)
+        assert h(x, 0.1).dtype == tf.float32
+        assert h(np.array([1.0, 2.0]), 0.1).numpy() == (1 + 2) * 0.1  # not float32's 0.1
+        assert sgtrick.from_numpy(lambda a: (a, 1.0), event_ndims=0)(0.1).numpy() == 0.1
+
+    def test_overflow_of_a_narrow_dtype(self):
+        h = sgtrick.from_numpy(lambda x: (-1e300, np.full_like(x, 1e300)))
+        y, (g,) = value_and_gradients(h, tf.constant([1.0]))
+        assert y == -np.inf
+        assert g[0] == np.inf
+
+    def test_variables(self):
+        v, w = tf.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])
+        h = sgtrick.from_numpy(lambda x, y: (np.sum(x * y), (y, x)))
+        with tf.GradientTape() as tape:
+            y = h(v, w)
+        by_v, by_w = tape.gradient(y, [v, w.value])
+        np.testing.assert_array_equal(by_v, [3, 4])
+        np.testing.assert_array_equal(by_w, [1, 2])
+
+    def test_values_and_gradients_that_are_not_finite(self):
+        def f(x):
+            return (-np.inf, np.full_like(x, np.nan)) if x[0] > 1 else (x[0], np.ones_like(x))
+
+        for wrap in (lambda f: f, tf.function):
+            y, (g,) = wrap(value_and_gradients)(sgtrick.from_numpy(f), tf.constant([[2.0], [0.5]]))
+            np.testing.assert_array_equal(y, [-np.inf, 0.5])
+            assert g[1] == 1
+
+
+class TestGradientFunction:
+    @WRAPS
+    def test_value_and_gradient_apart(self, wrap):
+        calls = []
+
+        def value(x):
+            x *= x  # must not be seen by the gradient
+            return np.sum(x)
+
+        def gradient(x):
+            calls.append(x)
+            return 2 * x
+
+        h = sgtrick.from_numpy(value, grad=gradient)
+        x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+        y, (g,) = wrap(value_and_gradients)(h, x)
+        np.testing.assert_array_equal(y, [5, 25])
+        np.testing.assert_array_equal(g, 2 * x)
+        assert h.calls == len(calls) == 2
+
+
+class TestAux:
+    @WRAPS
+    @pytest.mark.parametrize("apart", [True, False])
+    def test_aux(self, wrap, apart):
+        def with_aux(x):
+            return np.sum(x**2), np.stack([x, 2 * x])
+
+        def f(x):
+            return with_aux(x), 2 * x
+
+        h = (
+            sgtrick.from_numpy(with_aux, grad=lambda x: 2 * x, has_aux=True)
+            if apart
+            else sgtrick.from_numpy(f, has_aux=True)
+        )
+
+        @wrap
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y, aux = h(x)
+            return y, aux, tape.gradient(y, x)
+
+        x = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        y, aux, g = run(x)
+        np.testing.assert_array_equal(y, tf.reduce_sum(x**2, -1))
+        np.testing.assert_array_equal(aux, tf.stack([x, 2 * x], 1))
+        assert aux.dtype == tf.float64
+        np.testing.assert_array_equal(g, 2 * x)
+        assert run(tf.zeros([0, 2]))[1].shape == [0]
+
+    def test_aux_of_a_vectorized_engine(self):
+        h = sgtrick.from_numpy(
+            lambda x: ((np.sum(x, -1), x.mean()), np.ones_like(x)), has_aux=True, vectorized=True
+        )
+        y, aux = h(tf.ones([3, 2]))
+        assert (y.shape, aux.numpy()) == ([3], 1)
+
+    @WRAPS
+    def test_aux_where_the_engine_fails(self, wrap):
+        def f(x):
+            value, gradient = engines.fails_beyond_one(x)
+            return (value, x), gradient
+
+        h = sgtrick.from_numpy(f, has_aux=True, on_error=-np.inf)
+        y, aux = wrap(h)(tf.constant([[2.0, 0.0], [0.0, 1.0]]))
+        np.testing.assert_array_equal(y, [-np.inf, -0.5])
+        np.testing.assert_array_equal(aux, [[np.nan, np.nan], [0, 1]])
+
+    def test_aux_of_different_shapes(self):
+        h = sgtrick.from_numpy(lambda x: ((x[0], x[: int(x[0])]), x), has_aux=True)
+        with pytest.raises(
+            ValueError,
+            match=r"aux of <lambda> must have the same shape for all members .*got \[1\] and \[2\]",
+        ):
+            h(tf.constant([[1.0, 0.0], [2.0, 0.0]]))
+
+
+class TestErrors:
+    @WRAPS
+    def test_the_message_of_the_engine_and_its_input(self, wrap):
+        h = sgtrick.from_numpy(engines.fails_beyond_one)
+        match = (
+            r"(?s)fails_beyond_one raised ArithmeticError: no solution at 0\.1.*x = \[0\.1, 2\. \]"
+        )
+        with pytest.raises((RuntimeError, tf.errors.UnknownError), match=match) as caught:
+            wrap(h)(tf.constant([[0.5, 0.5], [0.1, 2.0]], tf.float64))
+        assert (h.calls, h.failures) == (2, 1)
+        if isinstance(caught.value, RuntimeError):
+            assert isinstance(caught.value.__cause__, ArithmeticError)
+
+    @WRAPS
+    def test_a_number_in_the_place_of_failures(self, wrap):
+        h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=-np.inf)
+        y, (g,) = wrap(value_and_gradients)(h, tf.constant([[2.0, 0.0], [0.0, 1.0]]))
+        np.testing.assert_array_equal(y, [-np.inf, -0.5])
+        np.testing.assert_array_equal(g, [[0, 0], [0, -1]])
+        assert (h.calls, h.failures) == (2, 1)
+
+    def test_a_vectorized_engine_fails_as_a_whole(self):
+        h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=7, vectorized=True)
+        np.testing.assert_array_equal(h(tf.constant([[2.0, 0.0], [0.0, 1.0]])), [7, 7])
+        assert (h.calls, h.failures) == (1, 1)
+
+    @WRAPS
+    @pytest.mark.parametrize("on_error", ["raise", -np.inf])
+    @pytest.mark.parametrize(
+        ("reply", "message"),
+        [
+            (
+                1.0,
+                r"must return \(value, gradient\), got float 1\.0, a value without a gradient\. .*grad=.*from_torch or from_jax",
+            ),
+            (np.ones(2), r"got ndarray of shape \[2\] and dtype float64, a value without"),
+            ((1.0, None), r"got tuple \(float 1\.0, None\), a value without"),
+            (None, r"got None"),
+            ((1.0, [1.0], 2.0), r"got tuple \(float 1\.0, list \(float 1\.0\), float 2\.0\)"),
+            ((np.ones(1), np.ones(2)), r"the value of f must have the shape \[\], got \[1\]"),
+            ((1.0, np.ones(3)), r"the gradient of f by x must have the shape \[2\], got \[3\]"),
+            ((1.0, 1.0), r"the gradient of f by x must have the shape \[2\], got \[\]"),
+            ((1j, np.ones(2)), r"the value of f must be real numbers, got complex 1j"),
+            ((True, np.ones(2)), r"the value of f must be real numbers, got bool True"),
+            (("a", np.ones(2)), r"the value of f must be real numbers, got str 'a'"),
+            ((1.0, ["a", "b"]), r"the gradient of f by x must be real numbers"),
+            ((1.0, [[1.0], [1.0, 2.0]]), r"the gradient of f by x (is no array|must be real)"),
+        ],
+    )
+    def test_wrong_replies(self, wrap, on_error, reply, message):
+        def f(x):
+            return reply
+
+        h = sgtrick.from_numpy(f, on_error=on_error)
+        with pytest.raises(RAISED, match=f"(?s){message}"):
+            wrap(h)(tf.zeros([2]))
+        assert h.failures == 0
+
+    @pytest.mark.parametrize(
+        ("gradient", "message"),
+        [
+            ((1.0,), r"must be a tuple of 2, got tuple \(float 1\.0\)"),
+            (1.0, r"must be a tuple of 2, got float 1\.0"),
+            (
+                ({"a": 1.0}, 1.0),
+                r"the gradient of f\[0\] must be a dict of \['a', 'b'\], got a dict of \['a'\]",
+            ),
+            (({"a": 1.0, "b": (1.0,)}, 1.0), r"the gradient of f\[0\]\['b'\] must be a tuple of 2"),
+            (
+                ({"a": 1.0, "b": (1.0, np.ones(2))}, 1.0),
+                r"the gradient of f by p\['b'\]\[1\] must have the shape \[\], got \[2\]",
+            ),
+            (({"a": 1.0, "b": (1.0, 1.0)}, None, 1.0), r"must be a tuple of 2"),
+            (
+                ({"a": 1.0, "b": (1.0, 1.0)}, 3.0),
+                r"by k must be None, got float 3\.0: k has a dtype without derivatives",
+            ),
+        ],
+    )
+    def test_wrong_structures(self, gradient, message):
+        def f(p, k):
+            return 1.0, gradient
+
+        h = sgtrick.from_numpy(f, event_ndims=0)
+        with pytest.raises((TypeError, ValueError), match=message):
+            h({"a": tf.constant(1.0), "b": (tf.constant(1.0), tf.constant(1.0))}, tf.constant(1))
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            (
+                {"dtype": "complex128"},
+                TypeError,
+                "dtype must be a real floating dtype such as 'float64', got 'complex128'",
+            ),
+            ({"dtype": int}, TypeError, "got <class 'int'>"),
+            ({"dtype": "no"}, TypeError, "got 'no'"),
+            (
+                {"on_error": "ignore"},
+                ValueError,
+                "on_error must be 'raise' or a number such as -np.inf, got 'ignore'",
+            ),
+            ({"on_error": None}, ValueError, "got None"),
+            ({"executor": 4}, TypeError, "executor must be a concurrent.futures.Executor, .*got 4"),
+        ],
+    )
+    def test_options(self, options, error, message):
+        with pytest.raises(error, match=message):
+            sgtrick.from_numpy(engines.normal, **options)
+
+    @pytest.mark.parametrize(
+        ("event_ndims", "args", "message"),
+        [
+            (-1, [np.ones(2)], "event_ndims must be an int of at least 0.* got -1 for x"),
+            ("a", [np.ones(2)], "got 'a' for x"),
+            (
+                (1, 1),
+                [np.ones(2)],
+                r"event_ndims=\(1, 1\) must have one entry for each of the 1 arguments \(x\)",
+            ),
+            (2, [np.ones(2)], r"x has shape \[2\], but event_ndims says that the engine takes 2"),
+            (
+                1,
+                [[1.0, 2.0]],
+                r"x\[0\] has shape \[\], but event_ndims says .* a list is a structure",
+            ),
+            ({"a": 1}, [{"b": np.ones(2)}], "the event_ndims of x must have the structure of x"),
+        ],
+    )
+    def test_event_ndims(self, event_ndims, args, message):
+        h = sgtrick.from_numpy(engines.normal, event_ndims=event_ndims)
+        with pytest.raises(ValueError, match=message):
+            h(*args)
+
+    def test_event_ndims_of_an_unknown_rank(self):
+        run = tf.function(sgtrick.from_numpy(engines.normal), input_signature=[tf.TensorSpec(None)])
+        with pytest.raises(tf.errors.OpError, match=r"x has shape \[\], but event_ndims says"):
+            run(1.0)
+
+    @WRAPS
+    def test_batches_that_do_not_broadcast(self, wrap):
+        h = sgtrick.from_numpy(engines.two, event_ndims=(2, 0))
+        message = r"The batch shapes of x \[3, 2, 2\], y \[4\] do not broadcast, with event_ndims=\[2, 0\]"
+        with pytest.raises(ValueError, match=message):
+            wrap(h)(tf.zeros([3, 2, 2]), tf.zeros([4]))
+
+    def test_complex_and_inconvertible_arguments(self):
+        h = sgtrick.from_numpy(engines.normal)
+        with pytest.raises(TypeError, match=r"x is complex \(complex64\).* two arguments"):
+            h(tf.zeros([2], tf.complex64))
+        with pytest.raises(TypeError, match="x must be a tensor, variable, array or number"):
+            h(object())
+
+
+def normal_log_prob(x):
+    return -0.5 * tf.reduce_sum(x**2, -1)
+
+
+class TestInside:
+    """Samplers, joint distributions, variational inference and Keras, beside native code."""
+
+    @pytest.mark.parametrize("shape", [[4, 3], [None, 3]])
+    def test_hmc_draw_for_draw(self, shape):
+        leapfrogs, draws = 3, 5
+
+        def sample(log_prob):
+            kernel = tfp.mcmc.HamiltonianMonteCarlo(log_prob, 0.3, leapfrogs)
+
+            @tf.function(input_signature=[tf.TensorSpec(shape, tf.float64)])
+            def run(state):
+                return tfp.mcmc.sample_chain(
+                    draws, state, kernel=kernel, trace_fn=None, seed=[1, 2]
+                )
+
+            return run(tf.constant(POINTS))
+
+        h = sgtrick.from_numpy(engines.normal)
+        np.testing.assert_allclose(sample(h), sample(normal_log_prob), rtol=1e-10)
+        assert h.calls == len(POINTS) * (1 + leapfrogs * draws)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_nuts_draw_for_draw(self, dtype):
+        @tf.function
+        def sample(log_prob):
+            kernel = tfp.mcmc.NoUTurnSampler(log_prob, tf.constant(0.4, dtype), max_tree_depth=3)
+            return tfp.mcmc.sample_chain(
+                4, tf.constant(POINTS, dtype), kernel=kernel, trace_fn=None, seed=[1, 2]
+            )
+
+        h = sgtrick.from_numpy(engines.normal)
+        rtol = 1e-4 if dtype == "float32" else 1e-10
+        np.testing.assert_allclose(sample(h), sample(normal_log_prob), rtol=rtol, atol=rtol)
+
+    def test_a_sampler_rejects_where_the_engine_fails(self):
+        h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=-np.inf)
+
+        @tf.function
+        def sample():
+            kernel = tfp.mcmc.HamiltonianMonteCarlo(h, tf.constant(0.5, tf.float64), 3)
+            return tfp.mcmc.sample_chain(
+                60, tf.zeros([4, 2], tf.float64), kernel=kernel, trace_fn=None, seed=[1, 2]
+            )
+
+        draws = sample().numpy()
+        assert h.failures > 10
+        assert np.all(draws <= 1)
+        assert len(np.unique(draws)) > 100
+
+    @pytest.mark.parametrize(
+        "of", [tfd.JointDistributionCoroutine, tfd.JointDistributionCoroutineAutoBatched]
+    )
+    def test_joint_distribution(self, of):
+        h = sgtrick.from_numpy(engines.scalar)
+
+        def joint(mean):
+            def model():
+                root = tfd.JointDistributionCoroutine.Root
+                loc = tf.zeros([3], tf.float64)
+                x = yield root(tfd.MultivariateNormalDiag(loc, loc + 1, name="x"))
+                yield tfd.Normal(mean(x), tf.constant(0.5, tf.float64), name="y")
+
+            return of(model).experimental_pin(y=tf.constant(0.3, tf.float64))
+
+        x, hosted, native = tf.constant(POINTS), joint(h), joint(fn.scalar)
+        hosted.unnormalized_log_prob(x=x)  # draws from the model once, to know its shapes
+        before = h.calls
+        came = value_and_gradients(lambda x: hosted.unnormalized_log_prob(x=x), x)
+        want = value_and_gradients(lambda x: native.unnormalized_log_prob(x=x), x)
+        np.testing.assert_allclose(came[0], want[0], rtol=1e-10)
+        np.testing.assert_allclose(came[1][0], want[1][0], rtol=1e-10)
+        assert h.calls - before == len(POINTS)
+
+    def test_variational_inference(self):
+        def fit(log_prob):
+            loc, log_scale = tf.Variable(np.ones(3)), tf.Variable(np.zeros(3))
+            surrogate = tfd.MultivariateNormalDiag(loc, tfp.util.DeferredTensor(log_scale, tf.exp))
+            losses = tfp.vi.fit_surrogate_posterior(
+                log_prob,
+                surrogate,
+                optimizer=keras.optimizers.Adam(0.1),
+                num_steps=5,
+                sample_size=3,
+                seed=[1, 2],
+            )
+            return [losses, loc, log_scale]
+
+        for came, want in zip(
+            fit(sgtrick.from_numpy(engines.normal)), fit(normal_log_prob), strict=True
+        ):
+            np.testing.assert_allclose(came, want, rtol=1e-6)
+
+    def test_keras_loss(self):
+        def squared(y_true, y_pred):
+            return np.sum((y_pred - y_true) ** 2), (None, 2 * (y_pred - y_true))
+
+        def fit(loss):
+            dense = keras.layers.Dense(2, kernel_initializer="ones")
+            model = keras.Sequential([keras.Input([3]), dense])
+            model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False)
+            x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+            model.fit(x, x[:, :2], epochs=2, batch_size=4, shuffle=False, verbose=0)
+            return dense.kernel.numpy()
+
+        came = fit(sgtrick.from_numpy(squared))
+        native = fit(lambda y_true, y_pred: tf.reduce_sum((y_pred - y_true) ** 2, -1))
+        np.testing.assert_allclose(came, native, rtol=1e-5)
+        assert np.abs(native - 1).max() > 0.05
+
+
+def test_the_example_of_the_docstring():
+    failed, attempted = doctest.testmod(_host)
+    assert not failed
+    assert attempted
