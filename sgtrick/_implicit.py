@@ -1,0 +1,284 @@
+"""What equations define: roots of a residual, and samples by their distribution function.
+
+Both have no derivative of their own, or one that is not wanted, and get that of the equation.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick import _leaves, _shapes, _trick
+
+
+def implicit_root(
+    residual: Callable[..., Any],
+    x_star: Any,
+    *theta: Any,
+    order: int = 2,
+    batch_ndims: int = 0,
+) -> Any:
+    """The root `x_star` of `residual(x, *theta) = 0`, with its derivatives by `theta`.
+
+    However the root was found, in or outside TensorFlow, the equation tells how it moves. Newton's
+    step at the root is zero in value and has the derivative of the implicit function theorem::
+
+        x_star - J^-1 (r - stop(r)),    r = residual(x_star, *theta),
+
+    where `x_star` and the Jacobian `J` of `residual` by `x` are stopped. Repeated from where it
+    arrived, with the same `J`, each step gets one more order of derivatives right, since it takes
+    the error `e` to `(1 - J^-1 J(x)) e`, whose first factor is zero at the root.
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> a = tf.constant(2.0)
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(a)
+        ...     x = sgtrick.implicit_root(lambda x, a: x**2 - a, 1.41421356, a)
+        >>> print(tape.gradient(x, a).numpy().round(4))  # 1 / (2 sqrt(a))
+        0.3536
+
+    Args:
+        residual: Called as `residual(x, *theta)` with `x` like `x_star`, returns as many numbers:
+            the structure, shapes and dtypes of `x_star`. What else it is made of, tensors and
+            variables, keeps its derivatives too.
+        x_star: The root: a floating tensor or a structure of these, all of one dtype. It is
+            stopped. How well it solves the equation is how well the derivatives hold.
+        *theta: Arguments by which the root is differentiated, of any structure.
+        order: Through which order derivatives are exact. Each order calls `residual` once more.
+            Beyond, as second derivatives with `order=1`, they lack terms.
+        batch_ndims: How many leading dimensions of `x_star` count independent roots, the residual
+            of each of which depends on no other. 0 is right for every residual, and solves all as
+            one system; with a batch there is a small system for each.
+
+    Returns:
+        The structure, dtype and value of `x_star`, also where that is not finite or no root. Where
+        `J` of a batch member is singular, its root has no derivative, and what flows back into
+        `residual` is NaN. Roots of several numbers are solved for by QR: where TensorFlow has no
+        kernel of it, in TFLite and in `tf.vectorized_map` compiled by XLA, an error says so.
+
+    Raises:
+        TypeError: `x_star` is not floating or of several dtypes, or the residual of another.
+        ValueError: The residual does not have the structure or shapes of `x_star` or does not
+            depend on it, or `order` or `batch_ndims` is no such count.
+    """
+    if isinstance(batch_ndims, bool) or not isinstance(batch_ndims, int) or batch_ndims < 0:
+        raise ValueError(f"batch_ndims must be an int of at least 0, got {batch_ndims!r}.")
+    return _root(residual, x_star, theta, order, batch_ndims, ("residual", "x_star"))
+
+
+def implicit_reparameterize(
+    distribution_cdf: Callable[..., Any],
+    sample: Any,
+    *params: Any,
+    event_ndims: int = 0,
+    order: int = 2,
+) -> Any:
+    """A sample with its derivatives by the parameters of its distribution.
+
+    The value `u = F(x, params)` of the distribution function at a sample is uniform whatever the
+    parameters are. Holding it, the sample moves as the root of `F(x, params) = u` does, so this is
+    `implicit_root`. (Figurnov, Mohamed, Mnih 2018, https://arxiv.org/abs/1805.08498)
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> def cdf(x, rate):  # of the exponential distribution
+        ...     return 1 - tf.exp(-rate * x)
+        >>> rate, sample = tf.constant(2.0), tf.constant([0.1, 0.5, 1.0])  # from any sampler
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(rate)
+        ...     mean = tf.reduce_mean(sgtrick.implicit_reparameterize(cdf, sample, rate))
+        >>> print(tape.gradient(mean, rate).numpy().round(4))  # -mean / rate
+        -0.2667
+
+    Args:
+        distribution_cdf: Called as `distribution_cdf(sample, *params)`, returns the shape and dtype
+            of `sample`: the distribution function of each entry; with `event_ndims` those of each
+            entry given the ones before it (Rosenblatt's transform). Any other function that takes
+            the parameters out of the sample will do, such as the logarithm of the survival function
+            far out in a tail, where the distribution function is flat.
+        sample: A floating tensor, from wherever. It is stopped.
+        *params: What the sample is differentiated by, of any structure.
+        event_ndims: How many trailing dimensions of `sample` are one event. Entries of an event may
+            depend on each other; events may not.
+        order: Through which order derivatives are exact, as in `implicit_root`.
+
+    Returns:
+        The dtype and value of `sample`. Where the density is zero, what flows back into
+        `distribution_cdf` is NaN.
+
+    Raises:
+        TypeError: `sample` is not floating, or `distribution_cdf` has another dtype.
+        ValueError: `distribution_cdf` does not have the shape of `sample` or does not depend on it,
+            or `order` or `event_ndims` is no such count.
+    """
+    sample = _floating(sample, "sample")
+    rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
+    if isinstance(event_ndims, bool) or not isinstance(event_ndims, int) or event_ndims < 0:
+        raise ValueError(f"event_ndims must be an int of at least 0, got {event_ndims!r}.")
+    if isinstance(rank, int) and rank < event_ndims:
+        shape = _shapes.show(_leaves.static_shape(sample))
+        raise ValueError(
+            f"sample has shape {shape}, fewer dimensions than event_ndims={event_ndims}."
+        )
+    names = ("distribution_cdf", "sample")
+    return _root(distribution_cdf, sample, params, order, rank - event_ndims, names)
+
+
+def _root(
+    residual: Callable[..., Any],
+    x_star: Any,
+    theta: Any,
+    order: int,
+    batch_ndims: Any,
+    names: tuple[str, str],
+) -> Any:
+    if isinstance(order, bool) or not isinstance(order, int) or order < 1:
+        raise ValueError(f"order must be a positive int, got {order!r}.")
+    rows = _Rows(x_star, batch_ndims, names[1])
+
+    def r(x: Any, theta: Any) -> Any:
+        return rows.checked(residual(rows.unpack(x), *theta), f"what {names[0]} returns")
+
+    def r_of_x(x: Any) -> Any:
+        # Nobody wants the derivatives of J, and not every residual has second ones.
+        return r(x, tf.nest.map_structure(_stopped, theta))
+
+    x = rows.pack(rows.stars)
+    minus_inverse = -_inverse(_jacobian(r_of_x, x, names))
+    for _ in range(order):
+        z = _trick.zero(r(x, theta))
+        x = _trick.with_linear(x, [_trick.inner(minus_inverse, z, 1)])
+    return rows.unpack(x)
+
+
+class _Rows:
+    """Roots of any structure as a matrix `[roots, numbers of each]`.
+
+    Attributes:
+        stars: The leaves of the structure, stopped.
+    """
+
+    def __init__(self, x_star: Any, batch_ndims: Any, name: str) -> None:
+        self._x_star, self._name = x_star, name
+        self.stars = [
+            tf.stop_gradient(_floating(x, f"{name}{path}")) for path, x in _leaves.flatten(x_star)
+        ]
+        dtypes = sorted({x.dtype.name for x in self.stars})
+        if len(dtypes) != 1:
+            raise TypeError(f"{name} must be of one dtype, got {', '.join(dtypes) or 'no leaves'}.")
+        if isinstance(batch_ndims, int):
+            _check_batches(self.stars, batch_ndims, name)
+        shapes = [_shape(x) for x in self.stars]
+        self._count = _product(shapes[0][:batch_ndims])
+        self._sizes = [_product(shape[batch_ndims:]) for shape in shapes]
+
+    def pack(self, leaves: list[Any]) -> Any:
+        """From leaves to rows."""
+        rows = [
+            tf.reshape(leaf, [self._count, size])
+            for leaf, size in zip(leaves, self._sizes, strict=True)
+        ]
+        return rows[0] if len(rows) == 1 else tf.concat(rows, 1)
+
+    def unpack(self, rows: Any) -> Any:
+        """From rows to the structure."""
+        columns = [rows] if len(self._sizes) == 1 else tf.split(rows, self._sizes, 1)
+        leaves = []
+        for column, star in zip(columns, self.stars, strict=True):
+            leaf = tf.reshape(column, tf.shape(star))
+            leaf.set_shape(star.shape)
+            leaves.append(leaf)
+        return tf.nest.pack_sequence_as(self._x_star, leaves)
+
+    def checked(self, returned: Any, name: str) -> Any:
+        """What the residual returned, as rows."""
+        leaves = []
+        pairs = _leaves.pair(self._x_star, returned, self._name, name)
+        for star, (path, _, leaf) in zip(self.stars, pairs, strict=True):
+            leaf = _leaves.to_tensor(leaf, name + path)
+            if leaf.dtype != star.dtype:
+                raise TypeError(
+                    f"{name}{path} has dtype {leaf.dtype.name}, expected {star.dtype.name}, that "
+                    f"of {self._name}{path}."
+                )
+            leaves.append(_leaves.shaped_like(leaf, star, name + path, self._name + path))
+        return self.pack(leaves)
+
+
+def _check_batches(stars: list[Any], batch_ndims: int, name: str) -> None:
+    shapes = [shape for shape in map(_leaves.static_shape, stars) if shape is not None]
+    batches = [shape[:batch_ndims] for shape in shapes]
+    if not all(len(b) == batch_ndims and _shapes.compatible(b, batches[0]) for b in batches):
+        raise ValueError(
+            f"With batch_ndims={batch_ndims}, all leaves of {name} must begin with the same "
+            f"{batch_ndims} dimensions, got {', '.join(map(_shapes.show, shapes))}."
+        )
+
+
+def _jacobian(r: Callable[[Any], Any], x: Any, names: tuple[str, str]) -> Any:
+    """That of each row, `[roots, n, n]`."""
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(x)
+        x_ = tf.identity(x)
+        y = r(x_)
+    # Where recording is suspended (tf.recompute_grad), not even x_ is connected.
+    if tape.gradient(x_, x) is not None and tape.gradient(y, x) is None:
+        raise ValueError(
+            f"What {names[0]} returns is not connected to its first argument, {names[1]}. "
+            "TensorFlow must be able to differentiate it; where it calls code outside TensorFlow, "
+            "give it derivatives by one of sgtrick's forms."
+        )
+    # pfor compiles its loop, which pays only where that is done once.
+    return tape.batch_jacobian(y, x, experimental_use_pfor=not _trick.eager())
+
+
+def _inverse(j: Any) -> Any:
+    """The inverses of matrices `[roots, n, n]`, NaN for those that are singular or not finite."""
+    dtype = j.dtype
+    work = dtype if dtype == tf.float64 else tf.float32
+    j = tf.cast(tf.stop_gradient(j), work)
+    n = tf.shape(j)[-1]
+    if j.shape[-1] == 1:
+        inverse, solvable = 1 / j, tf.not_equal(j, 0)
+    else:
+        # tf.linalg.inv raises for all matrices where one is singular, as triangular_solve would.
+        size = tf.reduce_max(tf.abs(j), -1, keepdims=True)  # rows may have units of their own
+        q, r = tf.linalg.qr(j / size)
+        pivots = tf.reduce_min(tf.abs(tf.linalg.diag_part(r)), -1)
+        solvable = tf.reshape(pivots > 0, [-1, 1, 1])  # false for NaN
+        r = tf.where(solvable, r, tf.eye(n, dtype=work))
+        inverse = tf.linalg.triangular_solve(r, tf.linalg.matrix_transpose(q), lower=False)
+        inverse /= tf.linalg.matrix_transpose(size)
+    # With their signs these add up to the diagonal of inverse @ j, which is 1. Where they reach
+    # 1 / eps, no digit of it is right. Unlike condition numbers, they do not depend on units.
+    terms = tf.reduce_max(tf.linalg.diag_part(tf.abs(inverse) @ tf.abs(j)), -1)
+    lost = 8 * np.finfo(work.as_numpy_dtype).eps * terms * tf.cast(n, work)
+    regular = solvable & tf.reshape(lost < 1, [-1, 1, 1])
+    return tf.cast(tf.where(regular, inverse, np.nan), dtype)
+
+
+def _floating(value: Any, name: str) -> Any:
+    value = _leaves.to_tensor(value, name)
+    if not value.dtype.is_floating:
+        hint = "its real and imaginary parts" if value.dtype.is_complex else "a cast of it"
+        raise TypeError(
+            f"{name} has dtype {value.dtype.name}, expected a floating one. Pass {hint}."
+        )
+    return value
+
+
+def _stopped(argument: Any) -> Any:
+    is_tensor = isinstance(argument, (tf.Tensor, tf.Variable)) or hasattr(argument, "__tf_tensor__")
+    return tf.stop_gradient(argument) if is_tensor else argument
+
+
+def _shape(x: Any) -> Any:
+    """A list of ints where it is known, else a tensor."""
+    return x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x)
+
+
+def _product(dims: Any) -> Any:
+    return math.prod(dims) if isinstance(dims, list) else tf.reduce_prod(dims)

@@ -1,0 +1,386 @@
+"""Roots and samples: derivatives by the equation that defines them."""
+
+import contextlib
+import doctest
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+from matrix import CELLS, Case, complaint
+from matrix import functions as fn
+from matrix.values import MATRICES, NUMBERS
+from sgtrick import _implicit, implicit_reparameterize, implicit_root
+
+tfd = tfp.distributions
+
+
+def coupled_roots(x, y):
+    """`u * v = fn.two(x, y)` by two roots of coupled, curved equations, given without derivatives."""
+
+    def residual(root, theta):
+        u, v = root["u"], root["v"][0]
+        a = u - tf.sin(theta["y"][0])
+        b = v - tf.reduce_sum(theta["x"] ** 3, [-2, -1])
+        return {"u": a * (2 + u**2) + b, "v": [tf.sin(a) + b * tf.exp(v / 9)]}
+
+    star = {"u": tf.sin(y), "v": [tf.reduce_sum(x**3, [-2, -1])]}
+    batch_ndims = 0 if y.shape.rank is None else y.shape.rank
+    root = implicit_root(residual, star, {"x": x, "y": (y,)}, batch_ndims=batch_ndims)
+    return root["u"] * root["v"][0]
+
+
+def scalar_sample(x):
+    """`F(sample, x) = const` for any `F` of `sample - fn.elementwise(x)`."""
+
+    def cdf(sample, x):
+        return tf.sigmoid((sample - fn.elementwise(x)) * (2 + tf.sin(sample)) + 0.3)
+
+    return implicit_reparameterize(cdf, fn.misled(fn.elementwise)(x), x)
+
+
+CASES = [
+    Case("coupled roots", fn.two, coupled_roots, (MATRICES, NUMBERS), order=2),
+    Case("sample", fn.elementwise, scalar_sample, (NUMBERS,), order=2),
+]
+
+
+# Systems of several numbers are solved by QR, which TFLite does not have, nor tf.vectorized_map where
+# XLA compiles it.
+NO_KERNEL_OF_QR = {"TFLite, the value", "tape around `vectorized_map` in XLA"}
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matrix(case, cell):
+    problem = cell.problem(case)
+    if cell.name in NO_KERNEL_OF_QR and case.name != "sample":
+        with pytest.raises(Exception, match="Qr"):
+            cell.run(case.form, problem)
+        return
+    assert complaint(cell.run(case.form, problem), problem.expected, cell.rtol) is None
+
+
+def grad(h, xs, upstream=None):
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        y = h(xs)
+    return tape.gradient(y, xs, upstream)
+
+
+def hessians(h, x):
+    """Gradient and Hessian of a scalar function of a vector."""
+    with tf.GradientTape(persistent=True) as outer:
+        outer.watch(x)
+        g = grad(h, x)
+    return g, outer.jacobian(g, x, experimental_use_pfor=False)
+
+
+def newton(residual, x, theta, steps):
+    """An unrolled solver, for autodiff."""
+    for _ in range(steps):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            r = residual(x, theta)
+        x -= tf.linalg.matvec(tf.linalg.inv(tape.batch_jacobian(r, x)), r)
+    return x
+
+
+def kepler(x, theta):
+    """Two coupled equations of Kepler's kind, `[members, 2]`, with theta of `[3]` for all."""
+    a, b = x[:, 0], x[:, 1]
+    return tf.stack(
+        [a - theta[0] * tf.sin(b) - theta[1], b + theta[2] * tf.cos(a * b) - theta[0] * a**2], 1
+    )
+
+
+@pytest.mark.parametrize("batch_ndims", [0, 1])
+def test_equals_autodiff_of_an_unrolled_solver(batch_ndims):
+    """First and second derivatives by what the members share."""
+    theta = tf.constant([0.3, 0.7, -0.2], tf.float64)
+    weights = np.array([[1.0, -2.0], [0.5, 3.0]])
+    start = tf.constant([[0.5, 0.2], [0.9, -0.3]], tf.float64)
+
+    def solved(theta):
+        return tf.reduce_sum(weights * newton(kepler, start, theta, 12))
+
+    def implicit(theta):
+        star = newton(kepler, start, tf.stop_gradient(theta), 12)
+        return tf.reduce_sum(weights * implicit_root(kepler, star, theta, batch_ndims=batch_ndims))
+
+    came, want = (tf.function(hessians)(h, theta) for h in (implicit, solved))
+    for a, b in zip(came, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+        assert np.abs(b).max() > 0.1
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_orders(order):
+    """Cube roots, whose derivatives are known: exact through the order, and not beyond."""
+
+    def root(a):
+        return implicit_root(
+            lambda x, a: x**3 - a, tf.pow(tf.stop_gradient(a), 1 / 3), a, order=order
+        )
+
+    a = tf.constant(0.7, tf.float64)
+    exact = [a ** (1 / 3)]
+    for k in range(order + 1):
+        exact.append(exact[-1] * (1 / 3 - k) / a)
+    with contextlib.ExitStack() as stack:
+        tapes = [stack.enter_context(tf.GradientTape()) for _ in range(order + 1)]
+        for tape in tapes:
+            tape.watch(a)
+        found = [root(a)]
+        for tape in reversed(tapes):
+            found.append(tape.gradient(found[-1], a))
+    np.testing.assert_allclose(found[: order + 1], exact[: order + 1], rtol=1e-10)
+    assert found[order + 1] is None or abs(found[order + 1] / exact[order + 1] - 1) > 0.01
+
+
+def test_what_the_residual_closes_over_is_differentiated():
+    a, v = tf.constant(2.0), tf.Variable(3.0)
+    star = tf.sqrt(a * v)
+    with tf.GradientTape() as tape:
+        tape.watch(a)
+        x = implicit_root(lambda x: x**2 - a * v, tf.stop_gradient(star))
+    by_a, by_v = tape.gradient(x, [a, v])
+    np.testing.assert_allclose([by_a, by_v], [v / star / 2, a / star / 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [None, {}, {"jit_compile": True}], ids=["eager", "graph", "XLA"]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_singular_members_get_nan_and_harm_no_other(n, options):
+    """At 0 a square has no slope, and with it the root no derivative."""
+
+    def run(theta):
+        star = tf.sqrt(tf.stop_gradient(theta))
+        h = lambda theta: implicit_root(lambda x, t: x**2 - t, star, theta, batch_ndims=1)  # noqa: E731
+        return h(theta), grad(h, theta)
+
+    theta = np.array([[4.0] * n, [0.0] * n, [9.0] * n])
+    x, g = (run if options is None else tf.function(run, **options))(tf.constant(theta))
+    np.testing.assert_array_equal(x, np.sqrt(theta))
+    np.testing.assert_allclose(g, [[1 / 4] * n, [np.nan] * n, [1 / 6] * n])
+
+
+@pytest.mark.parametrize(
+    ("matrix", "regular"),
+    [
+        ([[1.0, 2.0], [2.0, 4.0]], False),
+        ([[0.1, 0.3], [0.3, 0.9]], False),
+        ([[0.1, 0.7], [0.3, 2.1]], False),  # 0.1 * 2.1 and 0.7 * 0.3, up to rounding
+        ([[1e-200, 0.0], [0.0, 1e200]], True),
+        ([[1e-20, 1e-20], [1e20, 2e20]], True),
+        ([[1e-9, 1.0], [0.0, 1e-9]], True),
+        ([[np.inf, 0.0], [0.0, 1.0]], False),
+    ],
+)
+def test_what_counts_as_singular(matrix, regular):
+    inverse = _implicit._inverse(tf.constant([matrix, np.eye(2)], tf.float64))
+    np.testing.assert_array_equal(inverse[1], np.eye(2))
+    if regular:
+        np.testing.assert_allclose(inverse[0], np.linalg.inv(matrix), rtol=1e-6)
+    else:
+        assert np.isnan(inverse[0]).all()
+
+
+def test_value_is_kept_at_points_that_are_no_roots():
+    star = tf.constant([np.inf, np.nan, -np.inf, 2.5])
+    theta = tf.constant([1.0, 1.0, 1.0, 4.0])
+    with tf.GradientTape() as tape:
+        tape.watch(theta)
+        x = implicit_root(lambda x, t: x**2 - t, star, theta, batch_ndims=1)
+    np.testing.assert_array_equal(x, star)
+    assert tape.gradient(x, theta)[3] == 0.2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype):
+    for n in (1, 2):
+        theta = tf.cast([[4.0] * n], dtype)
+        h = lambda t: implicit_root(lambda x, t: x**2 - t, tf.cast([[2.0] * n], dtype), t)  # noqa: B023, E731
+        g = grad(h, theta)
+        assert g.dtype == h(theta).dtype == dtype
+        np.testing.assert_array_equal(tf.cast(g, "float64"), [[0.25] * n])
+
+
+# Samples: TFP's own gradients are the oracle.
+
+
+def test_gamma():
+    a, b = tf.constant([0.3, 1.0, 5.0], tf.float64), tf.constant([2.0, 0.5, 1.0], tf.float64)
+    upstream = tf.random.stateless_normal([50, 3], [1, 2], dtype=tf.float64)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([a, b])
+        theirs = tfd.Gamma(a, b).sample(50, seed=[3, 4])
+        ours = implicit_reparameterize(lambda x, a, b: tf.math.igamma(a, b * x), theirs, a, b)
+    np.testing.assert_array_equal(ours, theirs)
+    gradients = [tape.gradient(sample, [a, b], upstream) for sample in (ours, theirs)]
+    for came, want in zip(*gradients, strict=True):
+        np.testing.assert_allclose(came, want, rtol=1e-6)
+
+
+def mixture(logits, loc, scale, event_ndims):
+    components = tfd.Independent(tfd.Normal(loc, scale), event_ndims)
+    return tfd.MixtureSameFamily(tfd.Categorical(logits), components, reparameterize=True)
+
+
+def test_mixture():
+    params = [
+        tf.constant(p, tf.float64) for p in ([0.1, 0.5, -0.3], [-1.0, 0.2, 2.0], [0.5, 1.0, 0.7])
+    ]
+    upstream = tf.random.stateless_normal([40], [1, 2], dtype=tf.float64)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(params)
+        theirs = mixture(*params, 0).sample(40, seed=[3, 4])
+        ours = implicit_reparameterize(lambda x, *p: mixture(*p, 0).cdf(x), theirs, *params)
+    gradients = [tape.gradient(sample, params, upstream) for sample in (ours, theirs)]
+    for came, want in zip(*gradients, strict=True):
+        np.testing.assert_allclose(came, want, rtol=1e-8)
+
+
+def conditional_cdfs(x, logits, loc, scale):
+    """Rosenblatt's transform of a mixture of independent normals, two-dimensional."""
+    normals = tfd.Normal(loc, scale)  # [component, dimension]
+    x = x[..., tf.newaxis, :]
+    posterior = tf.math.softmax(logits + normals.log_prob(x)[..., 0])
+    first = tf.reduce_sum(tf.math.softmax(logits) * normals.cdf(x)[..., 0], -1)
+    return tf.stack([first, tf.reduce_sum(posterior * normals.cdf(x)[..., 1], -1)], -1)
+
+
+def test_multivariate_mixture():
+    params = [
+        tf.constant([0.1, 0.5, -0.3], tf.float64),
+        tf.constant([[-1.0, 0.3], [0.2, 1.0], [2.0, -1.0]], tf.float64),
+        tf.constant([[0.5, 1.0], [1.0, 0.7], [0.7, 1.5]], tf.float64),
+    ]
+    upstream = tf.random.stateless_normal([30, 2], [1, 2], dtype=tf.float64)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(params)
+        theirs = mixture(*params, 1).sample(30, seed=[3, 4])
+        ours = implicit_reparameterize(conditional_cdfs, theirs, *params, event_ndims=1)
+    gradients = [tape.gradient(sample, params, upstream) for sample in (ours, theirs)]
+    for came, want in zip(*gradients, strict=True):
+        np.testing.assert_allclose(came, want, rtol=1e-8)
+
+
+def test_second_derivatives_of_a_sample():
+    """Of an exponential one, which moves as `c / rate`."""
+    sample = tf.constant([0.1, 0.5, 2.0], tf.float64)
+    rate = tf.constant([2.0], tf.float64)
+
+    def total(rate):
+        cdf = lambda x, rate: 1 - tf.exp(-rate * x)  # noqa: E731
+        return tf.reduce_sum(implicit_reparameterize(cdf, sample, rate))
+
+    g, h = hessians(total, rate)
+    np.testing.assert_allclose(g[0], -tf.reduce_sum(sample) / 2, rtol=1e-12)
+    np.testing.assert_allclose(h[0, 0], 2 * tf.reduce_sum(sample) / 4, rtol=1e-12)
+
+
+def test_where_the_density_is_zero():
+    def cdf(x, a):
+        return a * ((x - 1) ** 3 + 1)
+
+    a = tf.constant([1.0, 1.0])
+    g = grad(lambda a: implicit_reparameterize(cdf, tf.constant([0.0, 1.0]), a), a)
+    np.testing.assert_array_equal(g, [0, np.nan])
+
+
+X = tf.constant([1.0, 2.0])
+ERRORS = {
+    "int root": (
+        lambda: implicit_root(lambda x: x, 1),
+        TypeError,
+        "x_star has dtype int32, expected a floating one",
+    ),
+    "complex root": (
+        lambda: implicit_root(lambda x: x, 1j),
+        TypeError,
+        "x_star has dtype complex128.*real and imaginary",
+    ),
+    "several dtypes": (
+        lambda: implicit_root(lambda x: x, [X, tf.cast(X, tf.float64)]),
+        TypeError,
+        "x_star must be of one dtype, got float32, float64",
+    ),
+    "residual of another dtype": (
+        lambda: implicit_root(lambda x: tf.cast(x, tf.float64), X),
+        TypeError,
+        "what residual returns has dtype float64, expected float32",
+    ),
+    "residual of another shape": (
+        lambda: implicit_root(lambda x: x[:1], X),
+        ValueError,
+        r"what residual returns has shape \[1\], x_star \[2\]",
+    ),
+    "residual of another structure": (
+        lambda: implicit_root(lambda x: {"a": x}, [X]),
+        ValueError,
+        "what residual returns must have the structure of x_star",
+    ),
+    "no residual": (
+        lambda: implicit_root(lambda x: None, X),
+        TypeError,
+        "what residual returns must be a tensor",
+    ),
+    "unconnected": (
+        lambda: implicit_root(lambda x: tf.round(X), X),
+        ValueError,
+        "What residual returns is not connected to its first argument, x_star",
+    ),
+    "order": (
+        lambda: implicit_root(lambda x: x, X, order=0),
+        ValueError,
+        "order must be a positive int, got 0",
+    ),
+    "batch": (
+        lambda: implicit_root(lambda x: x, X, batch_ndims=True),
+        ValueError,
+        "batch_ndims must be an int of at least 0, got True",
+    ),
+    "too many batch dimensions": (
+        lambda: implicit_root(lambda x: x, X, batch_ndims=2),
+        ValueError,
+        r"With batch_ndims=2, all leaves of x_star must begin with the same 2 dimensions, got \[2\]",
+    ),
+    "different batches": (
+        lambda: implicit_root(lambda x: x, [X, tf.ones([3])], batch_ndims=1),
+        ValueError,
+        r"the same 1 dimensions, got \[2\], \[3\]",
+    ),
+    "int sample": (
+        lambda: implicit_reparameterize(lambda x: x, 1),
+        TypeError,
+        "sample has dtype int32",
+    ),
+    "cdf of events": (
+        lambda: implicit_reparameterize(lambda x: tf.reduce_prod(x, -1), X),
+        ValueError,
+        r"what distribution_cdf returns has shape \[\], sample \[2\]",
+    ),
+    "event": (
+        lambda: implicit_reparameterize(lambda x: x, X, event_ndims=-1),
+        ValueError,
+        "event_ndims must be an int of at least 0",
+    ),
+    "larger events": (
+        lambda: implicit_reparameterize(lambda x: x, X, event_ndims=2),
+        ValueError,
+        "fewer dimensions than event_ndims=2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), ERRORS.values(), ids=ERRORS)
+def test_errors(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_docstrings():
+    assert doctest.testmod(_implicit).failed == 0

@@ -1,0 +1,550 @@
+"""The small tricks: value of one thing, gradient of another, and loud where that is impossible."""
+
+import contextlib
+import doctest
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from matrix import CELLS, Case, complaint
+from matrix import functions as fn
+from matrix.values import POINTS
+from sgtrick import (
+    _surrogates,
+    clip_gradient,
+    magic_box,
+    reverse_gradient,
+    scale_gradient,
+    stop_gradient,
+    straight_through,
+)
+
+WEIGHTS = np.array([1.0, -1.0, 2.0])
+FACTORS = np.array([0.5, -2.0, 0.0])
+PAYOFF = np.array([1.0, -2.0, 5.0])
+
+
+def bent(f, value, slope):
+    """Native code: `f` of `value(x)`, as if the derivative of that were `slope`."""
+    return lambda x: f(slope * x + tf.stop_gradient(value(x) - slope * x))
+
+
+def identity(x):
+    return x
+
+
+def expected_payoff(x):
+    """`[..., 3]` to `[...]`, with the softmax as probabilities."""
+    return tf.reduce_sum(tf.math.softmax(x) * PAYOFF, -1)
+
+
+def dice_payoff(x):
+    """The same, with the whole sample space as sample."""
+    log_prob = tf.math.log_softmax(x)
+    frequency = tf.stop_gradient(tf.exp(log_prob))
+    return tf.reduce_sum(frequency * magic_box(log_prob) * PAYOFF, -1)
+
+
+KEPT = np.array([1.0, 0.0, 1.0])
+MASK = [False, True, False]
+
+
+def linear(x):
+    return fn.scalar(reverse_gradient(scale_gradient(stop_gradient(x, MASK), FACTORS)))
+
+
+def straight(x):
+    """The index is that of the last axis, whatever comes before."""
+    return fn.scalar(straight_through(tf.sin(3 * x), stop_gradient(x, (..., 1))))
+
+
+def clipped(x):
+    """To positive ones, so that what flows back is linear in a positive upstream gradient."""
+    return WEIGHTS * clip_gradient(x, 0, np.inf)
+
+
+CASES = [
+    Case(
+        "stop, scale, reverse",
+        bent(fn.scalar, identity, -KEPT * FACTORS),
+        linear,
+        (POINTS,),
+        order=2,
+    ),
+    Case(
+        "straight through",
+        bent(fn.scalar, lambda x: tf.sin(3 * x), KEPT),
+        straight,
+        (POINTS,),
+        order=2,
+    ),
+    Case("magic box", expected_payoff, dice_payoff, (POINTS,), order=2),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matrix(case, cell):
+    problem = cell.problem(case)
+    assert complaint(cell.run(case.form, problem), problem.expected, cell.rtol) is None
+
+
+CLIP = Case("clip", bent(lambda y: WEIGHTS * y, identity, KEPT), clipped, (POINTS,))
+DROPPED = "tf.vectorized_map under a tape drops it"
+TWICE = "is of first order"
+CLIP_RAISES = {
+    "tape around `vectorized_map`": DROPPED,
+    "tape around `vectorized_map`, all in `tf.function`": DROPPED,
+    "tape around `vectorized_map` in XLA": DROPPED,
+    "`ForwardAccumulator` in eager": DROPPED,
+    "`ForwardAccumulator` around `tf.function`": TWICE,
+    "`ForwardAccumulator` in `tf.function`": DROPPED,
+    "`ForwardAccumulator` in XLA": DROPPED,
+    "nested tapes over a square": TWICE,
+    "nested tapes over a square in `tf.function`": TWICE,
+    "forward over reverse": DROPPED,
+    "forward over reverse in `tf.function`": DROPPED,
+    # Where it was stored; what other processes say is below.
+    "SavedModel without custom gradients": "out of scope",
+}
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: cell.name)
+def test_matrix_of_clip(cell):
+    """Right or loud."""
+    problem = cell.problem(CLIP)
+    if cell.name in CLIP_RAISES:
+        # What is traced raises a StagingError that quotes the LookupError.
+        with pytest.raises(Exception, match=CLIP_RAISES[cell.name]) as raised:
+            cell.run(CLIP.form, problem)
+        assert cell.group == "stored and replicated" or "LookupError" in repr(raised.getrepr())
+    elif cell.name.startswith("nested tapes"):
+        assert cell.run(CLIP.form, problem) == {"hvp": [None]}  # linear, as far as it is clipped
+    else:
+        assert complaint(cell.run(CLIP.form, problem), problem.expected, cell.rtol) is None
+
+
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+NOT_FINITE = np.array([np.inf, -np.inf, np.nan, 2.0])
+
+
+def grad(h, x, upstream=None):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = h(x)
+    return y, tape.gradient(y, x, upstream)
+
+
+BENDS = [
+    pytest.param(lambda x: stop_gradient(x, [True, False, False, False]), [0, 1, 1, 1], id="stop"),
+    pytest.param(lambda x: straight_through(x, x), [1, 1, 1, 1], id="straight through"),
+    pytest.param(lambda x: scale_gradient(x, -3), [-3, -3, -3, -3], id="scale"),
+    pytest.param(reverse_gradient, [-1, -1, -1, -1], id="reverse"),
+]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "complex64", "complex128"])
+@pytest.mark.parametrize(("bend", "slope"), BENDS)
+def test_dtypes(bend, slope, dtype):
+    x = tf.cast([1.0, 2.0, 3.0, 4.0], dtype)
+    y, g = grad(bend, x)
+    assert y.dtype == g.dtype == x.dtype
+    np.testing.assert_array_equal(tf.cast(y, "complex128"), tf.cast(x, "complex128"))
+    np.testing.assert_array_equal(tf.cast(g, "complex128"), slope)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dtypes_of_the_real_ones(dtype):
+    x = tf.cast([1.0, 2.0], dtype)
+    for h, value, gradient in [
+        (lambda x: clip_gradient(x, -0.5, 0.5), x, [0.5, 0.5]),
+        (magic_box, [1, 1], [1, 1]),
+    ]:
+        y, g = grad(h, x)
+        assert y.dtype == g.dtype == x.dtype
+        np.testing.assert_array_equal(tf.cast(y, "float64"), tf.cast(value, "float64"))
+        np.testing.assert_array_equal(tf.cast(g, "float64"), gradient)
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize(("bend", "slope"), BENDS)
+def test_points_that_are_not_finite_keep_their_value_and_harm_no_other(bend, slope, in_function):
+    y, g = (tf.function(grad) if in_function else grad)(bend, tf.constant(NOT_FINITE))
+    np.testing.assert_array_equal(y, NOT_FINITE)
+    assert g[3] == slope[3]
+    assert all(g_i in (0, slope_i) for g_i, slope_i in zip(g[:3].numpy(), slope, strict=False))
+
+
+def test_clip_and_magic_box_at_points_that_are_not_finite():
+    x = tf.constant(NOT_FINITE)
+    y, g = grad(lambda x: clip_gradient(x, 0, 0.5), x)
+    np.testing.assert_array_equal(y, NOT_FINITE)
+    np.testing.assert_array_equal(g, [0.5] * 4)
+    y, g = grad(magic_box, x)
+    np.testing.assert_array_equal(y, [1] * 4)
+    np.testing.assert_array_equal(g, [0, 0, 0, 1])
+
+
+def test_what_is_stopped_stays_zero_under_any_upstream():
+    upstream = tf.constant([np.inf, np.nan, 1.0])
+    x = tf.constant([1.0, 2.0, 3.0])
+    for h in (
+        lambda x: stop_gradient(x, [True, True, False]),
+        lambda x: stop_gradient(x, slice(2)),
+        lambda x: scale_gradient(x, [0, 0, 1]),
+    ):
+        np.testing.assert_array_equal(grad(h, x, upstream)[1], [0, 0, 1])
+
+
+def test_infinite_factors_leave_zero_upstream_alone():
+    x = tf.constant([1.0, 2.0])
+    y, g = grad(lambda x: scale_gradient(x, np.inf), x, tf.constant([0.0, -2.0]))
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(g, [0, -np.inf])
+
+
+def test_factor_is_stopped():
+    x, factor = tf.constant([1.0, 2.0]), tf.constant(3.0)
+    with tf.GradientTape(persistent=True) as outer:
+        outer.watch([x, factor])
+        _, g = grad(lambda x: scale_gradient(x, factor * x) ** 2, x)
+    # 2 x c, and the derivative of 2 h c with c = factor x stopped and dh/dx = c.
+    np.testing.assert_allclose(g, 2 * x * 3 * x)
+    np.testing.assert_allclose(outer.gradient(g, x), 2 * (3 * x) ** 2)
+    assert outer.gradient(g, factor) is None
+
+
+INDICES = [
+    0,
+    -1,
+    slice(1, None),
+    slice(None, None, 2),
+    ...,
+    (1, 2),
+    (slice(None), 0),
+    (..., slice(1, 3)),
+    [0, 2],
+    np.array([-1, 0, 0]),
+    np.int64(1),
+]
+
+
+@pytest.mark.parametrize("unknown", [False, True], ids=["known shape", "unknown shape"])
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_index_selects_as_in_numpy(index, unknown):
+    x = np.arange(12.0).reshape(3, 4)
+    kept = np.ones_like(x)
+    kept[index] = 0
+    h = tf.function(lambda x: grad(lambda x: stop_gradient(x, index), x))
+    if unknown:
+        h = h.get_concrete_function(tf.TensorSpec(None, tf.float64))
+    y, g = h(tf.constant(x))
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(g, kept)
+
+
+def test_masks_and_indices_that_differ_by_member():
+    x = tf.reshape(tf.range(6.0), [3, 2])
+    masks = tf.constant([[True, False], [False, False], [True, True]])
+    indices = tf.constant([0, 1, -1])
+    for where in (masks, indices):
+
+        def h(x, where=where):
+            return tf.vectorized_map(lambda a: stop_gradient(*a), (x, where))
+
+        kept = np.ones([3, 2])
+        if where is masks:
+            kept[masks.numpy()] = 0
+        else:
+            kept[range(3), indices.numpy()] = 0
+        np.testing.assert_array_equal(grad(h, x)[1], kept)
+
+
+def test_structures():
+    x = {"a": [tf.constant([1.0, 2.0])], "b": tf.constant(3.0)}
+
+    def check(h, by_a, by_b):
+        y, g = grad(h, x)
+        tf.nest.assert_same_structure(y, x)
+        np.testing.assert_array_equal(g["a"][0], by_a)
+        assert g["b"] == by_b
+
+    check(lambda x: stop_gradient(x, {"a": [0], "b": False}), [0, 1], 1)
+    check(lambda x: stop_gradient(x, {"a": [np.array([False, True])], "b": None}), [1, 0], None)
+    check(lambda x: straight_through(tf.nest.map_structure(tf.round, x), x), [1, 1], 1)
+    check(lambda x: scale_gradient(x, 2), [2, 2], 2)
+    check(lambda x: scale_gradient(x, {"a": [np.array([2, 3])], "b": 4}), [2, 3], 4)
+    check(reverse_gradient, [-1, -1], -1)
+    check(lambda x: clip_gradient(x, -1, 0.5), [0.5, 0.5], 0.5)
+    check(lambda x: clip_gradient(x, -1, {"a": [np.array([0.5, 0.25])], "b": 2}), [0.5, 0.25], 1)
+    check(magic_box, [1, 1], 1)
+
+
+def test_variables():
+    v = tf.Variable([1.0, -2.0])
+    with tf.GradientTape(persistent=True) as tape:
+        ys = [
+            stop_gradient(v, 0),
+            straight_through(tf.sign(v), v),
+            scale_gradient(v, 2),
+            clip_gradient(v, 0, 0.5),
+            magic_box(v),
+        ]
+    expected = [[0, 1], [1, 1], [2, 2], [0.5, 0.5], [1, 1]]
+    for y, g in zip(ys, expected, strict=True):
+        np.testing.assert_array_equal(tape.gradient(y, v), g)
+
+
+def test_straight_through_has_the_dtype_of_the_value():
+    x = tf.constant([0.25, 0.75], tf.float64)
+    y, g = grad(lambda x: straight_through(tf.cast(x > 0.5, tf.float16), x), x)
+    assert (y.dtype, g.dtype) == (tf.float16, tf.float64)
+    y, _ = grad(lambda x: straight_through(0.1, x), x[0])
+    assert y.dtype == tf.float64
+    assert y == 0.1
+
+
+# DiCE: the estimator, averaged over the whole sample space, is the expectation with all its
+# derivatives.
+
+
+def derivatives(f, x, order):
+    """`f`, its gradient, Hessian and so on at `x`, beyond the gradient times one vector each."""
+    v = tf.constant(np.random.default_rng(4).normal(size=x.shape))
+    with contextlib.ExitStack() as stack:
+        tapes = [stack.enter_context(tf.GradientTape(persistent=True)) for _ in range(order)]
+        for tape in tapes:
+            tape.watch(x)
+        found = [f(x)]
+        for tape in reversed(tapes):
+            so_far = found[-1] if len(found) == 1 else tf.reduce_sum(found[-1] * v)
+            found.append(tape.gradient(so_far, x))
+    return found
+
+
+def chain(probability, x):
+    """Two choices of three, the second hanging on the first, with a payoff after each.
+
+    `probability(log_p)` stands for the probability of all that was chosen before the payoff.
+    """
+    first = tf.math.log_softmax(x[:3])
+    second = tf.math.log_softmax(tf.reshape(x, [3, 3]) * x[0], -1)
+    after_first = probability(first) * PAYOFF * tf.sin(x[1])
+    after_second = probability(first[:, tf.newaxis] + second) * PAYOFF * np.arange(1.0, 4)[:, None]
+    return tf.reduce_sum(after_first) + tf.reduce_sum(after_second)
+
+
+def sampled(log_p):
+    """How often it occurs, and what DiCE makes of an occurrence."""
+    return tf.stop_gradient(tf.exp(log_p)) * magic_box(log_p)
+
+
+def score(log_p):
+    """The surrogate that is usual for gradients."""
+    return tf.stop_gradient(tf.exp(log_p)) * (1 + log_p - tf.stop_gradient(log_p))
+
+
+AT = np.random.default_rng(3).normal(size=9)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options", [None, {}, {"jit_compile": True}], ids=["eager", "graph", "XLA"]
+)
+def test_magic_box_has_the_derivatives_of_the_expectation(options, order):
+    run = derivatives if options is None else tf.function(derivatives, **options)
+    came = run(functools.partial(chain, sampled), tf.constant(AT), order)
+    want = derivatives(functools.partial(chain, tf.exp), tf.constant(AT), order)
+    assert np.abs(want[order]).max() > 1  # there is something to miss
+    for a, b in zip(came, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_the_law_of_magic_box_tells():
+    """Another surrogate keeps it in the first order and breaks it in the second."""
+    came = derivatives(functools.partial(chain, score), tf.constant(AT), 2)
+    want = derivatives(functools.partial(chain, tf.exp), tf.constant(AT), 2)
+    np.testing.assert_allclose(came[1], want[1], rtol=1e-10)
+    assert np.abs(came[2] - want[2]).max() > 0.1
+
+
+def test_clip_is_entry_by_entry_with_bounds_of_any_kind():
+    x = tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    upstream = np.array([[-5.0, 0.5, 5.0], [7.0, -7.0, 0.0]], np.float32)
+    lo, hi = np.array([-1.0, -2.0, 0.25]), tf.Variable([[2.0], [3.0]])
+    _, g = grad(lambda x: clip_gradient(x, lo, hi), x, tf.constant(upstream))
+    np.testing.assert_array_equal(g, np.clip(upstream, lo, hi.numpy()))
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "XLA"])
+def test_clip_keeps_nan(options):
+    upstream = tf.constant([np.nan, np.inf, -np.inf])
+    run = tf.function(lambda x: grad(lambda x: clip_gradient(x, -1, 1), x, upstream)[1], **options)
+    np.testing.assert_array_equal(run(tf.ones([3])), [np.nan, 1, -1])
+
+
+def test_clip_clips_the_sum_of_what_flows_back():
+    """`tf.gather` sends back IndexedSlices, here with one entry in three parts."""
+    x = tf.constant([1.0, 2.0])
+    _, g = grad(lambda x: tf.gather(clip_gradient(x, -1, 1.5), [0, 0, 0, 1]), x)
+    np.testing.assert_array_equal(g, [1.5, 1])
+
+
+def test_clip_does_not_mind_forward_mode_by_other_things():
+    x, t = tf.constant([1.0, 2.0]), tf.constant(3.0)
+    with tf.autodiff.ForwardAccumulator(t, tf.constant(1.0)) as accumulator:
+        y = tf.reduce_sum(clip_gradient(x, -1, 1)) * t
+    assert accumulator.jvp(y) == 3
+
+
+LOADS = """
+import sys
+import tensorflow as tf
+x = tf.constant([1.0, 20.0])
+for folder in sys.argv[1:]:
+    loaded = tf.saved_model.load(folder)
+    try:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = loaded.f(x)
+        print(tape.gradient(y, x).numpy().tolist())
+    except LookupError as error:
+        print(error)
+"""
+
+
+def test_clip_loaded_elsewhere(tmp_path):
+    """Right, and with the option that drops custom gradients an error that names it."""
+    module = tf.Module()
+    spec = tf.TensorSpec([2], tf.float32)
+    module.f = tf.function(lambda x: clip_gradient(x, -5, 5) ** 2, input_signature=[spec])
+    folders = []
+    for custom_gradients in (True, False):
+        folders.append(str(tmp_path / str(custom_gradients)))
+        options = tf.saved_model.SaveOptions(experimental_custom_gradients=custom_gradients)
+        tf.saved_model.save(module, folders[-1], options=options)
+    command = [sys.executable, "-c", LOADS, *folders]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.startswith("[2.0, 5.0]\n")
+    assert "needs_a_SavedModel_with_experimental_custom_gradients" in printed
+
+
+X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+ERRORS = {
+    "float mask": (
+        lambda: stop_gradient(X, 0.5),
+        TypeError,
+        "where has dtype float32. Pass a bool mask",
+    ),
+    "mask of another shape": (
+        lambda: stop_gradient(X, [True] * 3),
+        ValueError,
+        r"where has shape \[3\], which does not broadcast to that of x, \[2, 2\]",
+    ),
+    "mask that would enlarge": (
+        lambda: stop_gradient(X[0], [[True], [False]]),
+        ValueError,
+        "does not broadcast to that of x",
+    ),
+    "index out of bounds": (
+        lambda: stop_gradient(X, 2),
+        ValueError,
+        r"where is no index of x, of shape \[2, 2\]",
+    ),
+    "position out of bounds": (
+        lambda: stop_gradient(X, [-3]),
+        ValueError,
+        "where is out of bounds for x",
+    ),
+    "index of bools": (lambda: stop_gradient(X, (True, False)), TypeError, "an index is no bool"),
+    "index of arrays": (lambda: stop_gradient(X, ([0], [1])), ValueError, "where is no index of x"),
+    "mask of another structure": (
+        lambda: stop_gradient([X, X], {"a": True}),
+        ValueError,
+        r"where must have the structure of x",
+    ),
+    "no tensor": (
+        lambda: stop_gradient(object()),
+        TypeError,
+        "x must be a tensor, variable, array or number, got object",
+    ),
+    "int value": (
+        lambda: straight_through(X > 1, X),
+        TypeError,
+        "fx has dtype bool, which has no derivatives. Cast it",
+    ),
+    "int point": (lambda: straight_through(X, tf.constant([1])), TypeError, "x has dtype int32"),
+    "complex value": (
+        lambda: straight_through(tf.cast(X, tf.complex64), X),
+        TypeError,
+        "fx has dtype complex64, x float32. Both must be complex",
+    ),
+    "value of another shape": (
+        lambda: straight_through(X[0], X),
+        ValueError,
+        r"fx has shape \[2\], x \[2, 2\]",
+    ),
+    "value of another structure": (
+        lambda: straight_through({"a": X}, [X]),
+        ValueError,
+        r"fx must have the structure of x",
+    ),
+    "int scaled": (lambda: scale_gradient([X, 1], 2), TypeError, r"x\[1\] has dtype int32"),
+    "complex factor": (
+        lambda: scale_gradient(X, 1j),
+        TypeError,
+        "factor has dtype complex128, expected float32",
+    ),
+    "bool factor": (lambda: scale_gradient(X, True), TypeError, "factor has dtype bool"),
+    "factor of another shape": (
+        lambda: scale_gradient(X, [1, 2, 3]),
+        ValueError,
+        r"factor has shape \[3\], which does not broadcast",
+    ),
+    "int reversed": (lambda: reverse_gradient(3), TypeError, "x has dtype int32"),
+    "complex clipped": (
+        lambda: clip_gradient(tf.cast(X, tf.complex64), 0, 1),
+        TypeError,
+        "complex numbers have no order",
+    ),
+    "bounds reversed": (
+        lambda: clip_gradient(X, 1, -1),
+        tf.errors.InvalidArgumentError,
+        "lo must not exceed hi",
+    ),
+    "bounds reversed in a graph": (
+        lambda: tf.function(clip_gradient)(X, tf.constant(1.0), tf.constant(-1.0)),
+        tf.errors.InvalidArgumentError,
+        "lo must not exceed hi",
+    ),
+    "NaN as bound": (
+        lambda: clip_gradient(X, np.nan, 1),
+        tf.errors.InvalidArgumentError,
+        "lo must not exceed hi",
+    ),
+    "bound of another shape": (
+        lambda: clip_gradient(X, -np.ones(3), 1),
+        ValueError,
+        r"lo has shape \[3\], which does not broadcast",
+    ),
+    "complex log_prob": (
+        lambda: magic_box(tf.cast(X, tf.complex64)),
+        TypeError,
+        "log_prob has dtype complex64",
+    ),
+    "int log_prob": (lambda: magic_box([X, 0]), TypeError, r"log_prob\[1\] has dtype int32"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), ERRORS.values(), ids=ERRORS)
+def test_errors(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_docstrings():
+    assert doctest.testmod(_surrogates).failed == 0
