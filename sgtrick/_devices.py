@@ -1,6 +1,7 @@
 """`device=` arguments: named, a list of preferences, or the surrounding scope."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,16 @@ def scope(device: Any) -> contextlib.AbstractContextManager[Any]:
         f"{[f'{d.device_type}:{d.device_index}' for d in present]}. Name one of these, give a list "
         "of preferences such as ['GPU', 'CPU'], or None for the surrounding tf.device scope."
     )
+
+
+def of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a scope of the device that a tensor is on, or in a graph was asked to be on."""
+    return tf.device(tensor.device) if _several() else contextlib.nullcontext()
+
+
+@functools.cache
+def _several() -> bool:
+    return len(tf.config.list_logical_devices()) > 1
 
 
 def _parse(choice: Any) -> Any:

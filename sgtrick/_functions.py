@@ -130,11 +130,10 @@ class WithGradient:
             )
         grad = self._grad.f
         order = self._order.now()
-        scope = functools.partial(_devices.scope, self._device)
-        with scope():
+        with _devices.scope(self._device):
             point = self._f.point(self._argnums, args, kwargs)
             if self._grad.takes("variables") and not self._f.takes("variables"):
-                return self._with_variables(point, order, scope)
+                return self._with_variables(point, order)
             y = _value(point.stopped(self._f), name)
 
             def jacobians(call: _arguments.Call) -> list[Any]:
@@ -145,7 +144,7 @@ class WithGradient:
             if order == 0:
                 return y
             if order == 1:
-                return _trick.embed(y, point.xs, lambda: jacobians(point.stopped), scope)
+                return _trick.embed(y, point.xs, lambda: jacobians(point.stopped))
             z = [_trick.zero(x, guard=True) for x in point.xs]
             return _trick.with_linear(
                 y,
@@ -156,7 +155,7 @@ class WithGradient:
                 ],
             )
 
-    def _with_variables(self, point: _arguments.Point, order: int, scope: Any) -> Any:
+    def _with_variables(self, point: _arguments.Point, order: int) -> Any:
         """The call where `grad` also returns the gradients by the variables that `f` reads.
 
         All derivatives of `f` go through one pullback, since there is no other way to stop the
@@ -177,18 +176,17 @@ class WithGradient:
         reads = [tf.convert_to_tensor(v) for v in variables]
 
         def pull(upstream: Any) -> list[Any]:
-            with scope():
-                gradients, by_variables = _pair(
-                    grad(*point.stopped.args, **point.stopped.kwargs, variables=variables),
-                    f"The gradient function of {self._f.name} takes variables, so it must return "
-                    "(gradients, variable_gradients)",
-                )
-                leaves = self._jacobians(point, gradients, y)
-                return [
-                    *(leaf and _trick.transpose(leaf, upstream) for leaf in leaves),
-                    *tape.gradient(y, others.xs, upstream),
-                    *_variables.pull(by_variables, variables, reads, y, upstream, self._f.name),
-                ]
+            gradients, by_variables = _pair(
+                grad(*point.stopped.args, **point.stopped.kwargs, variables=variables),
+                f"The gradient function of {self._f.name} takes variables, so it must return "
+                "(gradients, variable_gradients)",
+            )
+            leaves = self._jacobians(point, gradients, y)
+            return [
+                *(leaf and _trick.transpose(leaf, upstream) for leaf in leaves),
+                *tape.gradient(y, others.xs, upstream),
+                *_variables.pull(by_variables, variables, reads, y, upstream, self._f.name),
+            ]
 
         (h,) = _override.forward()([y], [*point.xs, *others.xs, *reads], pull)
         return h
@@ -247,10 +245,9 @@ def from_value_and_gradient(
             shape of its argument.
     """
     f = _arguments.Function(fn)
-    scope = functools.partial(_devices.scope, device)
 
     def h(*args: Any, **kwargs: Any) -> Any:
-        with scope():
+        with _devices.scope(device):
             point = f.point(argnums, args, kwargs)
             y, gradients = _pair(point.stopped(f), f"{f.name} must return (value, gradient)")
             if has_aux:
@@ -263,7 +260,7 @@ def from_value_and_gradient(
                 )
             gradients = _as_tuple(gradients, argnums, f.name)
             leaves = point.jacobians(gradients, y, batch_ndims)
-            y = _trick.embed(y, point.xs, lambda: leaves, scope)
+            y = _trick.embed(y, point.xs, lambda: leaves)
             return (y, aux) if has_aux else y
 
     return _arguments.imitate(h, fn)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from sgtrick import _devices
 from sgtrick._leaves import Leaf
 
 
@@ -16,7 +17,6 @@ def embed(
     y: Any,
     xs: Sequence[Any],
     jacobians: Callable[[], Sequence[Leaf | None]],
-    scope: Callable[[], Any],
 ) -> Any:
     """Returns `y + sum_i <stop(gx_i), z_i>`: `y`, its derivatives included, and Jacobians by `xs`.
 
@@ -28,15 +28,14 @@ def embed(
         y: The value, shape `B + R`.
         xs: The points.
         jacobians: Returns a leaf for each of `xs`, None where it has no gradient.
-        scope: Makes the device scope of backward ops.
     """
     if not xs:
         return y
     if eager():
-        return _with_pullback(tf.stop_gradient(y), y, xs, jacobians, scope)
+        return _with_pullback(tf.stop_gradient(y), y, xs, jacobians)
     leaves = [leaf and leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in jacobians()]
     h = with_linear(y, linear(leaves, [zero(x) for x in xs], y.dtype))
-    return _with_pullback(h, y, xs, lambda: leaves, scope)
+    return _with_pullback(h, y, xs, lambda: leaves)
 
 
 def formula(
@@ -99,13 +98,11 @@ def _with_pullback(
     y: Any,
     xs: Sequence[Any],
     jacobians: Callable[[], Sequence[Leaf | None]],
-    scope: Callable[[], Any],
 ) -> Any:
     """Returns `value`, for a tape with the derivatives of `y` and the Jacobians by `xs`."""
 
     def pullback(upstream: Any) -> list[Any]:
-        with scope():
-            return [upstream, *(leaf and transpose(leaf, upstream) for leaf in jacobians())]
+        return [upstream, *(leaf and transpose(leaf, upstream) for leaf in jacobians())]
 
     (h,) = overridden([value], [y, *xs], pullback)
     if not tf.executing_eagerly():
@@ -120,11 +117,13 @@ def overridden(
 ) -> list[Any]:
     """Returns `values`, whose gradients by `inputs` are those that `pullback` returns.
 
-    Where TensorFlow drops the override, they are those of `values`.
+    Where TensorFlow drops the override, they are those of `values`. The pullback runs on the device
+    of the values.
     """
 
     def gradient(*upstream: Any) -> list[Any]:
-        return [*[None] * len(values), *pullback(*upstream)]
+        with _devices.of(values[0]):
+            return [*[None] * len(values), *pullback(*upstream)]
 
     if tf.executing_eagerly():
         # Decorated once: decorating costs as much as the call.
@@ -183,7 +182,10 @@ def _times(c: Any, z: Any) -> Any:
 
 def _zero_or_guarded(t: Any) -> Any:
     """A tensor that is zero by construction, cut off where it came out NaN."""
-    return tf.where(tf.equal(t, 0), t, tf.zeros([], t.dtype))
+    if t.dtype.is_complex:
+        return tf.where(tf.equal(t, 0), t, tf.zeros([], t.dtype))
+    # The same in kernels that TensorFlow runs at once and does not hand to another thread.
+    return tf.math.multiply_no_nan(t, tf.cast(tf.math.is_finite(t), t.dtype))
 
 
 def _sum(t: Any, first: Any, last: Any) -> Any:

@@ -1,7 +1,6 @@
 """The value form: `fx` and `gx` are known at `x`, whatever computed them."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -96,8 +95,7 @@ def custom_gradient(
     The name and the trick are those of `tfp.math.custom_gradient`; every call which that answers
     correctly is answered the same.
     """
-    scope = partial(_devices.scope, device)
-    with scope():
+    with _devices.scope(device):
         pairs = _leaves.pair(x, gx)
         fx = _value(fx, like=next((x for _, x, gx in pairs if gx is not None), None))
         leaves = [
@@ -108,7 +106,7 @@ def custom_gradient(
         with tf.name_scope(name or "custom_gradient"):
             if hx is None and not fx_gx_manually_stopped:
                 xs = [leaf.x for leaf in leaves]
-                return _trick.embed(tf.stop_gradient(fx), xs, lambda: leaves, scope)
+                return _trick.embed(tf.stop_gradient(fx), xs, lambda: leaves)
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             if hx is None:
                 hessian_times = None
