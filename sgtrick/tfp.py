@@ -1,0 +1,318 @@
+"""Log densities, host engines among them, as distributions of TensorFlow Probability.
+
+`Factor` adds a term to a joint distribution, `LogDensity` makes a distribution of a function. What
+they are given may carry any custom derivative: nothing here stops or recomputes a gradient.
+"""
+
+import contextlib
+import numbers
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+import tensorflow_probability as tfp
+from tensorflow_probability import bijectors as tfb
+from tensorflow_probability import distributions as tfd
+
+from sgtrick import _leaves, _shapes
+
+__all__ = ["Factor", "LogDensity"]
+
+
+class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
+    """A term of a joint log density: PyMC's `Potential`, NumPyro's `factor`.
+
+    A distribution over a set of one element, the empty vector, whose `log_prob` there is
+    `log_factor`. In a joint distribution it adds this to the log density, which is then in general
+    not normalised.
+
+        >>> import tensorflow as tf
+        >>> import tensorflow_probability as tfp
+        >>> import sgtrick.tfp
+        >>> tfd = tfp.distributions
+        >>> @tfd.JointDistributionCoroutineAutoBatched
+        ... def model():
+        ...     x = yield tfd.Normal(0.0, 1.0, name="x")
+        ...     yield sgtrick.tfp.Factor(-0.5 * (x - 3.0) ** 2, name="likelihood")
+        >>> posterior = model.experimental_pin(likelihood=tf.zeros([0]))
+        >>> x = tf.constant([0.0, 1.5])
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = posterior.unnormalized_log_prob(x)
+        >>> tape.gradient(y, x).numpy()
+        array([3., 0.], dtype=float32)
+
+    The event is of shape `[0]` and of the dtype of `log_factor`. It is what `sample` returns, so
+    that joint distributions can be sampled as if the factor were not there, and what stands in the
+    factor's place in their values. It need not be pinned: samplers carry an empty part along.
+
+    Args:
+        log_factor: The log of the factor, a floating tensor, variable or number. Its shape is the
+            batch shape.
+        validate_args: As in all distributions. There are no arguments to validate.
+        allow_nan_stats: As in all distributions.
+        name: The name of the part in joint distributions, and of operations.
+
+    Raises:
+        TypeError: `log_factor` is nothing of a floating dtype.
+        ValueError: In `log_prob`, when the value is not empty.
+    """
+
+    def __init__(
+        self,
+        log_factor: Any,
+        validate_args: bool = False,
+        allow_nan_stats: bool = True,
+        name: str = "Factor",
+    ) -> None:
+        parameters = dict(locals())
+        with tf.name_scope(name) as name:
+            if not _is_reference(log_factor):
+                dtype = tf.float32 if type(log_factor) is int else None
+                log_factor = _leaves.to_tensor(log_factor, "log_factor", dtype=dtype)
+            dtype = tf.as_dtype(log_factor.dtype)
+            if not dtype.is_floating:
+                raise TypeError(
+                    f"log_factor has dtype {dtype.name}, expected a floating dtype. Cast it."
+                )
+            self._log_factor = log_factor
+            super().__init__(
+                dtype=dtype,
+                # The sample is constant, so that pathwise gradients through it are exact.
+                reparameterization_type=tfd.FULLY_REPARAMETERIZED,
+                validate_args=validate_args,
+                allow_nan_stats=allow_nan_stats,
+                parameters=parameters,
+                name=name,
+            )
+
+    @classmethod
+    def _parameter_properties(cls, dtype: Any, num_classes: Any = None) -> dict[str, Any]:
+        del dtype, num_classes
+        return {"log_factor": tfp.util.ParameterProperties()}
+
+    @property
+    def log_factor(self) -> Any:
+        """The log of the factor."""
+        return self._log_factor
+
+    def _event_shape(self) -> Any:
+        return tf.TensorShape([0])
+
+    def _event_shape_tensor(self) -> Any:
+        return tf.constant([0])
+
+    def _log_prob(self, x: Any) -> Any:
+        if not x.shape[-1:].is_compatible_with([0]):
+            raise ValueError(
+                f"The event of the factor {self.name!r} is empty, so its value must have a shape "
+                f"[..., 0] such as tf.zeros([0]), got {_show(x.shape)}."
+            )
+        # A sum over nothing is zero. It has the sample shape, and gives x a gradient.
+        return self._log_factor + tf.reduce_sum(tf.cast(x[..., :0], self.dtype), -1)
+
+    def _sample_n(self, n: Any, seed: Any = None) -> Any:
+        del seed
+        return tf.zeros(tf.concat([[n], self.batch_shape_tensor(), [0]], 0), self.dtype)
+
+    def _default_event_space_bijector(self) -> Any:
+        return tfb.Identity(validate_args=self.validate_args)
+
+
+class LogDensity(tfd.Distribution):  # type: ignore[misc]
+    """A distribution of a log density function, which need not be normalised.
+
+        >>> import tensorflow as tf
+        >>> import tensorflow_probability as tfp
+        >>> import sgtrick.tfp
+        >>> half_normal = sgtrick.tfp.LogDensity(
+        ...     lambda x: -0.5 * tf.reduce_sum(x**2, -1), [2], tf.float32, tfp.bijectors.Softplus()
+        ... )
+        >>> half_normal.log_prob([[1.0, 1.0], [2.0, 2.0]]).numpy()
+        array([-1., -4.], dtype=float32)
+
+    It is not a `CompositeTensor`, since a function may close over tensors. `copy` works, slices do
+    not. Variables that `log_prob_fn` closes over are not among its `variables`, unless it is a
+    `tf.Module`.
+
+    Args:
+        log_prob_fn: From `[..., event]`, of `dtype`, to `[...]`, of the same if that is floating.
+            Where it is a batch of densities, `event` gives the batch shape, found by tracing it,
+            and sample dimensions precede that and broadcast. In AutoBatched joint distributions
+            and without a batch it is enough that it takes a single event.
+        event_shape: The shape of an event: an int or ints.
+        dtype: The dtype of an event.
+        bijector: Maps the reals to the support: the default for unconstrained inference. None: the
+            support is all reals.
+        sample_fn: Called as `sample_fn(sample_shape, seed=seed)` with a stateless seed, as the
+            method `sample` of another distribution, to draw `[*sample_shape, batch..., event...]`.
+            Draws are taken as constants, not as reparameterized. None: `sample` raises.
+        validate_args: As in all distributions. There are no arguments to validate.
+        allow_nan_stats: As in all distributions.
+        name: The name of the part in joint distributions, and of operations.
+
+    Raises:
+        TypeError: Something is not of the type or dtype above.
+        ValueError: Something is not of the shape above.
+        NotImplementedError: In `sample`, without `sample_fn`.
+    """
+
+    def __init__(
+        self,
+        log_prob_fn: Callable[[Any], Any],
+        event_shape: Any,
+        dtype: Any,
+        bijector: Any = None,
+        sample_fn: Callable[..., Any] | None = None,
+        validate_args: bool = False,
+        allow_nan_stats: bool = True,
+        name: str = "LogDensity",
+    ) -> None:
+        parameters = dict(locals())
+        if not callable(log_prob_fn):
+            raise TypeError(f"log_prob_fn must be a function, got {log_prob_fn!r}.")
+        if sample_fn is not None and not callable(sample_fn):
+            raise TypeError(f"sample_fn must be a function or None, got {sample_fn!r}.")
+        if bijector is not None and not isinstance(bijector, tfb.Bijector):
+            raise TypeError(f"bijector must be a tfp.bijectors.Bijector or None, got {bijector!r}.")
+        with tf.name_scope(name) as name:
+            self._log_prob_fn, self._sample_fn, self._bijector = log_prob_fn, sample_fn, bijector
+            self._static_event_shape = _static(event_shape)
+            self._static_batch_shape: Any = None
+            super().__init__(
+                dtype=tf.as_dtype(dtype),
+                reparameterization_type=tfd.NOT_REPARAMETERIZED,
+                validate_args=validate_args,
+                allow_nan_stats=allow_nan_stats,
+                parameters=parameters,
+                name=name,
+            )
+
+    @classmethod
+    def _parameter_properties(cls, dtype: Any, num_classes: Any = None) -> dict[str, Any]:
+        raise NotImplementedError("A LogDensity cannot be sliced: its batch is in log_prob_fn.")
+
+    def _event_shape(self) -> Any:
+        return self._static_event_shape
+
+    def _event_shape_tensor(self) -> Any:
+        return tf.constant(self._static_event_shape.as_list(), tf.int32)
+
+    def _batch_shape(self) -> Any:
+        if self._static_batch_shape is None:
+            event = tf.TensorSpec(self.event_shape, self.dtype)
+            traced = tf.function(self._densities, autograph=False).get_concrete_function(event)
+            self._static_batch_shape = traced.output_shapes
+        return self._static_batch_shape
+
+    def _batch_shape_tensor(self) -> Any:
+        return tf.shape(self._densities(self._point()))
+
+    def _log_prob(self, x: Any) -> Any:
+        if x.shape.rank is None:
+            return self._densities(x)
+        event_ndims = self.event_shape.rank
+        batch, event = x.shape[: x.shape.rank - event_ndims], x.shape[x.shape.rank - event_ndims :]
+        if x.shape.rank < event_ndims or not event.is_compatible_with(self.event_shape):
+            raise ValueError(
+                f"The value of {self.name!r} must have a shape that ends with its event_shape "
+                f"{_show(self.event_shape)}, got {_show(x.shape)}."
+            )
+        y = self._densities(x)
+        if not y.shape.is_compatible_with(batch):  # only then, as the batch shape takes a trace
+            with contextlib.suppress(ValueError):
+                batch = tf.broadcast_static_shape(batch, self.batch_shape)
+        if not y.shape.is_compatible_with(batch):
+            raise ValueError(
+                f"log_prob_fn of {self.name!r} returned the shape {_show(y.shape)} for a value of "
+                f"shape {_show(x.shape)}, expected {_show(batch)}. It must sum over the event, of "
+                f"shape {_show(self.event_shape)}, and keep all other dimensions."
+            )
+        return y
+
+    def _densities(self, x: Any) -> Any:
+        y = self._log_prob_fn(x)
+        if not tf.is_tensor(y):
+            raise TypeError(
+                f"log_prob_fn of {self.name!r} must return a tensor, got {type(y).__name__}, which "
+                "has no gradient. Embed what is computed outside TensorFlow, by "
+                "sgtrick.from_numpy or sgtrick.custom_gradient."
+            )
+        floating = self.dtype.is_floating
+        if y.dtype != self.dtype if floating else not y.dtype.is_floating:
+            raise TypeError(
+                f"log_prob_fn of {self.name!r} returned dtype {y.dtype.name}, expected "
+                f"{self.dtype.name + ' as the event' if floating else 'a floating dtype'}. Cast it."
+            )
+        return y
+
+    def _sample_n(self, n: Any, seed: Any = None) -> Any:
+        if self._sample_fn is None:
+            if not _asked_for_structure_alone():
+                raise NotImplementedError(
+                    f"{self.name!r} cannot be sampled. Pass sample_fn to LogDensity, called as "
+                    "sample_fn(sample_shape, seed=seed), or draw by MCMC."
+                )
+            shape = tf.concat([[n], self.batch_shape_tensor(), self.event_shape_tensor()], 0)
+            return tf.broadcast_to(self._point(), shape)
+        x = _leaves.to_tensor(
+            self._sample_fn([n], seed=tfp.random.sanitize_seed(seed)), "what sample_fn returns"
+        )
+        expected = tf.TensorShape([tf.get_static_value(n)]) + self.batch_shape + self.event_shape
+        if x.dtype != self.dtype or not x.shape.is_compatible_with(expected):
+            raise ValueError(
+                f"sample_fn of {self.name!r} returned {x.dtype.name} of shape {_show(x.shape)}, "
+                f"expected {self.dtype.name} of shape {_show(expected)}: sample, batch and event."
+            )
+        return tf.stop_gradient(x)
+
+    def _point(self) -> Any:
+        """An event of the support."""
+        bijector = self.experimental_default_event_space_bijector()
+        return bijector.forward(
+            tf.zeros(bijector.inverse_event_shape(self.event_shape), self.dtype)
+        )
+
+    def _default_event_space_bijector(self) -> Any:
+        if self._bijector is None:
+            return tfb.Identity(validate_args=self.validate_args)
+        return self._bijector
+
+
+def _asked_for_structure_alone() -> bool:
+    """Whether a joint distribution runs its model for shapes and dtypes alone, not for a draw.
+
+    It does so before it does anything else, by `sample` of its parts, so that a density that cannot
+    be sampled could be no part of any. Only the call stack tells this from a draw.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in _ASKING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_ASKING = {"_get_static_distribution_attributes", "_get_single_sample_distributions"}
+
+
+def _is_reference(value: Any) -> bool:
+    """Whether the value is to be read when it is used: variables, Keras' and deferred tensors."""
+    return hasattr(value, "assign") or isinstance(value, tf.Module)
+
+
+def _static(event_shape: Any) -> Any:
+    """The event shape as a `TensorShape`, known in full."""
+    try:
+        one = isinstance(event_shape, numbers.Integral)
+        shape = tf.TensorShape([event_shape] if one else event_shape)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"event_shape must be an int or ints, got {event_shape!r}.") from error
+    if not shape.is_fully_defined():
+        raise ValueError(f"event_shape must be known in full, got {event_shape!r}.")
+    return shape
+
+
+def _show(shape: Any) -> str:
+    return _shapes.show(None if shape.rank is None else tuple(shape))

@@ -1,0 +1,684 @@
+"""`sgtrick.tfp`: host engines in joint distributions, MCMC and VI against native models, DESIGN 3.7."""
+
+import doctest
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+import sgtrick
+import sgtrick.tfp
+from sgtrick.tfp import Factor, LogDensity
+
+tfb, tfd, tfde = tfp.bijectors, tfp.distributions, tfp.experimental.distributions
+Root = tfd.JointDistributionCoroutine.Root
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+DTYPES = pytest.mark.parametrize("dtype", [tf.float32, tf.float64], ids=lambda d: d.name)
+
+OBSERVED, SD = np.array([3.0, -1.0]), 0.5
+
+
+@np.errstate(over="ignore")  # in trajectories that diverge
+def engine(x):
+    """Log likelihood of the observations, and its gradient. NumPy, in double precision."""
+    z = (OBSERVED - x.astype(float)) / SD
+    value = -0.5 * np.sum(z**2 + np.log(2 * np.pi * SD**2), axis=-1)
+    return value.astype(x.dtype), (z / SD).astype(x.dtype)
+
+
+@sgtrick.from_value_and_gradient
+def host(x):
+    value, gradient = tf.numpy_function(engine, [x], [x.dtype, x.dtype])
+    return tf.ensure_shape(value, x.shape[:-1]), tf.ensure_shape(gradient, x.shape)
+
+
+def native(x):
+    sd = tf.constant([SD, SD], x.dtype)
+    return tfd.MultivariateNormalDiag(x, sd).log_prob(tf.constant(OBSERVED, x.dtype))
+
+
+def prior(dtype):
+    return tfd.Independent(tfd.Normal(tf.zeros([2], dtype), 1), 1, name="x")
+
+
+def as_dict(value):
+    return dict(value._asdict()) if hasattr(value, "_asdict") else value
+
+
+def joint(kind, first, last):
+    """A joint distribution of `first` and `last(x)`, by name or place."""
+
+    def coroutine():
+        x = yield Root(first)
+        yield last(x)
+
+    auto = getattr(tfd, f"JointDistribution{kind}")
+    if kind.startswith("Coroutine"):
+        return auto(coroutine)
+    if kind.startswith("Sequential"):
+        return auto([first, last])
+    return auto({"x": first, "end": last})
+
+
+def factor_of(f):
+    return lambda x: Factor(f(x), name="end")
+
+
+KINDS = [
+    kind + auto for kind in ("Coroutine", "Sequential", "Named") for auto in ("", "AutoBatched")
+]
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def value_and_gradient(f, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return y, tape.gradient(y, x)
+
+
+def points(dtype, *shape, seed=0):
+    return tf.constant(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def close(dtype):
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == tf.float32 else {"rtol": 1e-12, "atol": 1e-12}
+
+
+def test_importing_sgtrick_imports_no_tfp():
+    code = "import sys, sgtrick; sys.exit('tensorflow_probability' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_examples_of_the_docstrings():
+    failed, attempted = doctest.testmod(sgtrick.tfp)
+    assert attempted > 10
+    assert not failed
+
+
+class TestJointDistributions:
+    @EVERY_KIND
+    @DTYPES
+    @WRAPS
+    def test_factor(self, kind, dtype, wrap):
+        jd = joint(kind, prior(dtype), factor_of(host))
+        x, nothing = points(dtype, 3, 2), tf.zeros([0], dtype)
+        name = jd._flat_resolve_names()[1]
+        pinned = jd.experimental_pin(**{name: nothing})
+        want = value_and_gradient(lambda x: prior(dtype).log_prob(x) + native(x), x)
+        for f in (
+            lambda x: jd.log_prob(**{"x": x, name: nothing}),
+            lambda x: pinned.unnormalized_log_prob(x=x),
+        ):
+            came = wrap(value_and_gradient)(f, x)
+            for a, b in zip(came, want, strict=True):
+                np.testing.assert_allclose(a, b, **close(dtype))
+        assert list(tf.nest.flatten(jd.dtype)) == [dtype, dtype]
+        assert tf.nest.flatten(pinned.event_shape) == [2]
+
+    @EVERY_KIND
+    @WRAPS
+    def test_draws_are_the_prior_s(self, kind, wrap):
+        jd = joint(kind, prior(tf.float64), factor_of(host))
+        other = joint(kind, prior(tf.float64), lambda x: tfde.IncrementLogProb(native(x)))
+
+        def draw(jd):
+            tf.random.set_seed(3)
+            x, nothing = tf.nest.flatten(wrap(lambda: jd.sample(5, seed=1))())
+            return (nothing, x) if kind.startswith("Named") else (x, nothing)
+
+        x, nothing = draw(jd)
+        assert (nothing.shape, nothing.dtype) == ((5, 0), tf.float64)
+        np.testing.assert_array_equal(x, draw(other)[0])
+
+    @EVERY_KIND
+    def test_log_density(self, kind):
+        def density(x):
+            return prior(tf.float64).log_prob(x)
+
+        native_jd = joint(kind, prior(tf.float64), lambda x: tfd.Independent(tfd.Normal(x, SD), 1))
+        name = native_jd._flat_resolve_names()[1]
+        x = points(tf.float64, 4, 2)
+        want = value_and_gradient(
+            lambda x: native_jd.log_prob(**{"x": x, name: tf.constant(OBSERVED)}), x
+        )
+        for sample_fn in (None, prior(tf.float64).sample):
+            first = LogDensity(density, [2], tf.float64, sample_fn=sample_fn, name="x")
+            jd = joint(kind, first, lambda x: tfd.Independent(tfd.Normal(x, SD), 1))
+            log_prob = jd.experimental_pin(**{name: OBSERVED}).unnormalized_log_prob
+            came = value_and_gradient(log_prob, {"x": x} if kind.startswith("Named") else x)
+            came = tf.nest.flatten(came)
+            for a, b in zip(came, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-12)
+            if sample_fn is None:
+                with pytest.raises(
+                    NotImplementedError, match=r"'(x|LogDensity)' cannot be sampled"
+                ):
+                    jd.sample(2)
+            else:
+                assert as_dict(jd.sample(2, seed=1)) is not None
+
+    def test_log_density_draws_what_the_native_one_draws(self):
+        first = LogDensity(
+            prior(tf.float64).log_prob, [2], tf.float64, sample_fn=prior(tf.float64).sample
+        )
+        draws = [
+            joint("Sequential", d, lambda x: tfd.Independent(tfd.Normal(x, SD), 1)).sample(
+                7, seed=[1, 2]
+            )
+            for d in (first, prior(tf.float64))
+        ]
+        np.testing.assert_array_equal(draws[0][0], draws[1][0])
+        np.testing.assert_array_equal(draws[0][1], draws[1][1])
+
+    def test_observations_of_a_batch_add_up_in_autobatched_models(self):
+        jd = joint("CoroutineAutoBatched", tfd.Normal(0.0, 1.0, name="x"), factor_of(
+            lambda x: tfd.Normal(x, 1.0).log_prob([1.0, 2.0, 3.0])
+        ))  # fmt: skip
+        x = tf.constant([0.0, 1.0])
+        want = tfd.Normal(0.0, 1.0).log_prob(x) + [
+            tf.reduce_sum(tfd.Normal(v, 1.0).log_prob([1.0, 2.0, 3.0])) for v in (0.0, 1.0)
+        ]
+        np.testing.assert_allclose(jd.log_prob(x, tf.zeros([2, 3, 0])), want, rtol=1e-6)
+
+    def test_factors_come_out_of_vectorized_models(self):
+        @tfd.JointDistributionCoroutineAutoBatched
+        def model():
+            x = yield tfd.Normal(0.0, 1.0, name="x")
+            yield Factor(tf.sin(x), name="end")
+
+        tf.random.set_seed(1)
+        distributions, values = model.sample_distributions(4, seed=1)
+        assert isinstance(distributions.end, Factor)
+        np.testing.assert_allclose(distributions.end.log_factor, tf.sin(values.x))
+
+    @WRAPS
+    def test_gradients_reach_what_feeds_the_host(self, wrap):
+        scale, shift = tf.Variable(1.5, dtype=tf.float64), tf.Variable([0.1, 0.2], dtype=tf.float64)
+        x = points(tf.float64, 3, 2)
+
+        def gradients(f):
+            @tfd.JointDistributionCoroutineAutoBatched
+            def model():
+                x = yield tfd.Normal(shift, 1.0, name="x")
+                yield Factor(tf.cast(2, tf.float64) * f(tf.sin(x) * scale + shift), name="end")
+
+            @wrap
+            def run():
+                with tf.GradientTape() as tape:
+                    y = tf.reduce_sum(tf.sin(model.log_prob(x, tf.zeros([3, 0], tf.float64))))
+                return tape.gradient(y, [scale, shift])
+
+            return run()
+
+        for a, b in zip(gradients(host), gradients(native), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+    def test_a_positive_parameter_keeps_its_default_bijector(self):
+        @tfd.JointDistributionCoroutineAutoBatched
+        def model():
+            scale = yield tfd.Gamma(2.0, 2.0, name="scale")
+            x = yield LogDensity(
+                lambda x: -tf.reduce_sum(x / scale),
+                [2],
+                tf.float32,
+                tfb.Exp(),
+                name="x",
+            )
+            yield Factor(-tf.reduce_sum(x), name="end")
+
+        bijector = model.experimental_default_event_space_bijector()
+        event = model.dtype._replace(
+            scale=tf.constant([1.0, 2.0]), x=tf.ones([2, 2]) * 3, end=tf.zeros([2, 0])
+        )
+        free = bijector.inverse(event)
+        np.testing.assert_allclose(free.x, np.log(3) * np.ones([2, 2]), rtol=1e-6)
+        np.testing.assert_allclose(bijector.forward(free).scale, event.scale, rtol=1e-6)
+        want = tfb.Softplus().inverse_log_det_jacobian([1.0, 2.0], 0) - 2 * np.log(3)
+        assert bijector.inverse_log_det_jacobian(event).shape == want.shape
+
+
+class TestFactor:
+    @WRAPS
+    def test_shapes_broadcast(self, wrap):
+        factor = Factor(tf.constant([[1.0], [2.0]]))
+        assert (factor.batch_shape, factor.event_shape) == ([2, 1], [0])
+        np.testing.assert_array_equal(factor.batch_shape_tensor(), [2, 1])
+        np.testing.assert_array_equal(factor.event_shape_tensor(), [0])
+        assert wrap(factor.sample)([5, 3], seed=[1, 2]).shape == (5, 3, 2, 1, 0)
+        for batch in ([], [2, 1], [1, 3], [4, 2, 3]):
+            y = wrap(factor.log_prob)(tf.zeros([*batch, 0]))
+            np.testing.assert_array_equal(
+                y, np.broadcast_to([[1.0], [2.0]], np.broadcast_shapes((2, 1), batch))
+            )
+        np.testing.assert_allclose(factor.prob([]), np.exp([[1.0], [2.0]]))
+
+    def test_unknown_shapes(self):
+        @tf.function(input_signature=[tf.TensorSpec(None)])
+        def f(log_factor):
+            factor = Factor(log_factor)
+            x = factor.sample(3)
+            return factor.batch_shape_tensor(), tf.shape(x), factor.log_prob(x)
+
+        batch, shape, y = f(tf.constant([1.0, 2.0]))
+        np.testing.assert_array_equal(batch, [2])
+        np.testing.assert_array_equal(shape, [3, 2, 0])
+        np.testing.assert_array_equal(y, [[1.0, 2.0]] * 3)
+
+    @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+    def test_values_that_are_not_finite(self, value):
+        np.testing.assert_array_equal(Factor(value).log_prob(tf.zeros([2, 0])), [value] * 2)
+
+    @pytest.mark.parametrize("number", [1, 1.0, np.float32(1), [1.0]], ids=repr)
+    def test_numbers(self, number):
+        assert Factor(number).dtype == tf.float32
+        assert Factor(np.float64(1)).dtype == tf.float64
+
+    def test_the_event_has_a_gradient(self):
+        # Samplers refuse a part without one.
+        _, gradient = value_and_gradient(Factor(tf.ones([3])).log_prob, tf.zeros([3, 0]))
+        assert gradient.shape == (3, 0)
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda v: v,
+            lambda v: tfp.util.DeferredTensor(v, tf.exp),
+            lambda v: tfp.util.TransformedVariable(2.0, tfb.Exp()),
+            lambda v: keras.Variable(2.0),
+        ],
+        ids=["variable", "deferred", "transformed", "keras"],
+    )
+    def test_variables_are_read_when_used(self, make):
+        reference = make(tf.Variable(2.0))
+        factor = Factor(reference)
+        with tf.GradientTape() as tape:
+            y = factor.log_prob([])
+        np.testing.assert_allclose(y, tf.convert_to_tensor(reference))
+        (variable,) = tape.watched_variables()
+        assert tape.gradient(y, variable) is not None
+        variable.assign(1.0)
+        np.testing.assert_allclose(factor.log_prob([]), tf.convert_to_tensor(reference))
+        if not isinstance(reference, keras.Variable):
+            assert [v is variable for v in factor.trainable_variables] == [True]
+
+    def test_copies_and_slices(self):
+        factor = Factor(tf.range(6.0), name="a")
+        assert factor.parameters["name"] == "a"
+        np.testing.assert_array_equal(factor[1:3].log_prob([]), [1.0, 2.0])
+        other = factor.copy(log_factor=tf.constant(7.0))
+        assert (other.name, other.batch_shape) == ("a", [])
+        broadcast = factor._broadcast_parameters_with_batch_shape([2, 6])
+        assert broadcast.batch_shape == [2, 6]
+        assert tfd.Independent(factor, 1).log_prob([]).numpy() == 15
+
+    def test_it_is_a_composite_tensor(self):
+        @tf.function
+        def twice(factor):
+            return Factor(2 * factor.log_factor, name=factor.name)
+
+        factor = twice(Factor(tf.constant([1.0, 2.0])))
+        np.testing.assert_array_equal(factor.log_prob([]), [2.0, 4.0])
+        _, (looped,) = tf.while_loop(
+            lambda i, _: i < 3, lambda i, f: (i + 1, [twice(f[0])]), (0, [factor])
+        )
+        np.testing.assert_array_equal(looped.log_prob([]), [16.0, 32.0])
+        mapped = tf.vectorized_map(lambda v: Factor(tf.stack([v, -v])), tf.range(3.0))
+        np.testing.assert_array_equal(mapped.log_prob([]), [[0, 0], [1, -1], [2, -2]])
+
+    def test_in_xla(self):
+        @tf.function(jit_compile=True)
+        def run(x):
+            return value_and_gradient(lambda x: Factor(tf.sin(x)).log_prob(tf.zeros([3, 0])), x)
+
+        x = points(tf.float64, 3)
+        np.testing.assert_allclose(run(x)[1], np.cos(x))
+
+    @pytest.mark.parametrize(
+        ("log_factor", "message"),
+        [
+            (tf.constant(1), "log_factor has dtype int32, expected a floating dtype. Cast it"),
+            (tf.constant(1j), "log_factor has dtype complex128, expected a floating dtype"),
+            (None, "log_factor must be a tensor, variable, array or number, got NoneType"),
+        ],
+    )
+    def test_what_is_no_log_factor(self, log_factor, message):
+        with pytest.raises(TypeError, match=message):
+            Factor(log_factor)
+
+    @pytest.mark.parametrize("shape", [[], [1], [3, 2]])
+    @WRAPS
+    def test_a_value_that_is_not_empty(self, shape, wrap):
+        factor = Factor(tf.zeros([3]), name="likelihood")
+        with pytest.raises(ValueError, match=r"'likelihood' is empty.*such as tf.zeros\(\[0\]\)"):
+            wrap(factor.log_prob)(tf.zeros(shape))
+
+
+def gaussian(**options):
+    """A LogDensity in NumPy, and its native twin."""
+    loc, sd = np.array([1.0, -2.0]), np.array([0.5, 2.0])
+
+    def engine(x):
+        z = (x - loc) / sd
+        return -0.5 * np.sum(z**2 + np.log(2 * np.pi * sd**2), -1), -z / sd
+
+    @sgtrick.from_value_and_gradient
+    def log_prob(x):
+        value, gradient = tf.numpy_function(engine, [x], [x.dtype, x.dtype])
+        return tf.ensure_shape(value, x.shape[:-1]), tf.ensure_shape(gradient, x.shape)
+
+    twin = tfd.MultivariateNormalDiag(tf.constant(loc), tf.constant(sd))
+    return LogDensity(log_prob, [2], tf.float64, **options), twin
+
+
+class TestLogDensity:
+    @pytest.mark.parametrize("shape", [[2], [3, 2], [4, 1, 2]])
+    @WRAPS
+    def test_value_and_gradient(self, shape, wrap):
+        density, twin = gaussian()
+        x = points(tf.float64, *shape)
+        came = wrap(value_and_gradient)(density.log_prob, x)
+        for a, b in zip(came, value_and_gradient(twin.log_prob, x), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+        assert (density.event_shape, density.batch_shape) == ([2], [])
+        np.testing.assert_array_equal(density.event_shape_tensor(), [2])
+        np.testing.assert_array_equal(density.batch_shape_tensor(), [])
+
+    @pytest.mark.parametrize("event_shape", [2, np.int64(2), (2,), tf.TensorShape([2])], ids=repr)
+    def test_event_shapes(self, event_shape):
+        assert LogDensity(lambda x: x[..., 0], event_shape, tf.float32).event_shape == [2]
+
+    @WRAPS
+    def test_a_batch_of_densities(self, wrap):
+        twin = tfd.Normal(tf.constant([0.0, 1.0, 2.0]), [[1.0], [2.0]])
+        density = LogDensity(twin.log_prob, [], tf.float32, sample_fn=twin.sample)
+        assert density.batch_shape == [2, 3]
+        np.testing.assert_array_equal(density.batch_shape_tensor(), [2, 3])
+        x = wrap(density.sample)(5, seed=[1, 2])
+        np.testing.assert_array_equal(x, twin.sample(5, seed=[1, 2]))
+        for value in (x, tf.constant(0.5), tf.ones([5, 1, 3])):
+            np.testing.assert_array_equal(wrap(density.log_prob)(value), twin.log_prob(value))
+        total = tfd.Independent(density, 2).log_prob(x)
+        np.testing.assert_allclose(total, tfd.Independent(twin, 2).log_prob(x))
+
+    def test_unknown_shapes(self):
+        @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec(None)])
+        def f(loc, x):
+            twin = tfd.Normal(loc, 1.0)
+            density = LogDensity(twin.log_prob, [], tf.float32, sample_fn=twin.sample)
+            return density.batch_shape_tensor(), density.log_prob(x), density.sample(2, seed=[1, 2])
+
+        batch, y, x = f(tf.constant([1.0, 2.0]), tf.zeros([3, 2]))
+        np.testing.assert_array_equal(batch, [2])
+        np.testing.assert_allclose(y, tfd.Normal([1.0, 2.0], 1.0).log_prob(tf.zeros([3, 2])))
+        np.testing.assert_array_equal(x, tfd.Normal([1.0, 2.0], 1.0).sample(2, seed=[1, 2]))
+
+    def test_seeds(self):
+        seen = []
+
+        def sample_fn(sample_shape, seed):
+            seen.append(seed)
+            return tf.random.stateless_normal([*sample_shape, 2], seed)
+
+        density = LogDensity(lambda x: x[..., 0], [2], tf.float32, sample_fn=sample_fn)
+        np.testing.assert_array_equal(
+            density.sample([2, 3], seed=[1, 2]),
+            tf.reshape(tf.random.stateless_normal([6, 2], [1, 2]), [2, 3, 2]),
+        )
+        density.sample(seed=7)
+        density.sample()
+        assert all(seed.shape == [2] for seed in seen)  # stateless, whatever came
+
+    def test_integer_events(self):
+        twin = tfd.Poisson(3.0)
+        density = LogDensity(lambda x: twin.log_prob(tf.cast(x, tf.float32)), [], tf.int32)
+        np.testing.assert_allclose(density.log_prob([1, 2]), twin.log_prob([1.0, 2.0]))
+
+    def test_copies_and_parameters(self):
+        density, _ = gaussian(bijector=tfb.Exp(), name="a")
+        other = density.copy(bijector=None)
+        assert (other.name, other.event_shape, other.dtype) == ("a", [2], tf.float64)
+        assert isinstance(density.experimental_default_event_space_bijector(), tfb.Exp)
+        assert isinstance(other.experimental_default_event_space_bijector(), tfb.Identity)
+        with pytest.raises(NotImplementedError, match="LogDensity cannot be sliced"):
+            density[0]
+
+    def test_variables_of_a_module(self):
+        class Quadratic(tf.Module):
+            def __init__(self):
+                self.loc = tf.Variable(1.0)
+
+            def __call__(self, x):
+                return -tf.reduce_sum((x - self.loc) ** 2, -1)
+
+        f = Quadratic()
+        assert LogDensity(f, [2], tf.float32).trainable_variables == (f.loc,)
+
+    def test_in_xla(self):
+        density = LogDensity(lambda x: -tf.reduce_sum(x**2, -1), [2], tf.float64)
+        x = points(tf.float64, 3, 2)
+        _, gradient = tf.function(value_and_gradient, jit_compile=True)(density.log_prob, x)
+        np.testing.assert_allclose(gradient, -2 * x)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"log_prob_fn": 1.0}, TypeError, "log_prob_fn must be a function, got 1.0"),
+            ({"sample_fn": 1.0}, TypeError, "sample_fn must be a function or None, got 1.0"),
+            ({"bijector": tf.exp}, TypeError, "bijector must be a tfp.bijectors.Bijector or None"),
+            ({"event_shape": {"a": 2}}, TypeError, "event_shape must be an int or ints, got {'a'"),
+            ({"event_shape": [None]}, ValueError, r"event_shape must be known in full, got \[None"),
+            ({"event_shape": None}, ValueError, "event_shape must be known in full, got None"),
+        ],
+    )
+    def test_arguments_that_do_not_fit(self, options, error, message):
+        arguments = {"log_prob_fn": lambda x: x, "event_shape": [2], "dtype": tf.float32}
+        with pytest.raises(error, match=message):
+            LogDensity(**(arguments | options))
+
+    @pytest.mark.parametrize(
+        ("f", "x", "error", "message"),
+        [
+            (lambda x: x, [5, 2], ValueError, r"shape \[5, 2\] for .* \[5, 2\], expected \[5\]. It must sum"),
+            (lambda x: x, [2, 2], ValueError, r"\[2, 2\], expected \[2\]. It must sum over the event, of shape \[2\]"),
+            (tf.reduce_sum, [5, 2], ValueError, r"returned the shape \[\] for .*, expected \[5\]"),
+            (lambda x: x[..., 0], [5, 3], ValueError, r"event_shape \[2\], got \[5, 3\]"),
+            (lambda x: x[..., 0], [], ValueError, r"event_shape \[2\], got \[\]"),
+            (lambda x: tf.cast(x[..., 0], tf.float64), [2], TypeError, "float64, expected float32 as the event"),
+            (lambda x: 0.0, [2], TypeError, "must return a tensor, got float, which has no gradient.*sgtrick.from_numpy"),
+        ],
+    )  # fmt: skip
+    @WRAPS
+    def test_values_that_do_not_fit(self, f, x, error, message, wrap):
+        density = LogDensity(f, [2], tf.float32, name="engine")
+        with pytest.raises(error, match=message):
+            wrap(density.log_prob)(tf.ones(x))
+
+    def test_an_integer_density(self):
+        density = LogDensity(lambda x: x, [], tf.int32)
+        with pytest.raises(TypeError, match="returned dtype int32, expected a floating dtype"):
+            density.log_prob([1])
+
+    def test_draws_that_do_not_fit(self):
+        options = {"log_prob_fn": lambda x: x[..., 0], "event_shape": [2], "dtype": tf.float32}
+        flat = LogDensity(**options, sample_fn=lambda shape, seed: tf.zeros(shape), name="a")
+        with pytest.raises(
+            ValueError, match=r"'a' returned float32 of shape \[3\], expected .*\[3, 2\]"
+        ):
+            flat.sample(3)
+        ints = LogDensity(**options, sample_fn=lambda shape, seed: tf.zeros([*shape, 2], tf.int32))
+        with pytest.raises(ValueError, match=r"int32 of shape \[3, 2\], expected float32"):
+            ints.sample(3)
+        with pytest.raises(NotImplementedError, match=r"cannot be sampled\. Pass sample_fn"):
+            LogDensity(**options).sample()
+
+
+POSTERIOR_VARIANCE = 1 / (1 + 1 / SD**2)
+POSTERIOR_MEAN = OBSERVED / SD**2 * POSTERIOR_VARIANCE
+
+
+def sampled(kernel_of, target, state):
+    """16 chains by a kernel."""
+
+    @tf.function(autograph=False)
+    def run():
+        return tfp.mcmc.sample_chain(
+            60,
+            state,
+            kernel=kernel_of(target),
+            num_burnin_steps=20,
+            trace_fn=None,
+            seed=[1, 2],
+        )
+
+    return run()
+
+
+class TestMCMC:
+    @pytest.mark.parametrize("kind", ["CoroutineAutoBatched", "Sequential"])
+    @pytest.mark.parametrize("dtype", [tf.float32, tf.float64], ids=lambda d: d.name)
+    def test_hmc_draws_what_it_draws_natively(self, kind, dtype):
+        def kernel(target):
+            return tfp.mcmc.HamiltonianMonteCarlo(
+                target, step_size=tf.constant(0.4, dtype), num_leapfrog_steps=4
+            )
+
+        first = prior(dtype)
+        jd = joint(kind, first, factor_of(host))
+        state = [tf.zeros([16, 2], dtype), tf.zeros([16, 0], dtype)]  # the factor is not pinned
+        chains = [
+            sampled(kernel, target, state)[0]
+            for target in (
+                jd.log_prob,
+                lambda x, empty: first.log_prob(x) + native(x) + tf.reduce_sum(empty, -1),
+            )
+        ]
+        atol = 1e-9 if dtype == tf.float64 else 1e-2
+        np.testing.assert_allclose(chains[0], chains[1], atol=atol)
+        np.testing.assert_allclose(np.mean(chains[0], (0, 1)), POSTERIOR_MEAN, atol=0.1)
+        np.testing.assert_allclose(np.var(chains[0], (0, 1)), POSTERIOR_VARIANCE, rtol=0.2)
+
+    def test_nuts_draws_what_it_draws_natively(self):
+        def kernel(target):
+            return tfp.mcmc.NoUTurnSampler(target, step_size=tf.constant(0.4, tf.float64))
+
+        jd = joint("CoroutineAutoBatched", prior(tf.float64), factor_of(host))
+        pinned = jd.experimental_pin(end=tf.zeros([0], tf.float64))
+        state = tf.zeros([16, 2], tf.float64)
+        twin = prior(tf.float64)
+        chains = [
+            sampled(kernel, target, state)
+            for target in (
+                lambda x: pinned.unnormalized_log_prob(x),
+                lambda x: twin.log_prob(x) + native(x),
+            )
+        ]
+        np.testing.assert_allclose(chains[0], chains[1], atol=1e-9)
+
+    def test_nuts_of_a_log_density(self):
+        def kernel(target):
+            return tfp.mcmc.NoUTurnSampler(target, step_size=tf.constant(0.5, tf.float64))
+
+        state = tf.ones([16, 2], tf.float64)
+        chains = [sampled(kernel, d.log_prob, state) for d in gaussian()]
+        np.testing.assert_allclose(chains[0], chains[1], atol=1e-9)
+
+    def test_windowed_nuts(self):
+        density = LogDensity(prior(tf.float64).log_prob, [2], tf.float64, name="x")
+        jd = joint("Coroutine", density, factor_of(host))
+
+        @tf.function(autograph=False)
+        def run():
+            return tfp.experimental.mcmc.windowed_adaptive_nuts(
+                60, jd, n_chains=16, num_adaptation_steps=60, seed=[1, 2]
+            )
+
+        draws = run()[0]
+        assert draws.end.shape == [60, 16, 0]  # the factor is not pinned
+        np.testing.assert_allclose(np.mean(draws.x, (0, 1)), POSTERIOR_MEAN, atol=0.07)
+        np.testing.assert_allclose(np.var(draws.x, (0, 1)), POSTERIOR_VARIANCE, rtol=0.2)
+
+
+def posterior(f, kind="CoroutineAutoBatched"):
+    """The unnormalised log posterior by a Factor of `f`."""
+    jd = joint(kind, prior(tf.float64), factor_of(f))
+    return jd.experimental_pin(end=tf.zeros([0], tf.float64)).unnormalized_log_prob
+
+
+class TestVI:
+    @staticmethod
+    def gradients(target, samples, wrap):
+        loc, scale = (tf.Variable(v, dtype=tf.float64) for v in ([0.5, 0.1], [0.7, 1.1]))
+        surrogate = tfd.MultivariateNormalDiag(loc, scale)
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                loss = tfp.vi.monte_carlo_variational_loss(
+                    target, surrogate, sample_size=4, importance_sample_size=samples, seed=[1, 2]
+                )
+            return tape.gradient(loss, [loc, scale])
+
+        return run()
+
+    @pytest.mark.parametrize("samples", [1, 5])
+    @pytest.mark.parametrize("kind", ["CoroutineAutoBatched", "Sequential"])
+    @WRAPS
+    def test_gradients_are_the_native_ones(self, samples, kind, wrap):
+        came = self.gradients(posterior(host, kind), samples, wrap)
+        exact = self.gradients(lambda x: prior(x.dtype).log_prob(x) + native(x), samples, wrap)
+        for a, b in zip(came, exact, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10)
+
+    def test_tfp_s_own_custom_gradient_mixes_up_the_samples(self):
+        # What the test above is worth: it does tell one from the other.
+        def mixed(x):
+            value, gradient = tf.numpy_function(engine, [x], [x.dtype, x.dtype])
+            value.set_shape(x.shape[:-1])
+            gradient.set_shape(x.shape)
+            return prior(x.dtype).log_prob(x) + tfp.math.custom_gradient(value, gradient, x)
+
+        exact = self.gradients(lambda x: prior(x.dtype).log_prob(x) + native(x), 5, tf.function)
+        came = self.gradients(mixed, 5, tf.function)
+        assert np.abs(came[0] - exact[0]).max() > 0.1
+
+    @pytest.mark.parametrize("samples", [1, 3])
+    def test_fitted_surrogates(self, samples):
+        def fit(target):
+            loc, log_scale = (tf.Variable(tf.zeros([2], tf.float64)) for _ in range(2))
+            surrogate = tfd.MultivariateNormalDiag(loc, tfp.util.DeferredTensor(log_scale, tf.exp))
+            losses = tfp.vi.fit_surrogate_posterior(
+                target,
+                surrogate,
+                optimizer=keras.optimizers.Adam(0.1),
+                num_steps=120,
+                sample_size=20,
+                importance_sample_size=samples,
+                trainable_variables=[loc, log_scale],
+                jit_compile=False,
+                seed=[1, 2],
+            )
+            return losses, loc.numpy(), np.exp(log_scale)
+
+        losses, loc, scale = fit(posterior(host, "Sequential"))
+        want, *_ = fit(lambda x: prior(x.dtype).log_prob(x) + native(x))
+        np.testing.assert_allclose(losses, want, rtol=1e-9)
+        np.testing.assert_allclose(loc, POSTERIOR_MEAN, atol=0.1)
+        if samples == 1:
+            np.testing.assert_allclose(scale, np.sqrt(POSTERIOR_VARIANCE), rtol=0.2)
+
+    def test_surrogates_made_from_the_model(self):
+        jd = joint("CoroutineAutoBatched", prior(tf.float32), factor_of(host))
+        pinned = jd.experimental_pin(end=tf.zeros([0]))
+        for model in (jd, pinned):  # with and without the factor's empty part
+            surrogate = tfp.experimental.vi.build_factored_surrogate_posterior(
+                event_shape=model.event_shape,
+                bijector=model.experimental_default_event_space_bijector(),
+            )
+            draws = surrogate.sample(6)
+            assert model.unnormalized_log_prob(draws).shape == [6]
