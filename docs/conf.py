@@ -1,22 +1,36 @@
-"""Sphinx configuration. Generates the comparison table and checks that no name is undocumented."""
+"""Sphinx configuration.
 
+Generates the comparison table and the notebooks of the gallery, which are executed, and checks that
+no public name is undocumented.
+"""
+
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import jupytext
 
 import sgtrick
 
 HERE = Path(__file__).parent
+EXAMPLES = sorted((HERE.parent / "examples").glob("*.py"))
+GALLERY = HERE / "gallery"
 
 project = "sgtrick"
 author = "The sgtrick developers"
 copyright = f"2026, {author}"
 release = version = "0.1.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 2
-exclude_patterns = ["_build", "_generated"]
+exclude_patterns = ["_build", "_generated", "gallery/figures", "gallery/data"]
+nb_execution_mode = "cache"  # a notebook runs when its source has changed
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_output_stderr = "remove"  # progress bars
 html_theme = "furo"
 html_title = "sgtrick"
 nitpicky = True
@@ -37,15 +51,40 @@ def _generate_comparison() -> None:
     generated.write_text(done.stdout)
 
 
+def _generate_gallery() -> None:
+    """Scripts become notebooks, beside a copy of their data."""
+    shutil.rmtree(GALLERY, ignore_errors=True)
+    shutil.copytree(HERE.parent / "examples" / "data", GALLERY / "data")
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    for script in EXAMPLES:
+        notebook = jupytext.read(script)
+        notebook.metadata["kernelspec"] = kernel
+        jupytext.write(notebook, GALLERY / f"{script.stem}.ipynb")
+    downloads = "\n".join(
+        f"* {{doc}}`gallery/{s.stem}`: {{download}}`notebook <gallery/{s.stem}.ipynb>`, "
+        f"{{download}}`script <../examples/{s.name}>`"
+        for s in EXAMPLES
+    )
+    (HERE / "_generated" / "gallery.md").write_text(downloads + "\n")
+
+
+def _check_gallery(app: Any, error: Exception | None) -> None:
+    if error or app.builder.name != "html":
+        return
+    missing = [s.name for s in EXAMPLES if not (app.outdir / f"gallery/{s.stem}.html").exists()]
+    if missing:
+        raise RuntimeError(f"the gallery lacks {missing}")
+
+
 def _check_documented() -> None:
     documented = (HERE / "api.md").read_text()
-    missing = [
-        name for name in sgtrick.__all__ if f"autofunction:: sgtrick.{name}\n" not in documented
-    ]
+    missing = [name for name in sgtrick.__all__ if f":: sgtrick.{name}\n" not in documented]
     if missing:
         raise RuntimeError(f"docs/api.md lacks the public names {missing}")
 
 
-def setup(_app: object) -> None:
+def setup(app: Any) -> None:
     _check_documented()
     _generate_comparison()
+    _generate_gallery()
+    app.connect("build-finished", _check_gallery)
