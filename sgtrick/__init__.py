@@ -1,8 +1,23 @@
 """Custom derivatives in TensorFlow: right under every transformation, and loud otherwise."""
 
+from sgtrick._check import check_gradient
+from sgtrick._executors import MainThreadExecutor
+from sgtrick._frameworks import from_jax, from_torch
 from sgtrick._functions import from_value_and_gradient, with_gradient
+from sgtrick._host import from_numpy
+from sgtrick._implicit import implicit_reparameterize, implicit_root
 from sgtrick._jvp import custom_jvp
+from sgtrick._report import GradientCheckError, GradientReport
+from sgtrick._surrogates import (
+    clip_gradient,
+    magic_box,
+    reverse_gradient,
+    scale_gradient,
+    stop_gradient,
+    straight_through,
+)
 from sgtrick._values import custom_gradient
+from sgtrick._versions import show_versions
 from sgtrick._vjp import custom_vjp
 
 __all__ = [
@@ -11,4 +26,20 @@ __all__ = [
     "from_value_and_gradient",
     "custom_jvp",
     "custom_vjp",
+    "stop_gradient",
+    "straight_through",
+    "scale_gradient",
+    "reverse_gradient",
+    "clip_gradient",
+    "magic_box",
+    "implicit_root",
+    "implicit_reparameterize",
+    "from_numpy",
+    "from_torch",
+    "from_jax",
+    "MainThreadExecutor",
+    "check_gradient",
+    "GradientReport",
+    "GradientCheckError",
+    "show_versions",
 ]

@@ -1,0 +1,387 @@
+"""The derivatives of one function, embedded and numerical, entry by entry or along directions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick import _differences
+from sgtrick._report import Entry
+
+DIRECTIONS = 10  # of the random mode
+VISIBLE = 0.005  # differences this accurate tell a gradient that is off by 1 %
+Named = list[tuple[str, Any]]  # leaves with their paths
+Function = Callable[[Named], Named]
+Array = np.ndarray[Any, Any]
+
+
+def derivative(function: Function, random: np.random.Generator | None) -> Function:
+    """The gradient as a function: all rows of the Jacobian, or the one of a random projection."""
+    seed = None if random is None else int(random.integers(2**32))
+
+    def gradient(inputs: Named) -> Named:
+        xs = [x for _, x in inputs]
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(xs)
+            ys = function(inputs)
+        if seed is None:
+            upstreams = list(_rows(ys))
+        else:
+            upstreams = [("projection", _signs(np.random.default_rng(seed), ys))]
+        scalar = seed is None and len(upstreams) == 1
+        found = []
+        for label, upstream in upstreams:
+            gradients = _pull(tape, ys, xs, upstream)
+            for (name, x), g in zip(inputs, gradients, strict=True):
+                g = tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
+                found.append((name if scalar else f"{label} by {name}", g))
+        return found
+
+    return gradient
+
+
+class Comparison:
+    """The gradient of a function at one point beside its differences.
+
+    Attributes:
+        entries: In the order of the Jacobian.
+        evaluations: How often the function was called.
+        notes: What else is to be known.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        inputs: Named,
+        order: int,
+        eps: Any,
+        rtol: float | None,
+        atol: float | None,
+        random: np.random.Generator | None,
+    ) -> None:
+        self._function, self._order, self._eps = function, order, eps
+        self.entries: list[Entry] = []
+        self.evaluations = 0
+        self.notes: list[str] = []
+        self._narrow: str | None = None  # why the differences are not in float64
+
+        with tf.GradientTape(persistent=True) as self._tape:
+            self._xs = [x for _, x in inputs]
+            self._tape.watch(self._xs)
+            self._ys = self._call(inputs)
+        self._unit = max(_unit_roundoff(t) for t in [*self._xs, *(y for _, y in self._ys)])
+        self._rtol = max(1e-6, self._unit**0.5) if rtol is None else rtol
+        self._atol = atol
+        self._names = [name for name, _ in inputs]
+        self._point = [np.asarray(x) for x in self._xs]
+        self._value = _concatenate(self._ys)
+        self._insist_finite()
+        self._roundoff = np.concatenate(
+            [np.full(y.shape.num_elements(), _unit_roundoff(y)) for _, y in self._ys]
+        )
+        if self._unit > np.finfo(np.float64).eps:
+            self._widen()
+        self._insist_repeatable()
+        self._sizes = [np.abs(wide(x)).max(initial=0.0) or 1.0 for x in self._point]
+        if random is None:
+            self._compare_entries()
+        else:
+            self._compare_directions(random)
+        self._insist_repeatable()
+        self._note_precision()
+
+    def _compare_entries(self) -> None:
+        """Every entry of the Jacobian."""
+        gradients = [_pull(self._tape, self._ys, self._xs, u) for _, u in _rows(self._ys)]
+        values = [name for name, *_ in _entries(self._ys)]
+        for leaf, name in enumerate(self._names):
+            column = [row[leaf] for row in gradients]
+            connected = any(g is not None for g in column)
+            shape = self._point[leaf].shape
+            jacobian = np.stack(
+                [np.zeros(shape) if g is None else wide(tf.convert_to_tensor(g)) for g in column]
+            )
+            estimates = [(i, self._along_entry(leaf, i)) for i in np.ndindex(*shape)]
+            largest = np.fmax.reduce(
+                [np.abs(e.derivative) for _, e in estimates], axis=0, initial=0.0
+            )
+            for index, estimate in estimates:
+                by = name + _show(index)
+                self._judge(
+                    [by] if len(values) == 1 else [f"{value} by {by}" for value in values],
+                    jacobian[(slice(None), *index)],
+                    estimate,
+                    scale=largest,
+                    value=np.abs(self._value) / max(self._sizes[leaf], 1.0),
+                    connected=connected,
+                )
+            self._note_unconnected(name, connected)
+
+    def _compare_directions(self, random: np.random.Generator) -> None:
+        """Derivatives of random projections of the value along random directions."""
+        # Every entry moves in proportion to its size, so that none leaves the others behind.
+        sizes = [
+            np.where(x == 0, min(size, 1.0), np.abs(wide(x)))
+            for x, size in zip(self._point, self._sizes, strict=True)
+        ]
+        largest = max(size.max(initial=0.0) for size in sizes)
+        reached = [False] * len(self._names)
+        for i in range(DIRECTIONS):
+            signs = _signs(random, list(zip(self._names, self._xs, strict=True)))
+            direction = [s / largest * v for s, v in zip(sizes, signs, strict=True)]
+            # Weighted, lest values of one size drown those of another.
+            u = [v / (np.abs(wide(y)).max(initial=0.0) or 1.0)
+                 for v, (_, y) in zip(_signs(random, self._ys), self._ys, strict=True)]  # fmt: skip
+            gradients = _pull(self._tape, self._ys, self._xs, u)
+            reached = [r or g is not None for r, g in zip(reached, gradients, strict=True)]
+            parts = [
+                (v * wide(tf.convert_to_tensor(g))).ravel()
+                for v, g in zip(direction, gradients, strict=True)
+                if g is not None
+            ]
+            terms = np.concatenate([np.zeros(1), *parts])
+            norm = float(np.linalg.norm(terms))
+            projection = np.concatenate([v.ravel() for v in u])
+            estimate = self._along(
+                lambda step, v=direction: self._shifted(step, v), largest, largest, projection
+            )
+            self._judge(
+                [f"direction {i}"],
+                terms.sum(keepdims=True),
+                estimate,
+                scale=np.array([norm]),
+                value=np.abs(projection * self._value).sum(keepdims=True) / max(largest, 1.0),
+                connected=any(reached),
+                of_terms=norm,
+            )
+        for name, connected in zip(self._names, reached, strict=True):
+            self._note_unconnected(name, connected)
+
+    def _judge(
+        self,
+        names: Sequence[str],
+        embedded: Array,
+        estimate: _differences.Estimate,
+        *,
+        scale: Array,
+        value: Array,
+        connected: bool,
+        of_terms: float = 0.0,
+    ) -> None:
+        """Appends the entries for the derivatives `[m]` along one line.
+
+        Args:
+            names: Of the entries.
+            embedded: What the tape returns.
+            estimate: What the differences say.
+            scale: Of the derivatives that are rounded together with these.
+            value: Size of the values over that of `x`; what changes by less than a millionth of it
+                is constant as far as can be seen.
+            connected: Whether there was a gradient.
+            of_terms: Of what is summed up in `embedded`, to which `rtol` applies too.
+        """
+        larger = np.fmax(np.abs(embedded), np.abs(estimate.derivative))
+        size = np.fmax(larger, of_terms)
+        atol = 16 * self._unit * scale if self._atol is None else self._atol
+        tolerance = self._rtol * size + atol
+        visible = np.fmax(tolerance, VISIBLE * np.fmax(np.fmax(size, scale), 1e-6 * value))
+        verdicts = _verdicts(embedded, estimate, tolerance, visible)
+        for i, (name, verdict) in enumerate(zip(names, verdicts, strict=True)):
+            remark = "" if connected else "no gradient"
+            if verdict == "kink":
+                remark = f"{estimate.left[i]:.3g} | {estimate.right[i]:.3g}"
+            absolute = abs(float(embedded[i]) - float(estimate.derivative[i]))
+            self.entries.append(
+                Entry(
+                    order=self._order,
+                    name=name,
+                    embedded=float(embedded[i]) + 0.0,  # no minus zero
+                    numerical=float(estimate.derivative[i]),
+                    uncertainty=float(estimate.error[i]),
+                    absolute=absolute,
+                    relative=float(np.divide(absolute, larger[i])) if absolute else 0.0,
+                    allowed=float(tolerance[i] + estimate.error[i]),
+                    verdict=verdict,
+                    remark=remark,
+                    steps=estimate.steps,
+                    differences=estimate.differences[:, i],
+                )
+            )
+
+    def _along_entry(self, leaf: int, index: tuple[int, ...]) -> _differences.Estimate:
+        """The derivatives of all values by one entry of `x`."""
+        start = self._point[leaf][index]
+
+        def move(step: float) -> tuple[list[Any], float]:
+            moved = list(self._point)
+            moved[leaf] = moved[leaf].copy()
+            moved[leaf][index] = start + np.asarray(step, moved[leaf].dtype)
+            return moved, float(moved[leaf][index]) - float(start)
+
+        size = self._sizes[leaf]
+        return self._along(move, size, abs(float(start)) or min(size, 1.0), None)
+
+    def _shifted(self, step: float, direction: Sequence[Array]) -> tuple[list[Any], float]:
+        moved = [
+            np.asarray(x + step * v, x.dtype) for x, v in zip(self._point, direction, strict=True)
+        ]
+        return moved, step
+
+    def _along(
+        self, move: Any, size: float, position: float, projection: Array | None
+    ) -> _differences.Estimate:
+        def project(values: Array) -> Array:
+            return values if projection is None else np.sum(projection * values, keepdims=True)
+
+        def at(step: float) -> tuple[Array, float]:
+            moved, taken = move(step)
+            tensors = [tf.constant(x) for x in moved]
+            values = self._call(list(zip(self._names, tensors, strict=True)))
+            return project(_concatenate(values)), taken
+
+        rounding = self._roundoff * np.abs(self._value)
+        if projection is not None:
+            rounding = np.sqrt(np.sum((projection * rounding) ** 2, keepdims=True))
+        steps = _differences.sweep(size, position, self._eps)
+        return _differences.differentiate(at, project(self._value), steps, rounding)
+
+    def _call(self, inputs: Named) -> Named:
+        self.evaluations += 1
+        return self._function(inputs)
+
+    def _widen(self) -> None:
+        """Goes over to float64 for the differences, where the function can."""
+        narrow = ", ".join(sorted({t.dtype.name for t in [*self._xs, *(y for _, y in self._ys)]}))
+        inputs = [
+            (name, tf.cast(x, tf.float64)) for name, x in zip(self._names, self._xs, strict=True)
+        ]
+        try:
+            outputs = self._call(inputs)
+            value = _concatenate(outputs)
+        except Exception as error:  # whatever a function that knows one dtype raises
+            why = f"in float64 it raises {type(error).__name__}"
+        else:
+            if any(y.dtype != tf.float64 for _, y in outputs):
+                why = "it does not return float64 for float64"
+            elif value.shape != self._value.shape or not np.allclose(
+                value, self._value, 0, 0.01 * np.abs(self._value).max()
+            ):
+                why = "its value in float64 is another"
+            else:
+                self._point, self._value = [np.asarray(x) for _, x in inputs], value
+                self._roundoff = np.full_like(self._roundoff, np.finfo(np.float64).eps)
+                self.notes.append(
+                    f"embedded gradient in {narrow}, differences in float64 (rtol {self._rtol:.1g})"
+                )
+                return
+        self._narrow = f"f was evaluated in {narrow}, since {why}"
+
+    def _note_precision(self) -> None:
+        """Says what can be decided without float64."""
+        if self._narrow is None:
+            return
+        errors = [
+            e.uncertainty / max(abs(e.numerical), abs(e.embedded))
+            for e in self.entries
+            if np.isfinite(e.uncertainty) and (e.numerical or e.embedded)
+        ]
+        seen = (
+            f"; there, half of the entries show errors above {np.median(errors):.0e}"
+            if errors
+            else ""
+        )
+        self.notes.append(f"{self._narrow}{seen} (rtol {self._rtol:.1g})")
+
+    def _note_unconnected(self, name: str, connected: bool) -> None:
+        if not connected:
+            self.notes.append(f"No gradient by {name}: the tape returns None, compared as zero.")
+
+    def _insist_finite(self) -> None:
+        for (name, *_), value in zip(_entries(self._ys), self._value, strict=True):
+            if not np.isfinite(value):
+                raise ValueError(
+                    f"{name}, which f returns, is {value} at x, so it has no derivative there. "
+                    "Check the gradient at an x where f is finite."
+                )
+
+    def _insist_repeatable(self) -> None:
+        tensors = [tf.constant(x) for x in self._point]
+        again = _concatenate(self._call(list(zip(self._names, tensors, strict=True))))
+        # Sums over threads differ in the last digits.
+        slack = 1e3 * self._roundoff * np.abs(self._value).max(initial=0.0)
+        off = ~(np.abs(again - self._value) <= slack)
+        if off.any():
+            i = int(np.argmax(off))
+            name = [name for name, *_ in _entries(self._ys)][i]
+            raise ValueError(
+                f"f is not deterministic: at the same x, {name} was first {self._value[i]:.8g} and "
+                f"then {again[i]:.8g}. Fix its seed (tf.random.stateless_*) or its state."
+            )
+
+
+def wide(tensor: Any) -> Array:
+    """A tensor or array as a float64 array."""
+    return np.asarray(tensor).astype(np.float64)
+
+
+def _verdicts(
+    embedded: Array, estimate: _differences.Estimate, tolerance: Array, visible: Array
+) -> list[str]:
+    numerical, error = estimate.derivative, estimate.error
+    low = np.minimum(estimate.left, estimate.right)
+    high = np.maximum(estimate.left, estimate.right)
+    with np.errstate(invalid="ignore"):
+        absolute = np.abs(embedded - numerical)
+        allowed = tolerance + error
+        kink = estimate.kink & (high - low > 4 * tolerance)
+        between = (embedded >= low - allowed) & (embedded <= high + allowed)
+        wrong = np.isfinite(error) & ~np.isfinite(embedded)
+        # Twice: an estimate that is off by as much as its own error is no proof.
+        wrong |= (absolute > allowed) & (absolute > 2 * error)
+        ok = (absolute <= allowed) & (error <= visible)
+    return [
+        str(verdict)
+        for verdict in np.select(
+            [kink & between, kink | wrong, ok], ["kink", "wrong", "ok"], "cannot tell"
+        )
+    ]
+
+
+def _pull(tape: Any, ys: Named, xs: Sequence[Any], upstream: Sequence[Any]) -> Any:
+    """The gradients of the `ys` whose upstream is not None."""
+    used = [(y, u) for (_, y), u in zip(ys, upstream, strict=True) if u is not None]
+    upstreams = [tf.constant(u, y.dtype) for y, u in used]
+    return tape.gradient([y for y, _ in used], xs, upstreams)
+
+
+def _rows(ys: Named) -> Iterator[tuple[str, list[Any]]]:
+    """Yields for every entry of the value its name and the upstream that picks it."""
+    for name, leaf, index in _entries(ys):
+        upstream: list[Any] = [None] * len(ys)
+        upstream[leaf] = np.zeros(ys[leaf][1].shape)
+        upstream[leaf][index] = 1.0
+        yield name, upstream
+
+
+def _entries(named: Named) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Yields the name of every entry, its leaf and its index there."""
+    for leaf, (name, tensor) in enumerate(named):
+        for index in np.ndindex(*tensor.shape):
+            yield name + _show(index), leaf, index
+
+
+def _show(index: tuple[int, ...]) -> str:
+    return str(list(index)) if index else ""
+
+
+def _signs(random: np.random.Generator, named: Named) -> list[Array]:
+    return [random.choice([-1.0, 1.0], size=tuple(tensor.shape)) for _, tensor in named]
+
+
+def _concatenate(named: Named) -> Array:
+    return np.concatenate([wide(tensor).ravel() for _, tensor in named])
+
+
+def _unit_roundoff(tensor: Any) -> float:
+    return float(np.spacing(np.ones((), tensor.dtype.as_numpy_dtype)))

@@ -1,0 +1,114 @@
+"""The derivative along a line by central differences over a sweep of steps, and how far off it is.
+
+The steps shrink by a constant factor. Large ones are off by truncation, small ones by the noise of
+the function; which are best depends on the function, so every one is tried. Truncation is removed
+and estimated by Richardson extrapolation, as in C. J. F. Ridders, "Accurate computation of F'(x)
+and F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76. The noise is read off the
+smallest steps, where it is all that is left.
+
+Nothing here knows of TensorFlow.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RATIO = 4.0  # of one step to the next
+LARGEST = 0.1  # step, relative to the size of x or 1
+SMALLEST = 1e-7  # below which differences in float64 are rounding
+LEVELS = 4  # of extrapolation; higher ones amplify noise and gain no digits
+NOISY_STEPS = 5  # the smallest ones, where truncation is next to nothing
+Array = np.ndarray[Any, Any]
+
+
+class Estimate(NamedTuple):
+    """The numerical derivatives of `m` outputs along one line, arrays `[m]` but for the sweep."""
+
+    derivative: Array  # NaN where no step was finite
+    error: Array  # of the derivative; inf where there is no telling
+    left: Array  # one-sided derivatives, which differ at a kink
+    right: Array
+    kink: Array  # whether they do at the scale that the function can be seen on
+    steps: Array  # [k]
+    differences: Array  # [k, m]
+
+
+def sweep(size: float, position: float, eps: Any) -> Array:
+    """Returns the steps, large to small.
+
+    Args:
+        size: Of the leaf that moves.
+        position: Size of the entry that moves. Where it is much smaller than `size` the sweep goes
+            on to steps that do not change its sign.
+        eps: None, the largest step, or a pair of the smallest and the largest.
+    """
+    if eps is None:
+        smallest = SMALLEST * max(min(size, position), 1e-30 * max(size, 1.0))
+        largest = LARGEST * max(size, 1.0)
+    else:
+        smallest, largest = eps if np.ndim(eps) else (eps * SMALLEST / LARGEST, eps)
+    count = 1 + math.ceil(math.log(largest / smallest) / math.log(RATIO))
+    return largest * RATIO ** -np.arange(max(count, 3), dtype=np.float64)
+
+
+def differentiate(
+    move: Callable[[float], tuple[Array, float]], value: Array, steps: Array, rounding: Array
+) -> Estimate:
+    """Differentiates `value` along a line.
+
+    Args:
+        move: Takes a signed step; returns the values `[m]` there and the step as it came out in
+            the arithmetic of `x`.
+        value: At step zero, `[m]`.
+        steps: From `sweep`.
+        rounding: What the values are rounded to, `[m]`; their noise may be more.
+    """
+    with np.errstate(all="ignore"):  # what is not finite is left out below
+        ahead, behind = (list(zip(*map(move, s * steps), strict=True)) for s in (1, -1))
+        f1, f2 = np.stack(ahead[0]), np.stack(behind[0])
+        h1, h2 = np.array(ahead[1])[:, None], -np.array(behind[1])[:, None]
+        right, left = (f1 - value) / h1, (value - f2) / h2
+        # The two steps differ by rounding alone, so this is of second order all the same.
+        central = (f1 - f2) / (h1 + h2)
+        h = np.broadcast_to((h1 + h2) / 2, central.shape)
+        small = -min(NOISY_STEPS, math.ceil(len(steps) / 3))
+        last = np.abs(np.diff(central, axis=0))[small:] * h[1:][small:]
+        noise = np.fmax(rounding, np.where(np.isfinite(last), last, 0).max(0))
+        return _choose(central, right, left, h, 2 * noise / h, steps)
+
+
+def _choose(
+    central: Array, right: Array, left: Array, h: Array, noise: Array, steps: Array
+) -> Estimate:
+    """Takes from the tableau of extrapolations what has the smallest estimated error."""
+    # Of a smooth function the one-sided derivatives approach each other in proportion to the step,
+    # at a kink not at all, and over steps too large to see the function at x in no order. The
+    # threshold is between the two.
+    gap = np.abs(right - left)
+    significant = gap > 4 * noise
+    apart = np.zeros_like(significant)
+    apart[1:] = significant[1:] & significant[:-1] & (gap[1:] > RATIO**-0.4 * gap[:-1])
+    penalty = np.where(apart, gap, 0)
+    best = np.full(central.shape[1], np.nan)
+    error, row = np.full_like(best, np.inf), np.zeros(best.shape, int)
+    cost = np.full_like(best, np.inf)
+    level = central
+    for m in range(1, LEVELS + 1):
+        if len(level) < 2:
+            break
+        coarse, fine = level[:-1], level[1:]
+        level = fine + (fine - coarse) / (RATIO ** (2 * m) - 1)
+        # How far the unextrapolated pair is apart bounds the truncation of the extrapolated one.
+        spread = np.fmax(np.abs(level - fine), np.abs(level - coarse))
+        for k, (estimate, total) in enumerate(zip(level, spread + noise[m:], strict=True)):
+            better = total + penalty[k + m] < cost
+            best = np.where(better, estimate, best)
+            error = np.where(better, total, error)
+            cost = np.where(better, total + penalty[k + m], cost)
+            row = np.where(better, k + m, row)
+    lower = np.minimum(row + 1, len(h) - 1)
+    column = np.arange(len(best))
+    kink = apart[lower, column] & np.isfinite(error)
+    return Estimate(best, error, left[lower, column], right[lower, column], kink, steps, central)

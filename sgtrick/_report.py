@@ -1,0 +1,232 @@
+"""What `check_gradient` found: entries, their table and plot, and the error that carries them."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SEVERITY = ("wrong", "cannot tell", "kink", "ok")
+SHOWN = 20  # entries in a printed table
+ADVICE = {
+    "cannot tell": (
+        "cannot tell: the differences are not accurate enough to see an error of 1 %. Try a "
+        "float64 x, steps (eps) at which f is smooth and above its noise, or a larger rtol if it "
+        "will do; report.plot() shows the differences of one entry."
+    ),
+    "kink": (
+        "kink: f has different slopes on the two sides of x (left | right), so no derivative. The "
+        "embedded one lies between them. Move x to check the gradient of either side."
+    ),
+}
+
+
+class Entry(NamedTuple):
+    """One derivative, embedded and numerical.
+
+    Attributes:
+        order: 1 for the gradient, 2 for the derivative of the gradient.
+        name: `x[0]['a'][2, 3]`, `y[1] by x[3]`, or `direction 4`.
+        embedded: What the tape returns, 0 for None.
+        numerical: By differences.
+        uncertainty: The estimated error of `numerical`.
+        absolute: The difference of `embedded` and `numerical`.
+        relative: The same in relation to the larger of the two.
+        allowed: What `absolute` may be.
+        verdict: `wrong`, `cannot tell`, `kink` or `ok`.
+        remark: What else is to be said.
+        steps: The step sizes that were tried, array `[k]`.
+        differences: The central differences there, array `[k]`.
+    """
+
+    order: int
+    name: str
+    embedded: float
+    numerical: float
+    uncertainty: float
+    absolute: float
+    relative: float
+    allowed: float
+    verdict: str
+    remark: str
+    steps: Any
+    differences: Any
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What the table is sorted by: the verdict, then the error in units of what is allowed."""
+        excess = np.divide(self.absolute, self.allowed) if self.absolute else 0.0
+        return SEVERITY.index(self.verdict), -np.nan_to_num(excess, nan=np.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReport:
+    """What `check_gradient` found; prints as a table.
+
+    Attributes:
+        entries: The worst first: by verdict, then by error in units of what is allowed.
+        mode: `full` or `random`.
+        evaluations: How often the function was called.
+        notes: What else is to be known about the check.
+    """
+
+    entries: tuple[Entry, ...]
+    mode: str
+    evaluations: int
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every entry is `ok` or, at a `kink`, between the slopes of the two sides."""
+        return all(entry.verdict in ("ok", "kink") for entry in self.entries)
+
+    @property
+    def worst(self) -> Entry:
+        """The entry that is most wrong."""
+        return self.entries[0]
+
+    def count(self, verdict: str) -> int:
+        """How many entries have this verdict."""
+        return sum(entry.verdict == verdict for entry in self.entries)
+
+    def __str__(self) -> str:
+        """The table."""
+        verdicts = ", ".join(f"{n} {v}" for v in SEVERITY if (n := self.count(v)))
+        unit = "entries" if self.mode == "full" else "random directions"
+        lines = [f"{len(self.entries)} {unit}: {verdicts}. {self.evaluations} evaluations."]
+        lines += [*_align(self.entries[:SHOWN])]
+        if len(self.entries) > SHOWN:
+            lines.append(f"... and {len(self.entries) - SHOWN} more with smaller errors")
+        lines += self.notes
+        lines += [advice for verdict, advice in ADVICE.items() if self.count(verdict)]
+        return "\n".join(lines)
+
+    def plot(self, entry: str | int = 0, *, order: int | None = None, ax: Any = None) -> Any:
+        """Plots the error of the central differences against the step size, for a doubtful entry.
+
+        Where the embedded derivative is right, the error falls with the step until the noise of
+        the function takes over. Where it is wrong, the error levels off at how wrong it is.
+
+        Args:
+            entry: Its name or its row in the table; the worst if not given.
+            order: Which derivative is meant, if a name occurs in both orders.
+            ax: The Matplotlib axes; made if None.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+            KeyError: No entry has this name.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plot needs Matplotlib: pip install matplotlib") from error
+        chosen = self._find(entry, order)
+        if ax is None:
+            ax = plt.figure(figsize=(6.4, 4.2), layout="constrained").subplots()
+        _draw(chosen, ax)
+        return ax
+
+    def _find(self, entry: str | int, order: int | None) -> Entry:
+        if not isinstance(entry, str):
+            return self.entries[entry]
+        for candidate in self.entries:
+            if candidate.name == entry and order in (None, candidate.order):
+                return candidate
+        names = ", ".join(candidate.name for candidate in self.entries[:5])
+        raise KeyError(f"No entry is called {entry!r}. The first ones are {names}.")
+
+
+class GradientCheckError(AssertionError):
+    """A gradient did not pass `check_gradient`.
+
+    Attributes:
+        report: The `GradientReport`.
+    """
+
+    def __init__(self, report: GradientReport) -> None:
+        self.report = report
+        super().__init__(f"{_headline(report.worst)}\n{report}")
+
+    def __reduce__(self) -> Any:  # else pickling, as between test workers, passes the message on
+        return type(self), (self.report,)
+
+
+def _headline(worst: Entry) -> str:
+    derivative = "gradient" if worst.order == 1 else "second derivative"
+    if worst.verdict == "wrong":
+        return (
+            f"The {derivative} is wrong, most of all at {worst.name}: embedded "
+            f"{worst.embedded:.8g}, numerical {worst.numerical:.8g} +- {worst.uncertainty:.1g}."
+        )
+    return (
+        f"The {derivative} could not be checked, least of all at {worst.name}: numerical "
+        f"{worst.numerical:.8g} +- {worst.uncertainty:.1g}."
+    )
+
+
+def _align(entries: tuple[Entry, ...]) -> list[str]:
+    header = ("entry", "embedded", "numerical", "+-", "abs. error", "rel. error", "verdict")
+    second = any(entry.order > 1 for entry in entries)
+    rows: list[tuple[str, ...]] = [("order", *header) if second else header]
+    for e in entries:
+        numbers = (
+            f"{e.embedded:.8g}",
+            f"{e.numerical:.8g}",
+            *(f"{number:.1e}" for number in (e.uncertainty, e.absolute, e.relative)),
+        )
+        verdict = f"{e.verdict} ({e.remark})" if e.remark else e.verdict
+        row = (e.name, *numbers, verdict)
+        rows.append((str(e.order), *row) if second else row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first = 1 if second else 0
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if i in (first, last) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _draw(entry: Entry, ax: Any) -> None:
+    # Okabe and Ito's colours, told apart by line and marker too.
+    blue, vermilion, green = "#0072B2", "#D55E00", "#009E73"
+    steps, error = entry.steps, np.abs(entry.differences - entry.embedded)
+    seen = np.isfinite(error)
+    # A difference that is right to the last digit has no place on a logarithmic axis.
+    floor = 1e-17 * max(abs(entry.numerical), abs(entry.embedded), 1e-300)
+    ax.loglog(
+        steps[seen],
+        np.maximum(error, floor)[seen],
+        color=blue,
+        marker="o",
+        label="|central difference - embedded|",
+    )
+    if np.isfinite(entry.absolute):
+        ax.axhline(
+            max(entry.absolute, floor),
+            color=vermilion,
+            linestyle="--",
+            label="|best estimate - embedded|",
+        )
+    if np.isfinite(entry.allowed):
+        ax.axhline(
+            max(entry.allowed, floor),
+            color=green,
+            linestyle=":",
+            linewidth=2,
+            label="allowed: tolerance + uncertainty",
+        )
+    ax.set_xlabel("step size (units of x)")
+    ax.set_ylabel("error of the derivative")
+    ax.set_title(
+        f"{entry.name}: {entry.verdict}\n"
+        f"embedded {entry.embedded:.6g}, numerical {entry.numerical:.6g} "
+        f"± {entry.uncertainty:.1g}",
+        fontsize="medium",
+    )
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=True, fontsize="small")

@@ -1,0 +1,212 @@
+"""How often gradient checkers find wrong gradients, and blame right ones; prints Markdown.
+
+    PYTHONPATH=. python tests/benchmarks/check_gradient_rates.py > docs/check_gradient_rates.inc
+
+Every function is random and has a gradient known from autodiff, which is embedded as it is and made
+wrong in two of six ways. Takes some minutes.
+"""
+
+import collections
+import concurrent.futures
+import multiprocessing
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import sgtrick
+
+N = 4  # entries of x, a [2, 2] matrix
+FUNCTIONS = 35  # of every kind
+
+
+def network(rng):
+    w, v, b = rng.normal(size=(N, 8)), rng.normal(size=8), rng.normal(size=8)
+    return lambda x: tf.reduce_sum(tf.tanh(tf.linalg.matvec(w.T, x) + b) * v)
+
+
+def student(rng):
+    a = rng.normal(size=(N, N)) + 2 * np.eye(N)
+    dof = rng.uniform(1, 10)
+    return lambda x: (
+        -(dof + N) / 2 * tf.math.log1p(tf.reduce_sum(tf.linalg.matvec(a, x) ** 2) / dof)
+    )
+
+
+def mixture(rng):
+    centres = rng.normal(size=(3, N))
+    return lambda x: tf.reduce_logsumexp(-tf.reduce_sum((x - centres) ** 2, -1) / 2)
+
+
+def waves(rng):
+    w = rng.normal(size=N)
+    return lambda x: tf.reduce_sum(tf.sin(w * x + 1.0)) + tf.exp(tf.reduce_sum(w * x) / 4)
+
+
+def smooth(rng):
+    return (network, student, mixture, waves)[rng.integers(4)](rng)
+
+
+def as_drawn(rng):
+    return smooth(rng), rng.normal(size=N), 0.0
+
+
+def tiny_or_huge_values(rng):
+    f, scale = smooth(rng), 10.0 ** rng.choice([-12, -9, 9, 12])
+    return lambda x: scale * f(x), rng.normal(size=N), 0.0
+
+
+def entries_of_all_sizes(rng):
+    f, sizes = smooth(rng), 10.0 ** rng.uniform(-4, 4, N)
+    return lambda x: f(x / sizes), rng.normal(size=N) * sizes, 0.0
+
+
+def steep(rng):
+    f, rate = smooth(rng), 10.0 ** rng.uniform(1, 3)
+    return lambda x: f(rate * x), rng.normal(size=N) / rate, 0.0
+
+
+def noisy(rng):
+    return smooth(rng), rng.normal(size=N), 10.0 ** rng.uniform(-9, -5)
+
+
+def single_precision(rng):
+    f = smooth(rng)
+
+    def narrow(x):  # what f computes inside is rounded to float32
+        return tf.cast(f(tf.cast(x, tf.float64)), tf.float32)
+
+    return narrow, rng.normal(size=N).astype(np.float32), 0.0
+
+
+KINDS = {
+    "as drawn": as_drawn,
+    "values of 1e-12 to 1e12": tiny_or_huge_values,
+    "entries of 1e-4 to 1e4": entries_of_all_sizes,
+    "slopes of 10 to 1000": steep,
+    "noise of 1e-9 to 1e-5": noisy,
+    "float32": single_precision,
+}
+
+
+def one_entry(g):
+    return tf.tensor_scatter_nd_update(g, [[0, 1]], [1.1 * g[0, 1]])
+
+
+WRONG = {
+    "1 % off": lambda gradient, x: 1.01 * gradient(x),
+    "sign": lambda gradient, x: -gradient(x),
+    "zero": lambda gradient, x: 0 * gradient(x),
+    "one entry 10 % off": lambda gradient, x: one_entry(gradient(x)),
+    "transposed": lambda gradient, x: tf.transpose(gradient(x)),
+    "another point": lambda gradient, x: gradient(0.9 * x),
+}
+
+
+def draw(kind, seed):
+    """Returns a random function of a [2, 2] matrix, its gradient, and a point."""
+    rng = np.random.default_rng(seed)
+    f, x, noise = KINDS[kind](rng)
+    phases = rng.uniform(1e9, 2e9, N)
+
+    def value(x):
+        flat = tf.reshape(x, [N])
+        y = f(flat)
+        if not noise:
+            return y
+        return y * (1 + noise * tf.stop_gradient(tf.sin(tf.reduce_sum(phases * flat))))
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(tf.reshape(x, [N]))
+        return tape.gradient(y, x)
+
+    return value, gradient, tf.constant(x.reshape(2, 2))
+
+
+def check(mode):
+    def verdict(f, x):
+        report = sgtrick.check_gradient(f, x, mode=mode, raise_exception=False)
+        return "passed" if report.passed else report.worst.verdict
+
+    return verdict
+
+
+def compute_gradient(close):
+    def verdict(f, x):
+        (embedded,), (numerical,) = tf.test.compute_gradient(f, [x])
+        return "passed" if close(embedded, numerical) else "wrong"
+
+    return verdict
+
+
+CHECKERS = {
+    "`check_gradient`": check("full"),
+    "`check_gradient`, random": check("random"),
+    "`tf.test`, `max_error < 1e-3`": compute_gradient(lambda a, b: np.abs(a - b).max() < 1e-3),
+    "`tf.test`, `allclose(rtol=1e-3)`": compute_gradient(
+        lambda a, b: np.allclose(a, b, rtol=1e-3, atol=0)
+    ),
+}
+
+
+def rates(functions, kinds=tuple(KINDS), checkers=tuple(CHECKERS)):
+    """Counts verdicts by kind, checker and whether the gradient is right."""
+    counts = collections.defaultdict(collections.Counter)
+    for kind in kinds:
+        for seed in range(functions):
+            f, gradient, x = draw(kind, seed)
+            embedded = {"right": lambda x, g=gradient: g(x)}
+            for name in np.random.default_rng(seed).choice(list(WRONG), 2, replace=False):
+                embedded[name] = lambda x, g=gradient, spoil=WRONG[name]: spoil(g, x)
+            truth = gradient(x).numpy()
+            for name, rule in embedded.items():
+                # What is wrong by less than 0.5 % of the largest entry is not counted as wrong.
+                off = np.abs(rule(x).numpy() - truth).max()
+                if name != "right" and off < 0.005 * np.abs(truth).max():
+                    continue
+                h = tf.function(sgtrick.with_gradient(f, rule))
+                for checker in checkers:
+                    counts[kind, checker, name == "right"][CHECKERS[checker](h, x)] += 1
+    return counts
+
+
+def percent(counter, verdict):
+    return f"{100 * counter[verdict] / counter.total():.3g} %"
+
+
+def main(functions):
+    counts = collections.defaultdict(collections.Counter)
+    spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(3, spawn) as pool:
+        for part in pool.map(rates, [functions] * len(KINDS), [[kind] for kind in KINDS]):
+            counts.update(part)
+    wrong = sum(
+        counter.total()
+        for (_, checker, right), counter in counts.items()
+        if not right and checker == "`check_gradient`"
+    )
+    print(
+        f"{functions * len(KINDS)} random functions, {functions} of every kind, with their right "
+        f"gradients and {wrong} wrong ones. TensorFlow {tf.__version__}.\n"
+    )
+    print("| functions | checker | right: passed | false alarm | cannot tell "
+          "| wrong: found | cannot tell | missed |")  # fmt: skip
+    print("| --- " * 8 + "|")
+    for kind in [*KINDS, "all"]:
+        for checker in CHECKERS:
+            right, wrong = (
+                sum(
+                    (counts[k, checker, r] for k in KINDS if kind in (k, "all")),
+                    collections.Counter(),
+                )
+                for r in (True, False)
+            )
+            cells = [percent(right, v) for v in ("passed", "wrong", "cannot tell")]
+            cells += [percent(wrong, v) for v in ("wrong", "cannot tell", "passed")]
+            print("|", " | ".join([kind, checker, *cells]), "|")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else FUNCTIONS)
