@@ -1,0 +1,126 @@
+"""`sgtrick.keras` inside models: layers, losses, `fit`, mixed precision, storage."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from transformations import BACKEND
+
+import sgtrick.keras
+
+random = np.random.default_rng(0)
+X = random.normal(size=(16, 3)).astype("float32")
+Y = (X @ [[1.0], [-2.0], [0.5]] + 0.3).astype("float32")
+START = [[0.1], [0.2], [0.3]]
+
+
+@sgtrick.keras.custom_vjp
+def matmul(x, kernel):
+    """A product whose forward computation has no derivative of its own."""
+    value = ops.stop_gradient(ops.matmul(x, kernel))
+    return value, lambda u: (
+        ops.matmul(u, ops.transpose(kernel)),
+        ops.matmul(ops.transpose(x), u),
+    )
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Linear(keras.layers.Layer):
+    """`x @ kernel`, by one of the forms or natively."""
+
+    def __init__(self, form, **kwargs):
+        super().__init__(**kwargs)
+        self.form = form
+
+    def build(self, input_shape):
+        start = keras.initializers.Constant(START)
+        self.kernel = self.add_weight(shape=(input_shape[-1], 1), initializer=start)
+
+    def call(self, x):
+        kernel = ops.convert_to_tensor(self.kernel)
+        if self.form == "native":
+            return ops.matmul(x, kernel)
+        if self.form == "custom_vjp":
+            return matmul(x, self.kernel)
+        value = ops.stop_gradient(ops.matmul(x, kernel))[:, 0]
+        # x belongs to the batch, the kernel is shared by it: gx is fx.shape + kernel.shape.
+        gx = [ops.broadcast_to(kernel[:, 0], ops.shape(x)), x[..., None]]
+        by_x = sgtrick.keras.custom_gradient(value, [gx[0], None], [x, kernel], batch_ndims=1)
+        by_kernel = sgtrick.keras.custom_gradient(value, gx[1], kernel, batch_ndims=0)
+        return ops.expand_dims(by_x + by_kernel - ops.stop_gradient(by_x), -1)
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:-1], 1)
+
+    def get_config(self):
+        return {**super().get_config(), "form": self.form}
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def squared_error(y_true, y_pred):
+    """A loss whose value has no derivative of its own."""
+    residual = y_pred - y_true
+    value = ops.stop_gradient(ops.mean(residual**2, -1))
+    return sgtrick.keras.custom_gradient(value, 2 * residual, y_pred)
+
+
+def make(form, loss="mse", dtype=None):
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dense(3, kernel_initializer="identity", dtype=dtype)(inputs)
+    model = keras.Model(inputs, Linear(form, dtype=dtype)(hidden))
+    model.compile(keras.optimizers.SGD(0.05), loss)
+    return model
+
+
+def trained(model, epochs=3):
+    model.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    return [np.array(w, "float32") for w in model.get_weights()]
+
+
+def alike(came, expected, rtol=1e-4):
+    for a, b in zip(came, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+@pytest.fixture(scope="module")
+def native():
+    return trained(make("native"))
+
+
+@pytest.mark.parametrize("form", ["custom_vjp", "custom_gradient"])
+class TestLayer:
+    def test_fit_takes_the_steps_of_the_native_layer(self, form, native):
+        weights = trained(make(form))
+        alike(weights, native)
+        assert np.abs(weights[2] - START).max() > 0.1
+
+    def test_stored_and_loaded_with_the_gradient(self, form, native, tmp_path):
+        model = make(form)
+        model.save(tmp_path / "model.keras")
+        alike(trained(keras.models.load_model(tmp_path / "model.keras")), native)
+
+    def test_mixed_precision(self, form):
+        dtype = "mixed_bfloat16"
+        alike(trained(make(form, dtype=dtype), 1), trained(make("native", dtype=dtype), 1), 0.03)
+
+
+def test_a_loss(native):
+    alike(trained(make("native", squared_error)), native)
+
+
+def test_the_functional_api(native, tmp_path):
+    """The same loss, as an operation of a model whose output is the loss."""
+    inputs, targets = keras.Input((3,)), keras.Input((1,))
+    hidden = keras.layers.Dense(3, kernel_initializer="identity")(inputs)
+    residual = Linear("native")(hidden) - targets
+    value = ops.stop_gradient(ops.mean(residual**2, -1))
+    loss = sgtrick.keras.custom_gradient(value, 2 * residual, residual)
+    keras.Model([inputs, targets], loss).save(tmp_path / "model.keras")
+    model = keras.models.load_model(tmp_path / "model.keras")
+    model.compile(keras.optimizers.SGD(0.05), lambda y_true, y_pred: y_pred)
+    model.fit([X, Y], np.zeros(16), batch_size=8, epochs=3, shuffle=False, verbose=0)
+    alike([np.array(w, "float32") for w in model.get_weights()], native)
+
+
+def test_the_backend_is_the_one_asked_for():
+    assert keras.backend.backend() == BACKEND

@@ -1,0 +1,296 @@
+"""`sgtrick.keras.custom_vjp` on the backend of this process."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from transformations import BACKEND, FIRST, MAPPED, SECOND, array, check, gradient, tensor
+
+from sgtrick.keras import custom_vjp
+
+POINTS = np.random.default_rng(3).normal(size=(4,))
+REVERSE = list(FIRST.values())[1]
+
+
+def misled(y):
+    """A value whose own derivative is wrong, so that a lost rule is seen."""
+    return ops.stop_gradient(y)
+
+
+@custom_vjp
+def cube(x):
+    return misled(x**3), lambda u: u * 3 * x**2
+
+
+@custom_vjp
+def product(x, y):
+    return misled(x * y), lambda u: (u * y, u * x)
+
+
+FORMS = {
+    "one argument": (cube, lambda x: x**3, [POINTS]),
+    "two arguments": (product, lambda x, y: x * y, [POINTS, POINTS + 1]),
+}
+
+
+class TestTransformations:
+    @pytest.mark.parametrize("transformation", FIRST)
+    def test_of_first_order(self, transformation):
+        check(FIRST[transformation], *FORMS["two arguments"])
+
+    @pytest.mark.parametrize("transformation", MAPPED)
+    def test_that_map_members(self, transformation):
+        check(MAPPED[transformation], *FORMS["two arguments"])
+
+    @pytest.mark.parametrize("transformation", SECOND)
+    @pytest.mark.parametrize("name", FORMS)
+    def test_of_second_order(self, transformation, name):
+        if BACKEND == "tensorflow" and name == "two arguments":
+            pytest.skip("by one argument, unconnected where the truth is zero")
+        check(SECOND[transformation], *FORMS[name])
+
+    @pytest.mark.parametrize("transformation", [*FIRST, *MAPPED])
+    def test_a_function_that_closes_over_another_argument(self, transformation):
+        """What it closes over may itself be mapped or traced, as long as it gets no derivative."""
+
+        def form(x, y):
+            kept = ops.stop_gradient(y)
+            inner = custom_vjp(lambda x: (misled(kept * x**3), lambda u: u * kept * 3 * x**2))
+            return inner(x) + y
+
+        def truth(x, y):
+            return ops.stop_gradient(y) * x**3 + y
+
+        check((FIRST | MAPPED)[transformation], form, truth, [POINTS, POINTS + 1])
+
+
+class TestProtocol:
+    def test_log1pexp_of_the_keras_documentation(self):
+        @custom_vjp
+        def log1pexp(x):
+            e = ops.exp(x)
+
+            def grad(upstream):
+                return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
+
+            return ops.log(1 + e), grad
+
+        x = ops.convert_to_tensor(np.array([1.0, 2.0, 100.0], "float32"))
+        (g,) = gradient(log1pexp, [x], ops.ones_like(x))
+        np.testing.assert_allclose(array(g), [0.7310586, 0.880797, 1.0], rtol=1e-6)
+
+    def test_nested_arguments_and_outputs(self):
+        @custom_vjp
+        def polar(point, scale):
+            x, (y,) = point["x"], point["y"]
+            s, p = misled(scale * (x + y)), misled(x * y)
+
+            def grad(u_p, u_s):  # in the order of the leaves of the output
+                return u_s * scale + u_p * y, u_s * scale + u_p * x, u_s * (x + y)
+
+            return {"sum": s, "product": p}, grad
+
+        def form(x, y, scale):
+            out = polar({"x": x, "y": [y]}, scale)
+            assert set(out) == {"sum", "product"}
+            return out["sum"] + 2 * out["product"]
+
+        def truth(x, y, scale):
+            return scale * (x + y) + 2 * x * y
+
+        check(REVERSE, form, truth, [POINTS, POINTS + 1, POINTS - 1])
+
+    def test_keyword_arguments(self):
+        @custom_vjp
+        def f(x, y, power=2, *, shift):
+            value = misled(x**power * y + shift)
+            return value, lambda u: (u * power * x ** (power - 1) * y, u * x**power, None, u)
+
+        def form(x, y, s):
+            return f(y=y, x=x, shift=s, power=3)
+
+        def truth(x, y, s):
+            return x**3 * y + s
+
+        check(REVERSE, form, truth, [POINTS, POINTS + 1, POINTS - 1])
+
+    def test_methods_and_attributes(self):
+        class Scale:
+            factor = 3.0
+
+            @custom_vjp
+            def times(self, x):
+                """Scales."""
+                return misled(self.factor * x), lambda u: u * self.factor
+
+        assert Scale.times.__doc__ == "Scales."
+        check(REVERSE, Scale().times, lambda x: 3 * x, [POINTS])
+
+    def test_arguments_without_gradients(self):
+        i = ops.convert_to_tensor(np.array([2, 3, 4, 5]))
+
+        @custom_vjp
+        def f(x, i, flag):
+            assert flag
+            value = misled(x * ops.cast(i, "float64"))
+            return value, lambda u: u * ops.cast(i, "float64")
+
+        check(REVERSE, lambda x: f(x, i, True), lambda x: x * ops.cast(i, "float64"), [POINTS])
+
+    def test_outputs_without_derivatives(self):
+        @custom_vjp
+        def f(x):
+            def grad(u_sign, u):
+                assert u_sign is None or BACKEND == "tensorflow"
+                return 2 * u
+
+            return {"a": ops.cast(ops.sign(x), "int32"), "b": misled(2 * x)}, grad
+
+        check(REVERSE, lambda x: f(x)["b"], lambda x: 2 * x, [POINTS])
+
+    def test_the_upstream_gradient_may_be_clipped(self):
+        """Reverse mode calls `grad` as it is, linear or not."""
+
+        @custom_vjp
+        def clipped(x):
+            return x + 0, lambda u: ops.clip(u, -1.0, 1.0)
+
+        (g,) = gradient(clipped, [tensor([1.0, 2.0])], tensor([0.5, 3.0]))
+        np.testing.assert_array_equal(array(g), [0.5, 1.0])
+        if BACKEND == "jax":
+            import jax
+
+            with pytest.raises(NotImplementedError, match="Transpose rule"):
+                jax.jacfwd(clipped)(tensor([1.0, 2.0]))
+
+    def test_straight_through(self):
+        @custom_vjp
+        def rounded(x):
+            return ops.round(x), lambda u: u
+
+        (g,) = gradient(rounded, [tensor([0.4, 1.6])], tensor([2.0, 3.0]))
+        np.testing.assert_array_equal(array(g), [2.0, 3.0])
+
+    def test_grad_is_called_only_for_a_gradient(self):
+        calls = []
+
+        @custom_vjp
+        def f(x):
+            return x + 0, lambda u: calls.append(u) or u
+
+        f(tensor(POINTS))
+        # jax traces it at once, but computes nothing.
+        assert calls == [] or BACKEND == "jax"
+
+    def test_values_that_are_not_finite(self):
+        @custom_vjp
+        def f(x):
+            return 1 / x, lambda u: -u / x**2
+
+        x = tensor([0.0, np.inf, 2.0])
+        np.testing.assert_array_equal(array(f(x)), [np.inf, 0.0, 0.5])
+        (g,) = gradient(f, [x], tensor([1.0, 1.0, 1.0]))
+        np.testing.assert_array_equal(array(g), [-np.inf, 0.0, -0.25])
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_half_precision(self, dtype):
+        x = ops.cast(np.array([1.0, 2.0]), dtype)
+        (g,) = gradient(cube, [x], ops.cast(np.array([1.0, 2.0]), dtype))
+        assert keras.backend.standardize_dtype(g.dtype) == dtype
+        np.testing.assert_array_equal(array(ops.cast(g, "float32")), [3.0, 24.0])
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("f", "error", "message"),
+        [
+            (lambda x: x, TypeError, r"must return \(y, grad_fn\)"),
+            (lambda x: (x, lambda u: (u, u)), ValueError, "returned 2 gradients, expected 1"),
+            (lambda x: (x + 0, lambda u: u[:2]), ValueError, r"shape \[2\] for argument \[0\]"),
+        ],
+    )
+    def test_a_function_that_breaks_the_protocol(self, f, error, message):
+        with pytest.raises(error, match=message):
+            gradient(custom_vjp(f), [tensor(POINTS)], tensor(POINTS))
+
+    def test_variables_that_are_no_arguments(self):
+        v = keras.Variable(2.0, dtype="float64", name="weight")
+        state = keras.Variable(2.0, dtype="float64", trainable=False)
+
+        @custom_vjp
+        def reads(x):
+            return x * v, lambda u: u * v
+
+        @custom_vjp
+        def assigns(x):
+            state.assign(3.0)
+            return x, lambda u: u
+
+        with pytest.raises(TypeError, match=r"reads reads the variables \['weight.*as arguments"):
+            reads(tensor(POINTS))
+        with pytest.raises(TypeError, match="assigns assigns the variables"):
+            assigns(tensor(POINTS))
+        assert array(state) == 2.0
+
+        frozen = custom_vjp(lambda x: (misled(x * state), lambda u: u * state))
+        check(REVERSE, frozen, lambda x: 2 * x, [POINTS])
+
+    def test_a_variable_as_an_argument(self):
+        v = keras.Variable(np.array(3.0), dtype="float64")
+        x = tensor(POINTS)
+        if BACKEND == "torch":
+            ops.sum(scaled(x, v)).backward()
+            g = v.value.grad
+        elif BACKEND == "jax":
+            import jax
+
+            def loss(value):
+                with keras.StatelessScope([(v, value)]):
+                    return ops.sum(scaled(x, v))
+
+            g = jax.grad(loss)(v.value)
+        else:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                y = ops.sum(scaled(x, v))
+            g = tape.gradient(y, v.value)
+        np.testing.assert_allclose(array(g), POINTS.sum())
+
+    @pytest.mark.skipif(BACKEND == "tensorflow", reason="it is unconnected there")
+    def test_a_closed_over_tensor_that_is_differentiated(self):
+        x = tensor(POINTS)
+
+        def form(w):
+            return custom_vjp(lambda x: (x * w, lambda u: u * w))(x)
+
+        with pytest.raises(LookupError, match="reads a tensor that is being differentiated"):
+            gradient(form, [tensor(POINTS)], x)
+
+    @pytest.mark.skipif(BACKEND != "torch", reason="other backends take it")
+    def test_forward_over_forward(self):
+        from torch.func import jacfwd
+
+        with pytest.raises(NotImplementedError, match="forward mode over forward mode"):
+            jacfwd(jacfwd(cube))(tensor(POINTS))
+
+
+@custom_vjp
+def scaled(x, factor):
+    return misled(x * factor), lambda u: (u * factor, ops.sum(u * x))
+
+
+class TestSymbolic:
+    def test_a_functional_model(self, tmp_path):
+        registered = keras.saving.register_keras_serializable("tests")(cube)
+        x = keras.Input((), dtype="float64")
+        model = keras.Model(x, registered(x))
+        model.save(tmp_path / "model.keras")
+        for m in (model, keras.models.load_model(tmp_path / "model.keras")):
+            check(REVERSE, m, lambda x: x**3, [POINTS])
+
+    def test_a_function_that_is_not_registered_is_not_stored(self, tmp_path):
+        x = keras.Input((), dtype="float64")
+        model = keras.Model(x, product(x, x))
+        with pytest.raises(ValueError, match="product is part of a functional model"):
+            model.save(tmp_path / "model.keras")
