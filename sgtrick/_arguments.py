@@ -200,7 +200,8 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     Where a function with `__wrapped__` is itself an argument of a `tf.function`, TensorFlow passes
     the wrapped one on, and the custom derivative would be lost without a word.
     """
-    functools.update_wrapper(form, f)
+    # Attributes of a form that f already is would replace those of this one.
+    functools.update_wrapper(form, f, updated=())
     del form.__wrapped__
     signature = signature_of(f)
     if signature is not None:

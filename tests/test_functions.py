@@ -495,3 +495,16 @@ class TestLaws:
         for form in forms:
             got = wrap(lambda x, form=form: gradient(form, x, upstream=u))(x)[0]
             np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("outer", [sgtrick.custom_vjp, sgtrick.custom_jvp, sgtrick.with_gradient])
+def test_a_form_of_a_form_is_a_form_of_its_own(outer):
+    @sgtrick.custom_vjp
+    def inner(x):
+        return x, lambda u: u
+
+    form = outer(inner)
+    form.mark = "outer"
+    assert not hasattr(inner, "mark")
+    assert form.__name__ == "inner"
+    assert vars(form)["_f"] is not vars(inner)["_f"]

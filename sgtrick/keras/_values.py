@@ -40,7 +40,7 @@ def custom_gradient(
         >>> def log_prob(x):  # x [members, dimensions]
         ...     value, gradient = -0.5 * ops.sum(x**2, -1), -x
         ...     return sgtrick.keras.custom_gradient(value, gradient, x)
-        >>> x = ops.convert_to_tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> x = ops.convert_to_tensor([[1.0, 2.0], [3.0, 4.0]], "float32")
         >>> ops.convert_to_numpy(log_prob(x))
         array([ -2.5, -12.5], dtype=float32)
 

@@ -25,7 +25,8 @@ def custom_vjp(f: Any = None) -> Any:
         ... def log1pexp(x):
         ...     e = ops.exp(x)
         ...     return ops.log(1 + e), lambda upstream: upstream * (1 - 1 / (1 + e))
-        >>> ops.convert_to_numpy(log1pexp(ops.convert_to_tensor([0.0, 1.0]))).round(3)
+        >>> x = ops.convert_to_tensor([0.0, 1.0], "float32")
+        >>> ops.convert_to_numpy(log1pexp(x)).round(3)
         array([0.693, 1.313], dtype=float32)
 
     Args:

@@ -1,12 +1,14 @@
 """`sgtrick.keras.custom_vjp` on the backend of this process."""
 
+import doctest
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
 from transformations import BACKEND, FIRST, MAPPED, SECOND, array, check, gradient, tensor
 
-from sgtrick.keras import custom_vjp
+from sgtrick.keras import _values, _vjp, custom_vjp
 
 POINTS = np.random.default_rng(3).normal(size=(4,))
 REVERSE = list(FIRST.values())[1]
@@ -40,7 +42,9 @@ class TestTransformations:
 
     @pytest.mark.parametrize("transformation", MAPPED)
     def test_that_map_members(self, transformation):
-        check(MAPPED[transformation], *FORMS["two arguments"])
+        form, truth, _ = FORMS["two arguments"]
+        matrix = np.outer(POINTS, [1.0, 2.0, 3.0])
+        check(MAPPED[transformation], form, truth, [matrix, matrix + 1])
 
     @pytest.mark.parametrize("transformation", SECOND)
     @pytest.mark.parametrize("name", FORMS)
@@ -294,3 +298,10 @@ class TestSymbolic:
         model = keras.Model(x, product(x, x))
         with pytest.raises(ValueError, match="product is part of a functional model"):
             model.save(tmp_path / "model.keras")
+
+
+@pytest.mark.parametrize("module", [_values, _vjp], ids=lambda module: module.__name__)
+def test_the_docstrings_say_what_comes_out(module):
+    failed, attempted = doctest.testmod(module)
+    assert attempted > 4
+    assert failed == 0

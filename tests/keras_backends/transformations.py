@@ -68,8 +68,12 @@ if BACKEND == "jax":
         "vmap of grad": lambda f, args, u, z: jax.vmap(
             lambda u, *a: jax.grad(pulled(f, u), all_of(a))(*a)
         )(u, *args),
-        "vmap of jacfwd": lambda f, args, u, z: jax.vmap(jax.jacfwd(f, all_of(args)))(*args),
-        "jacfwd of vmap": lambda f, args, u, z: jax.jacfwd(jax.vmap(f), all_of(args))(*args),
+        "vmap of jacfwd": lambda f, args, u, z: jax.jit(jax.vmap(jax.jacfwd(f, all_of(args))))(
+            *args
+        ),
+        "jacfwd of vmap": lambda f, args, u, z: jax.jit(jax.jacfwd(jax.vmap(f), all_of(args)))(
+            *args
+        ),
         "jit of grad of vmap in the last axis": lambda f, args, u, z: jax.jit(
             lambda *a: gradient(jax.vmap(f, in_axes=-1), a, u)
         )(*[ops.moveaxis(a, 0, -1) for a in args]),
@@ -80,24 +84,22 @@ if BACKEND == "jax":
 
     def _second(outer, inner):
         return lambda f, args, u, z: jax.tree.leaves(
-            outer(inner(pulled(f, u), all_of(args)), all_of(args))(*args)
+            jax.jit(outer(inner(pulled(f, u), all_of(args)), all_of(args)))(*args)
         )
 
+    # Compiled as a whole, which is faster than operation by operation.
     SECOND = {
         f"jac{a} of jac{b}": _second(outer, inner)
         for a, outer in _orders.items()
         for b, inner in _orders.items()
     } | {
-        "jit of hessian": lambda f, args, u, z: jax.tree.leaves(
-            jax.jit(jax.hessian(pulled(f, u), all_of(args)))(*args)
-        ),
         "hessian of a square": lambda f, args, u, z: jax.tree.leaves(
-            jax.hessian(lambda *a: ops.sum(f(*a) ** 2), all_of(args))(*args)
+            jax.jit(jax.hessian(lambda *a: ops.sum(f(*a) ** 2), all_of(args)))(*args)
         ),
     }
     MAPPED_SECOND = {
         "vmap of hessian": lambda f, args, u, z: jax.tree.leaves(
-            jax.vmap(jax.hessian(lambda *a: ops.sum(f(*a)), all_of(args)))(*args)
+            jax.jit(jax.vmap(jax.hessian(lambda *a: ops.sum(f(*a)), all_of(args))))(*args)
         )
     }
 

@@ -104,7 +104,7 @@ SECOND_ORDER = ["Hessian blocks", "Hessian product"]
 class TestTransformations:
     """Forms and true functions are alike under everything that the backend does with functions."""
 
-    @pytest.mark.parametrize("name", ["Jacobian", "structure", "Hessian blocks"])
+    @pytest.mark.parametrize("name", ["Jacobian", "structure"])
     @pytest.mark.parametrize("transformation", FIRST)
     def test_of_a_batch(self, transformation, name):
         form, truth, args = FORMS[name]
