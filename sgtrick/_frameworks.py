@@ -41,7 +41,8 @@ def from_torch(
             they are called for one member after the other.
         has_aux: As in `from_numpy`.
         dtype: The floating dtype of the tensors that `fn` gets.
-        executor: As in `from_numpy`; threads, or processes for `vectorized=False`.
+        executor: As in `from_numpy`, of threads: what is sent to processes must be a function of a
+            module, which this is not.
         on_error: As in `from_numpy`.
         name: As in `from_numpy`.
 
