@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sgtrick import _reticulate
 from sgtrick._replies import Layout, Replies, too_few_dimensions
 
 
@@ -36,7 +37,7 @@ class Engine:
         on_error: Any,
     ) -> None:
         self.dtype, self._instead = _floating(dtype), _number(on_error)
-        self._functions = [fn] if grad is None else [fn, grad]
+        self._functions = [_reticulate.as_engine(f) for f in (fn, grad) if f is not None]
         self._vectorized, self._executor = vectorized, executor
         _insist_on_executor(executor, self._functions)
         self.calls, self.failures, self.seconds = 0, 0, 0.0
@@ -85,6 +86,8 @@ class Engine:
                         returned = result()
                     except (futures.BrokenExecutor, futures.CancelledError) as error:
                         raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
+                    except _reticulate.WrongThreadError:
+                        raise  # no failure of the engine, which was not called
                     except Exception as error:
                         failures += 1
                         if self._instead is None:

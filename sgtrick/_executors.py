@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from sgtrick import _reticulate
+
 T = TypeVar("T")
 
 
@@ -55,11 +57,18 @@ class MainThreadExecutor(concurrent.futures.Executor):
 
         Raises:
             RuntimeError: Called on another thread, within another `run`, or after `shutdown`.
+            TypeError: `fn` is an R function, which cannot run on a worker thread.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "run must be called on the thread that made the MainThreadExecutor, since that is "
                 "the one that serves its work."
+            )
+        if _reticulate.is_r_function(fn):
+            raise TypeError(
+                "fn is an R function, and run calls fn on a worker thread, where R cannot run. "
+                "Pass a Python function and its arguments: executor$run(f, x) in the place of "
+                "executor$run(function() f(x))."
             )
         with self._lock:
             if self._queue is not None:

@@ -1,5 +1,6 @@
 """What an engine is given and what it has to return: the contract of host calls, and its errors."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,6 +159,8 @@ class Replies:
             raise TypeError(f"{what} is no array, but {_show(value)}: {error}") from error
         if array.dtype.kind not in "fiu":
             raise TypeError(f"{self._named(what, by)} must be real numbers, got {_show(value)}.")
+        if shape is not None and type(value) in (int, float) and math.prod(shape) == 1:
+            array = array.reshape(shape)  # R has no numbers but vectors of length one
         if shape is not None and array.shape != shape:
             raise ValueError(
                 f"{self._named(what, by)} must have the shape {_shapes.show(shape)}, got "
