@@ -304,8 +304,9 @@ def _call_host(engine: Engine, layout: Layout, xs: Sequence[Any]) -> list[Any]:
     dtypes = [layout.value_dtype, *(d for d in layout.dtypes if d is not None)]
     if layout.aux_dtype is not None:
         dtypes.append(layout.aux_dtype)
-    # A pure function: under vectorized_map a stateful one is called once too often.
-    return list(tf.numpy_function(evaluate, xs, dtypes, stateful=False, name="host_call"))
+    with tf.device("CPU:0"):  # it has no other kernel, and soft placement may be switched off
+        # A pure function: under vectorized_map a stateful one is called once too often.
+        return list(tf.numpy_function(evaluate, xs, dtypes, stateful=False, name="host_call"))
 
 
 def _forbid_saving(graph: Any) -> None:

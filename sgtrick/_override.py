@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _trick
+from sgtrick import _devices, _leaves, _trick
 
 Pullback = Callable[..., list[Any]]
 Forward = Callable[[list[Any], list[Any], Pullback], list[Any]]
@@ -198,7 +198,8 @@ def _in_function(natural: list[Any], inputs: list[Any], pull: Pullback) -> list[
             # graph was loaded without its custom gradient, or copied, and keeps the formula.
             if op is not None and op.graph is not graph:
                 return [*upstream[:n], *[None] * len(inputs)]
-            return [*[None] * n, *pull(*upstream[:n])]
+            with _devices.of(natural[0]):
+                return [*[None] * n, *pull(*upstream[:n])]
 
         with graph.gradient_override_map({"IdentityN": name}):
             return tf.identity_n(tensors, name=_IF_LOST)[:n]

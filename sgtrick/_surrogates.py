@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes, _trick
+from sgtrick import _devices, _leaves, _shapes, _trick
 
 
 def stop_gradient(x: Any, where: Any = None) -> Any:
@@ -296,12 +296,14 @@ def _clip(x: Any, lo: Any, hi: Any) -> Any:
 
         def pullback(upstream: Any) -> Any:
             # An upstream of IndexedSlices may hold an entry in several parts: their sum is clipped.
-            g = tf.clip_by_value(tf.convert_to_tensor(upstream), lo, hi)
-            # Forward mode around a tf.function is the derivative of this, which is wrong. It cannot
-            # be told from a second derivative, which would be right.
-            return None, tf.raw_ops.PreventGradient(input=g, message=_TWICE)
+            with _devices.of(y):
+                g = tf.clip_by_value(tf.convert_to_tensor(upstream), lo, hi)
+                # Forward mode around a tf.function is the derivative of this, which is wrong. It
+                # cannot be told from a second derivative, which would be right.
+                return None, tf.raw_ops.PreventGradient(input=g, message=_TWICE)
 
-        return tf.identity(refusing), pullback
+        y = tf.identity(refusing)
+        return y, pullback
 
     with tf.name_scope(_IF_LOST):
         return override(tf.raw_ops.PreventGradient(input=x, message=_DROPPED), x)
