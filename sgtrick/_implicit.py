@@ -254,7 +254,8 @@ def _inverse(j: Any) -> Any:
         inverse /= tf.linalg.matrix_transpose(size)
     # With their signs these add up to the diagonal of inverse @ j, which is 1. Where they reach
     # 1 / eps, no digit of it is right. Unlike condition numbers, they do not depend on units.
-    terms = tf.reduce_max(tf.linalg.diag_part(tf.abs(inverse) @ tf.abs(j)), -1)
+    terms = tf.reduce_sum(tf.abs(inverse * tf.linalg.matrix_transpose(j)), -1)
+    terms = tf.reduce_max(terms, -1)
     lost = 8 * np.finfo(work.as_numpy_dtype).eps * terms * tf.cast(n, work)
     regular = solvable & tf.reshape(lost < 1, [-1, 1, 1])
     return tf.cast(tf.where(regular, inverse, np.nan), dtype)

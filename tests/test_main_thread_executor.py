@@ -164,6 +164,7 @@ def test_an_interrupt_ends_run_and_the_function(busy):
         import os, signal, threading, time
         from sgtrick._executors import MainThreadExecutor
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
         executor, ended = MainThreadExecutor(), threading.Event()
 
         def compute():
