@@ -4,7 +4,8 @@
 # 32 bits between the pixels of a handwritten digit and its class: the step function that makes them
 # has derivative zero, so that nothing would reach the weights before it. The straight-through
 # estimator passes the gradient on where the input is within [-1, 1]. In Keras it is a layer of one
-# line, which is stored and loaded like any other, with its gradient.
+# line, stored and loaded like any other, with its gradient. The same script runs on TensorFlow, JAX
+# and PyTorch: `KERAS_BACKEND=jax python straight_through_digits.py`.
 
 # %%
 """A binary layer trained by the straight-through estimator, stored and reloaded."""
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -39,12 +41,11 @@ def silent_stderr() -> Iterator[None]:
 
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ["KERAS_BACKEND"] = "tensorflow"
 with silent_stderr():
     import keras
-    import tensorflow as tf
+    from keras import ops
 
-    import sgtrick
+    import sgtrick.keras
 
 HERE = Path(__file__).parent if "__file__" in globals() else Path.cwd()  # no file in a notebook
 BITS, EPOCHS, SEED = 32, 40, 1
@@ -64,19 +65,25 @@ train, test = slice(0, 1400), slice(1400, None)
 
 
 # %%
+@sgtrick.keras.custom_vjp
+def straight_through(x: Any) -> Any:
+    """Steps to -1 or 1, with the gradient of a ramp."""
+    return ops.where(x > 0, 1.0, -1.0), lambda u: ops.where(ops.abs(x) <= 1, u, 0.0)
+
+
 @keras.saving.register_keras_serializable("digits")
 class Bits(keras.layers.Layer):
-    """Steps to -1 or 1, with the gradient of a ramp."""
+    """A bit for each number."""
 
-    def call(self, x: tf.Tensor) -> tf.Tensor:  # noqa: D102
-        return sgtrick.straight_through(tf.where(x > 0, 1.0, -1.0), tf.clip_by_value(x, -1, 1))
+    def call(self, x: Any) -> Any:  # noqa: D102
+        return straight_through(x)
 
 
 class StoppedBits(keras.layers.Layer):
-    """The step as TensorFlow sees it: no gradient."""
+    """The step as autodiff sees it: nothing reaches what is before it."""
 
-    def call(self, x: tf.Tensor) -> tf.Tensor:  # noqa: D102
-        return tf.where(x > 0, 1.0, -1.0)
+    def call(self, x: Any) -> Any:  # noqa: D102
+        return ops.where(x > 0, 1.0, -1.0) + 0 * x
 
 
 def network(bits: keras.layers.Layer) -> keras.Model:
@@ -91,37 +98,26 @@ def network(bits: keras.layers.Layer) -> keras.Model:
 
 
 # %%
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
 def fit(model: keras.Model, bar: tqdm) -> list[float]:
     """Returns the accuracy on the test images after each epoch."""
-    optimizer = keras.optimizers.Adam(0.01)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    weights = model.trainable_variables
-
-    optimizer.build(weights)
-
-    @tf.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> None:
-        with tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True))
-        # Without the trick nothing reaches the first layer, and it stays as it is.
-        by = tape.gradient(value, [w.value for w in weights], unconnected_gradients="zero")
-        optimizer.apply(by, weights)
-
-    classify = tf.function(model)
-    accuracies = []
-    random = np.random.default_rng(SEED)
-    for _ in range(EPOCHS):
-        shuffled = random.permutation(1400).reshape(-1, 100)
-        for rows in shuffled:
-            step(images[train][rows], labels[train][rows])
-        found = np.argmax(classify(images[test]), -1)
-        accuracies.append(float(np.mean(found == labels[test])))
-        bar.update()
-    return accuracies
+    model.compile(keras.optimizers.Adam(0.01), LOSS, metrics=["accuracy"])
+    history = model.fit(
+        images[train],
+        labels[train],
+        batch_size=100,
+        epochs=EPOCHS,
+        validation_data=(images[test], labels[test]),
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: bar.update())],
+        verbose=0,
+    )
+    return history.history["val_accuracy"]
 
 
 models = {"straight-through": network(Bits()), "no gradient": network(StoppedBits())}
-print(f"{len(models)} networks, {EPOCHS} epochs each")
+print(f"{len(models)} networks on {keras.backend.backend()}, {EPOCHS} epochs each")
 with tqdm(total=EPOCHS * len(models), disable=None) as bar:  # None: no bar without a terminal
     accuracies = {name: fit(model, bar) for name, model in models.items()}
 for name, accuracy in accuracies.items():
@@ -131,15 +127,17 @@ for name, accuracy in accuracies.items():
 # ## Stored, reloaded, and checked against NumPy
 #
 # The gradient of the loss by the first layer's weights, as the stored model, the reloaded one and
-# the chain rule in NumPy have it.
+# the chain rule in NumPy have it. A step of gradient descent shows it on every backend.
 
 
 # %%
-def by_tape(model: keras.Model, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    with tf.GradientTape() as tape:
-        logits = model(x)
-        value = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
-    return tape.gradient(value, model.trainable_variables[0].value).numpy()
+def by_descent(model: keras.Model, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    rate, weights = 100.0, model.get_weights()
+    model.compile(keras.optimizers.SGD(rate), LOSS)
+    model.train_on_batch(x, y)
+    moved = weights[0] - model.get_weights()[0]
+    model.set_weights(weights)
+    return moved / rate
 
 
 def by_chain_rule(model: keras.Model, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -158,8 +156,8 @@ with tempfile.TemporaryDirectory() as folder:
     reloaded = keras.models.load_model(Path(folder) / "bits.keras")
 some = images[test], labels[test]
 stored, loaded, expected = (
-    by_tape(model, *some),
-    by_tape(reloaded, *some),
+    by_descent(model, *some),
+    by_descent(reloaded, *some),
     by_chain_rule(model, *some),
 )
 scale = np.abs(expected).max()
@@ -185,7 +183,7 @@ axis.set(xlabel="epoch", ylabel="test images right (%)", xlim=(0, EPOCHS))
 axis.legend(frameon=False, loc="lower right")
 axis.set_title(f"{BITS} bits between pixels and class", fontsize=11)
 
-codes = keras.Sequential(reloaded.layers[:2])(images[test]).numpy()
+codes = keras.Sequential(reloaded.layers[:2]).predict(images[test], verbose=0)
 right.suptitle("three images of each digit, and their bits", fontsize=11)
 panels = right.subplots(4, 5)
 for digit in range(10):
@@ -210,7 +208,9 @@ checks = {
     "the stored model's gradient is that of NumPy": np.allclose(
         stored, expected, atol=1e-4 * scale
     ),
-    "the reloaded model's gradient is that of the stored one": np.array_equal(loaded, stored),
+    "the reloaded model's gradient is that of the stored one": np.allclose(
+        loaded, stored, atol=1e-5 * scale
+    ),
     "more than 93 % are right": last["straight-through"] > 0.93,
     "training the bits helps": last["straight-through"] > last["no gradient"] + 0.02,
 }
