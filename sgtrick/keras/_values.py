@@ -44,6 +44,8 @@ def custom_gradient(
         >>> ops.convert_to_numpy(log_prob(x))
         array([ -2.5, -12.5], dtype=float32)
 
+    Any of `fx`, `gx`, `x` and the blocks of `hx` may be a `KerasTensor` of the functional API.
+
     Args:
         fx: The value at `x`, shape `B + R`: tensor, variable, array or number, floating or complex.
             Whatever it was computed from is stopped.
@@ -55,8 +57,6 @@ def custom_gradient(
         batch_ndims: `len(B)`, where it is not to be inferred.
         hx: The Hessian at `x`: blocks in a structure of structures, each `B + R + D_i + D_j`, None
             for a zero block; or a callable `v -> H v`, linear and differentiable by the backend.
-
-        Any of `fx`, `gx`, `x` and the blocks of `hx` may be a `KerasTensor` of the functional API.
 
     Returns:
         A tensor with the dtype, shape and value of `fx`, of first order, or of second with `hx`.

@@ -1,0 +1,128 @@
+"""Where the ops of a log density run, forward and backward, and what is copied between devices."""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+with silent_stderr():
+    import numpy as np
+    import tensorflow as tf
+    from tensorflow.python.eager import context  # run metadata of functions has no public name
+
+    import sgtrick
+
+    # Without a GPU, a second logical CPU stands for it.
+    CPU = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
+    DEVICE = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:1"
+
+
+def engine(x: Any) -> tuple[Any, Any]:
+    return -0.5 * np.sum(x**2, -1), -x
+
+
+def value(x: Any) -> Any:
+    return -0.5 * tf.reduce_sum(x**2, -1)
+
+
+def on_device(h: Any) -> Any:
+    """A form in a scope, which ends before the gradient is asked for."""
+
+    def placed(x: Any) -> Any:
+        with tf.device(DEVICE):
+            return h(x)
+
+    return placed
+
+
+FORMS = {
+    "with_gradient": sgtrick.with_gradient(value, tf.negative, device=DEVICE),
+    "with_gradient, order=2": sgtrick.with_gradient(value, tf.negative, order=2, device=DEVICE),
+    "from_numpy": on_device(sgtrick.from_numpy(engine, vectorized=True)),
+}
+
+
+def with_gradient(h: Any, x: Any, device: str | None) -> Any:
+    """`y` and the gradient of `y**2 / 2`, which is asked for in a scope of its own."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        with tf.name_scope("forward"):
+            y = h(x)
+    with tf.name_scope("backward"), tf.device(device):
+        return y, tape.gradient(y, x, y)
+
+
+def nodes(function: Any, x: Any) -> list[Any]:
+    """What TensorFlow ran for a function: its nodes, split by device, with copies between them."""
+    concrete = tf.function(function).get_concrete_function(x)
+    context.context().enable_run_metadata()
+    concrete(x)
+    metadata = context.context().export_run_metadata()
+    context.context().disable_run_metadata()
+    return [n for f in metadata.function_graphs for g in f.partition_graphs for n in g.node]
+
+
+def short(device: Any) -> str:
+    """`CPU:1`."""
+    return str(device).split("device:")[-1]
+
+
+def where(ops: list[Any]) -> str:
+    counts = Counter(short(op.device) for op in ops)
+    return ", ".join(f"{n} on {device}" for device, n in sorted(counts.items()))
+
+
+def copies(ops: list[Any]) -> str:
+    ends = ("send_device", "recv_device")
+    counts = Counter(
+        " to ".join(short(op.attr[end].s.decode()) for end in ends)
+        for op in ops
+        if op.op == "_Send"
+    )
+    return ", ".join(f"{n} {way}" for way, n in sorted(counts.items())) or "none"
+
+
+def main() -> None:
+    x = tf.random.stateless_normal([4, 3], seed=[1, 2])
+    y = FORMS["with_gradient"](x)
+    print(f"x is on {short(x.device)}, the forms are told {DEVICE}: the value is on ", end="")
+    print(short(y.device))
+    for scope in (None, DEVICE):
+        print(f"\nIn one tf.function, tape.gradient in the scope {scope}:")
+        for name, h in FORMS.items():
+            ran = nodes(lambda x, h=h, scope=scope: with_gradient(h, x, scope), x)
+            host = [n for n in ran if "PyFunc" in n.op]
+            ops = [n for n in ran if n not in host and n.op not in ("Const", "_Send", "_Recv")]
+            # TensorFlow's own derivative of an op is named gradient_tape/ and the op.
+            backward = [n for n in ops if n.name.startswith(("backward/", "gradient_tape/"))]
+            print(f"  {name}")
+            print(f"    forward   {where([n for n in ops if n.name.startswith('forward/')])}")
+            print(f"    backward  {where(backward)}")
+            if host:
+                print(f"    engine    {where(host)}")
+            print(f"    copies    {copies(ran)}")
+    try:
+        sgtrick.with_gradient(value, tf.negative, device="TPU:0")(x)
+    except ValueError as error:
+        print(f"\n{error}")
+
+
+if __name__ == "__main__":
+    main()

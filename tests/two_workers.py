@@ -1,0 +1,200 @@
+"""One of several worker processes: gradients of every form, and a fit, of data that they share out.
+
+    python two_workers.py TASK ADDRESS... [--dies]
+
+Prints JSON. Without an address it is the single process that has all the data. With `--dies` the
+last worker ends in the middle of the fit.
+"""
+
+import json
+import os
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import sgtrick
+
+_random = np.random.default_rng(11)
+A, T = _random.normal(size=(12, 3)), _random.normal(size=12)
+W, B = np.array([0.4, -1.1, 0.7]), np.array(1.3)
+
+
+def value(w, b, a, t):
+    return tf.reduce_sum(tf.sin(tf.linalg.matvec(a, w)) * t) * b
+
+
+def gradients(w, b, a, t):
+    s = tf.linalg.matvec(a, w)
+    return tf.linalg.matvec(a, t * tf.cos(s), transpose_a=True) * b, tf.reduce_sum(tf.sin(s) * t)
+
+
+def stopped(w, b, a, t):
+    """The value, whose own derivative would be lost."""
+    return value(tf.stop_gradient(w), tf.stop_gradient(b), a, t)
+
+
+def custom_gradient(w, b, a, t):
+    return sgtrick.custom_gradient(value(w, b, a, t), gradients(w, b, a, t), (w, b))
+
+
+def with_hessian(w, b, a, t):
+    by_w, by_b = gradients(w, b, a, t)
+    curved = a * (t * tf.sin(tf.linalg.matvec(a, w)))[:, None]
+    hessian = (-tf.matmul(a, curved, transpose_a=True) * b, by_w / b), (by_w / b, None)
+    return sgtrick.custom_gradient(value(w, b, a, t), (by_w, by_b), (w, b), hx=hessian)
+
+
+def reads_b(w, b, a, t):
+    """By `b`, which the function reads, autodiff."""
+    h = sgtrick.with_gradient(
+        lambda w: value(tf.stop_gradient(w), b, a, t), lambda w: gradients(w, b, a, t)[0]
+    )
+    return h(w)
+
+
+def takes_variables(w, b, a, t):
+    def grad(w, variables):
+        assert len(variables) == 1
+        by_w, by_b = gradients(w, b, a, t)
+        return by_w, [by_b]
+
+    return sgtrick.with_gradient(lambda w: stopped(w, tf.identity(b), a, t), grad)(w)
+
+
+def custom_vjp(w, b, a, t):
+    @sgtrick.custom_vjp
+    def h(w, b):
+        return value(w, b, a, t), lambda u: tuple(u * g for g in gradients(w, b, a, t))
+
+    return h(w, b)
+
+
+def custom_jvp(w, b, a, t):
+    @sgtrick.custom_jvp
+    def h(w, b):
+        return value(w, b, a, t)
+
+    @h.defjvp
+    def _(primals, tangents):
+        by_w, by_b = gradients(*primals, a, t)
+        return h(*primals), tf.reduce_sum(by_w * tangents[0]) + by_b * tangents[1]
+
+    return h(w, b)
+
+
+def engine(w, b, a, t):
+    s = a @ w
+    return np.sum(np.sin(s) * t) * b, ((t * np.cos(s)) @ a * b, np.sum(np.sin(s) * t), None, None)
+
+
+def implicit_root(w, b, a, t):
+    w = tf.convert_to_tensor(w)
+    root = tf.sign(w) * tf.abs(w) ** (1 / 3)
+    return value(sgtrick.implicit_root(lambda r, w: r**3 - w, root, w) ** 3, b, a, t)
+
+
+def straight_through(w, b, a, t):
+    return value(sgtrick.straight_through(tf.stop_gradient(w), w), b, a, t)
+
+
+def scale_gradient(w, b, a, t):
+    half = (tf.convert_to_tensor(w) + tf.stop_gradient(w)) / 2
+    return value(sgtrick.scale_gradient(half, 2), b, a, t)
+
+
+FORMS = {
+    "custom_gradient": custom_gradient,
+    "custom_gradient, hx": with_hessian,
+    "with_gradient": sgtrick.with_gradient(stopped, gradients, argnums=(0, 1)),
+    "with_gradient, order 2": sgtrick.with_gradient(stopped, gradients, argnums=(0, 1), order=2),
+    "with_gradient, reads a variable": reads_b,
+    "with_gradient, takes variables": takes_variables,
+    "from_value_and_gradient": sgtrick.from_value_and_gradient(
+        lambda *args: (stopped(*args), gradients(*args)), argnums=(0, 1)
+    ),
+    "custom_vjp": custom_vjp,
+    "custom_jvp": custom_jvp,
+    "from_numpy": sgtrick.from_numpy(engine, event_ndims=(1, 0, 2, 1)),
+    "implicit_root": implicit_root,
+    "straight_through": straight_through,
+    "scale_gradient": scale_gradient,
+}
+
+
+def summed_gradients(forms, w, b, a, t):
+    """The gradients of each form, summed over all replicas."""
+    found = {}
+    for name, form in forms.items():
+        with tf.GradientTape() as tape:
+            y = form(w, b, a, t)
+        found[name] = tape.gradient(y, [w, b])
+        assert all(g is not None for g in found[name]), name
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, found)
+
+
+def regression(w, a, t):
+    """The log likelihood of a linear regression, by NumPy, and its gradient by `w`."""
+    residual = t - a @ w
+    return -0.5 * np.sum(residual**2), (residual @ a, None, None)
+
+
+log_likelihood = sgtrick.from_numpy(regression, event_ndims=(1, 2, 1))
+
+
+def fit(strategy, a, t, steps=60, after_step=lambda i: None):
+    """Variational inference for a linear regression with a normal prior: means and log scales.
+
+    Every replica takes the same draws, its own data, and its share of prior and entropy.
+    """
+    with strategy.scope():
+        q = [tf.Variable(tf.zeros(3, tf.float64)), tf.Variable(tf.zeros(3, tf.float64))]
+    share = 1 / strategy.num_replicas_in_sync
+
+    def step(i, a, t):
+        noise = tf.random.stateless_normal([4, 3], [1, i], dtype=tf.float64)
+        with tf.GradientTape() as tape:
+            mean, log_scale = (tf.convert_to_tensor(v) for v in q)
+            w = mean + tf.exp(log_scale) * noise
+            prior = -0.5 * tf.reduce_sum(w**2, -1)
+            elbo = log_likelihood(w, a, t) + share * (prior + tf.reduce_sum(log_scale))
+            elbo = tf.reduce_mean(elbo)
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tape.gradient(elbo, q))
+
+    run = tf.function(lambda i: strategy.run(step, (i, a, t)), autograph=False)
+    for i in range(steps):
+        for v, g in zip(q, run(tf.constant(i)), strict=True):
+            v.assign_add(0.03 * strategy.experimental_local_results(g)[0])
+        after_step(i)
+    return [v.numpy().tolist() for v in q]
+
+
+def main(task, addresses, dies):
+    if addresses:
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": task}}
+        os.environ["TF_CONFIG"] = json.dumps(cluster)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        assert strategy.num_replicas_in_sync == len(addresses)
+    else:
+        strategy = tf.distribute.get_strategy()
+    n = strategy.num_replicas_in_sync
+    a, t = tf.constant(A[task::n]), tf.constant(T[task::n])
+
+    def after_step(i):
+        if dies and task == n - 1 and i == 5:
+            os._exit(7)
+
+    if dies:
+        fit(strategy, a, t, after_step=after_step)
+    with strategy.scope():
+        w, b = tf.Variable(W), tf.Variable(B)
+    run = tf.function(lambda: strategy.run(summed_gradients, (FORMS, w, b, a, t)), autograph=False)
+    local = tf.nest.map_structure(lambda g: strategy.experimental_local_results(g)[0], run())
+    found = tf.nest.map_structure(lambda g: g.numpy().tolist(), local)
+    print(json.dumps({"gradients": found, "fit": fit(strategy, a, t)}))
+
+
+if __name__ == "__main__":
+    arguments = [a for a in sys.argv[1:] if a != "--dies"]
+    main(int(arguments[0]), arguments[1:], "--dies" in sys.argv)
