@@ -1,3 +1,10 @@
+# %% [markdown]
+# # Where everything runs
+#
+# Forward and backward ops of three forms on a device of their own, and what is copied to and fro.
+# Without a GPU, a second logical CPU stands for it.
+
+# %%
 """Where the ops of a log density run, forward and backward, and what is copied between devices."""
 
 import contextlib
@@ -52,6 +59,7 @@ def on_device(h: Any) -> Any:
     return placed
 
 
+# %%
 FORMS = {
     "with_gradient": sgtrick.with_gradient(value, tf.negative, device=DEVICE),
     "with_gradient, order=2": sgtrick.with_gradient(value, tf.negative, order=2, device=DEVICE),
@@ -73,6 +81,7 @@ def nodes(function: Any, x: Any) -> list[Any]:
     """What TensorFlow ran for a function: its nodes, split by device, with copies between them."""
     concrete = tf.function(function).get_concrete_function(x)
     context.context().enable_run_metadata()
+    context.context().export_run_metadata()  # of what ran before: TensorFlow keeps collecting
     concrete(x)
     metadata = context.context().export_run_metadata()
     context.context().disable_run_metadata()

@@ -397,6 +397,7 @@ class TestHostCallback:
 def nodes_of(run):
     """The nodes of the graphs that TensorFlow made of the functions that ran, one per device."""
     context.context().enable_run_metadata()
+    context.context().export_run_metadata()  # of what ran before: TensorFlow keeps collecting
     try:
         run()
         metadata = context.context().export_run_metadata()
