@@ -169,9 +169,13 @@ class WithGradient:
                 "leave order at 1."
             )
         grad, others = self._grad.f, point.others()
+
+        def call() -> Any:
+            return others.at(others.xs)(self._f)
+
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(others.xs)
-            y, variables = self._read(lambda: others.at(others.xs)(self._f), point.call.leaves())
+            y, variables = self._read(call, point.call.leaves())
         y = _value(y, self._f.name)
         reads = [tf.convert_to_tensor(v) for v in variables]
 
