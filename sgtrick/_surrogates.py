@@ -297,7 +297,9 @@ def _clip(x: Any, lo: Any, hi: Any) -> Any:
         def pullback(upstream: Any) -> Any:
             # An upstream of IndexedSlices may hold an entry in several parts: their sum is clipped.
             with _devices.of(y):
-                g = tf.clip_by_value(tf.convert_to_tensor(upstream), lo, hi)
+                upstream = tf.convert_to_tensor(upstream)
+                g = tf.clip_by_value(upstream, lo, hi)
+                g = tf.where(tf.equal(upstream, upstream), g, upstream)  # some XLAs clip NaN too
                 # Forward mode around a tf.function is the derivative of this, which is wrong. It
                 # cannot be told from a second derivative, which would be right.
                 return None, tf.raw_ops.PreventGradient(input=g, message=_TWICE)
