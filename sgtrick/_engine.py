@@ -1,7 +1,7 @@
 """Evaluates a function of NumPy arrays for the members of a batch, by turns or by an executor."""
 
 import contextlib
-import math
+import itertools
 import pickle
 import threading
 import time
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sgtrick import _reticulate
-from sgtrick._replies import Layout, Replies, too_few_dimensions
+from sgtrick._replies import Layout, Replies
 
 
 class Engine:
@@ -58,29 +58,24 @@ class Engine:
             np.array(a, None if dtype is None else self.dtype)
             for a, dtype in zip(arrays, layout.dtypes, strict=True)
         ]
-        for path, a, ndims in zip(layout.paths, leaves, layout.event_ndims, strict=True):
-            if a.ndim < ndims:
-                raise too_few_dimensions(path, a.shape, ndims)
-        batch = leaves[0].shape[: leaves[0].ndim - layout.event_ndims[0]] if leaves else ()
+        batch = layout.batch(leaves)
         calls = () if self._vectorized else batch  # one for each of these
-        n = 0 if 0 in batch else math.prod(calls)
-        shapes = [a.shape[len(calls) :] for a in leaves]
-        replies = Replies(layout, n, batch[len(calls) :], shapes)
-        if n:
-            rows = [a.reshape(n, *shape) for a, shape in zip(leaves, shapes, strict=True)]
-            members = [[row[i, ...] for row in rows] for i in range(n)]
-            self._ask(layout, members, replies)
-        return replies.joined(calls)
+        replies = Replies(layout, leaves, calls, batch)
+        if 0 not in batch:
+            self._ask(layout, leaves, list(itertools.product(*map(range, calls))), replies)
+        return replies.joined()
 
-    def _ask(self, layout: Layout, members: Sequence[Any], replies: Replies) -> None:
+    def _ask(
+        self, layout: Layout, leaves: Sequence[Any], members: Sequence[Any], replies: Replies
+    ) -> None:
         """Calls the engine for all members and puts what comes back into `replies`."""
         running: list[futures.Future[Any]] = []
         calls = failures = 0
         with self._turn:
             begin = time.perf_counter()
             try:
-                started = [self._started(layout, member, running) for member in members]
-                for i, result in enumerate(started):
+                started = [self._started(layout, _of(i, leaves), running) for i in members]
+                for i, result in zip(members, started, strict=True):
                     calls += 1
                     try:
                         returned = result()
@@ -91,7 +86,8 @@ class Engine:
                     except Exception as error:
                         failures += 1
                         if self._instead is None:
-                            raise RuntimeError(_failed(layout, members[i], error)) from error
+                            message = _failed(layout, _of(i, leaves), error)
+                            raise RuntimeError(message) from error
                         replies.put_instead(i, self._instead)
                     else:
                         replies.put(i, returned)
@@ -119,6 +115,11 @@ class Engine:
         if len(started) == 1:
             return started[0].result
         return lambda: tuple(future.result() for future in started)
+
+
+def _of(i: tuple[int, ...], leaves: Sequence[Any]) -> list[Any]:
+    """What the engine gets for member `i`: arrays, also where they have no dimensions."""
+    return [a[(*i, ...)] for a in leaves]
 
 
 _LOST = (

@@ -43,6 +43,17 @@ class Layout:
             return leaves
         return tf.nest.pack_sequence_as(self._args, leaves)  # type: ignore[no-any-return]
 
+    def batch(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The dimensions in front of those of one call, which all leaves have in common.
+
+        Raises:
+            ValueError: A leaf has too few dimensions.
+        """
+        for path, a, ndims in zip(self.paths, leaves, self.event_ndims, strict=True):
+            if a.ndim < ndims:
+                raise too_few_dimensions(path, a.shape, ndims)
+        return leaves[0].shape[: leaves[0].ndim - self.event_ndims[0]] if leaves else ()
+
     def split(self, gradient: Any) -> Sequence[Any]:
         """The leaves of a gradient, which has the structure of the arguments.
 
@@ -64,18 +75,20 @@ class Replies:
     def __init__(
         self,
         layout: Layout,
-        calls: int,
-        value_shape: tuple[int, ...],
-        leaf_shapes: Sequence[tuple[int, ...]],
+        leaves: Sequence[Any],
+        calls: tuple[int, ...],
+        batch: tuple[int, ...],
     ) -> None:
-        self._layout, self._value_shape, self._leaf_shapes = layout, value_shape, leaf_shapes
+        """For calls over the shape `calls`, the first dimensions of `batch`."""
+        self._layout, self._calls = layout, calls
+        self._value_shape = batch[len(calls) :]
         # Whatever the dtypes, float64 holds it until all is there.
-        self._values = np.zeros((calls, *value_shape))
-        self._gradients = [np.zeros((calls, *shape)) for shape in leaf_shapes]
-        self._auxes: list[Any] = [None] * calls
+        self._values = np.zeros(batch)
+        self._gradients = [np.zeros(a.shape) for a in leaves]
+        self._auxes: dict[tuple[int, ...], Any] = {}
 
-    def put(self, i: int, returned: Any) -> None:
-        """Takes what came back of a call.
+    def put(self, i: tuple[int, ...], returned: Any) -> None:
+        """Takes what came back of the call for the member `i`.
 
         Raises:
             TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
@@ -99,9 +112,8 @@ class Replies:
             self._auxes[i] = np.array(self._checked(aux, None, "aux"))
         self._values[i] = self._checked(value, self._value_shape, "the value")
         # Assigning copies, since engines may return the same buffer each time.
-        parts = layout.split(gradient)
-        for out, part, path, shape, dtype in zip(
-            self._gradients, parts, layout.paths, self._leaf_shapes, layout.dtypes, strict=True
+        for column, part, path, dtype in zip(
+            self._gradients, layout.split(gradient), layout.paths, layout.dtypes, strict=True
         ):
             if dtype is None:
                 if part is not None:
@@ -110,45 +122,40 @@ class Replies:
                         f"{_show(part)}: {path} has a dtype without derivatives."
                     )
             elif part is None:
-                out[i] = np.nan  # nothing is known, as whoever asks for it is to see
+                column[i] = np.nan  # nothing is known, as whoever asks for it is to see
             else:
-                out[i] = self._checked(part, shape, "the gradient", path)
+                shape = column.shape[len(self._calls) :]
+                column[i] = self._checked(part, shape, "the gradient", path)
 
-    def put_instead(self, i: int, value: float) -> None:
+    def put_instead(self, i: tuple[int, ...], value: float) -> None:
         """A value without a slope, for a call that failed."""
         self._values[i] = value
+        self._auxes[i] = None
 
-    def joined(self, calls: tuple[int, ...]) -> list[Any]:
-        """The values, the gradients by leaves that have derivatives, and aux if there is any.
-
-        Args:
-            calls: The shape of the batch over which calls were made.
-        """
+    def joined(self) -> list[Any]:
+        """The values, the gradients by leaves that have derivatives, and aux if there is any."""
         layout = self._layout
-        columns = [(self._values, layout.value_dtype)]
-        columns += zip(self._gradients, layout.dtypes, strict=True)
-        joined = [
-            _cast(column, dtype).reshape(calls + column.shape[1:])
-            for column, dtype in columns
-            if dtype is not None
-        ]
+        joined = [_cast(self._values, layout.value_dtype)]
+        for column, dtype in zip(self._gradients, layout.dtypes, strict=True):
+            if dtype is not None:
+                joined.append(_cast(column, dtype))
         if layout.aux_dtype is not None:
-            joined.append(_cast(self._stacked_auxes(calls), layout.aux_dtype))
+            joined.append(_cast(self._stacked_auxes(), layout.aux_dtype))
         return joined
 
-    def _stacked_auxes(self, calls: tuple[int, ...]) -> Any:
+    def _stacked_auxes(self) -> Any:
         """All aux of one shape, NaN where a call failed."""
         if not self._auxes:
-            return np.zeros(calls + self._value_shape)  # an empty batch
-        shapes = {aux.shape for aux in self._auxes if aux is not None}
+            return np.zeros_like(self._values)  # an empty batch
+        shapes = {aux.shape for aux in self._auxes.values() if aux is not None}
         if len(shapes) > 1:
             raise ValueError(
                 f"aux of {self._layout.name} must have the same shape for all members of a batch, "
                 f"got {' and '.join(map(_shapes.show, sorted(shapes)))}."
             )
         shape = shapes.pop() if shapes else ()
-        auxes = [np.full(shape, np.nan) if aux is None else aux for aux in self._auxes]
-        return np.reshape(auxes, calls + shape)
+        auxes = [np.full(shape, np.nan) if aux is None else aux for aux in self._auxes.values()]
+        return np.reshape(auxes, self._calls + shape)
 
     def _checked(self, value: Any, shape: Any, what: str, by: str | None = None) -> Any:
         """`value` as an array of real numbers, of this shape unless None."""
