@@ -142,8 +142,8 @@ def regression(w, a, t):
 log_likelihood = sgtrick.from_numpy(regression, event_ndims=(1, 2, 1))
 
 
-def fit(strategy, a, t, steps=60, after_step=lambda i: None):
-    """Variational inference for a linear regression with a normal prior: means and log scales.
+def fit(strategy, a, t, log_likelihood=log_likelihood, steps=60, after_step=lambda i: None):
+    """Variational inference for a regression with a normal prior: means and log scales.
 
     Every replica takes the same draws, its own data, and its share of prior and entropy.
     """

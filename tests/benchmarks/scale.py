@@ -25,7 +25,6 @@ TRANSITIONS = 3
 LEAPFROGS = 2
 CHAINS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]  # of 1,000 dimensions
 DIMENSIONS = [10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000]
-ROWS = 200_000  # for each worker
 
 
 def values(x):
@@ -72,24 +71,47 @@ def fitted(sizes, seconds):
     return best[1:]
 
 
-def worker(task, addresses):
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
+
+
+def mixed(w, a, t):
+    """A logistic regression with a random intercept for each row, integrated by quadrature."""
+    sign = np.where(t > 0, 1.0, -1.0)
+    logits, likelihood, slope = a @ w, 0, 0
+    for node, weight in zip(NODES, WEIGHTS, strict=True):  # one by one, in the cache
+        p = 1 / (1 + np.exp(-sign * (logits + node)))
+        likelihood += weight * p
+        slope += weight * sign * p * (1 - p)
+    return np.sum(np.log(likelihood)), ((slope / likelihood) @ a, None, None)
+
+
+FITS = {  # likelihood, rows for each process
+    "mixed logistic regression": (sgtrick.from_numpy(mixed, event_ndims=(1, 2, 1)), 30_000),
+    "linear regression": (two_workers.log_likelihood, 200_000),
+}
+
+
+def worker(fit, task, addresses):
     """Prints the seconds of a step of the fit, on a core of its own."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[task]})
-    if len(addresses) > 1:
+    if addresses:
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": task}}
         os.environ["TF_CONFIG"] = json.dumps(cluster)
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     else:
         strategy = tf.distribute.get_strategy()
+    log_likelihood, rows = FITS[fit]
     random = np.random.default_rng(task)
-    data = tf.constant(random.normal(size=(ROWS, 3))), tf.constant(random.normal(size=ROWS))
+    data = tf.constant(random.normal(size=(rows, 3))), tf.constant(random.normal(size=rows))
     times = []
-    two_workers.fit(strategy, *data, steps=40, after_step=lambda i: times.append(time.time()))
+    two_workers.fit(
+        strategy, *data, log_likelihood, steps=40, after_step=lambda i: times.append(time.time())
+    )
     print(np.median(np.diff(times)[5:]))
 
 
-def weak_scaling(n):
-    """Seconds of a step with `n` workers, each with the same number of rows."""
+def seconds_of_step(fit, n, *, together):
+    """Of `n` processes at once: the workers of one fit, or each with a fit of its own."""
     bound = [socket.socket() for _ in range(n)]
     for s in bound:
         s.bind(("127.0.0.1", 0))
@@ -98,13 +120,37 @@ def weak_scaling(n):
         s.close()
     workers = [
         subprocess.Popen(
-            [sys.executable, __file__, "--worker", str(i), *addresses],
+            [sys.executable, __file__, "--worker", fit, str(i), *(addresses if together else [])],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         for i in range(n)
     ]
     return max(float(w.communicate(timeout=200)[0]) for w in workers)
+
+
+def weak_scaling():
+    """Prints the time of two workers beside that of two processes that share nothing.
+
+    What those lose against one, the machine takes: its memory and caches are shared.
+    """
+    print("| fit | rows a process | one process | two apart | two workers | efficiency |")
+    print("| --- " * 6 + "|")
+    for fit, (_, rows) in FITS.items():
+        turns = [
+            (
+                seconds_of_step(fit, 1, together=False),
+                seconds_of_step(fit, 2, together=False),
+                seconds_of_step(fit, 2, together=True),
+            )
+            for _ in range(5)
+        ]
+        one, apart, two = 1e3 * np.median(turns, 0)
+        print(
+            f"| {fit} | {rows:,} | {one:.0f} ms | {apart:.0f} ms | {two:.0f} ms | "
+            f"{100 * one / two:.0f} %, of the machine's {100 * one / apart:.0f} % |"
+        )
+    print(f"\nTensorFlow {tf.__version__}.")
 
 
 def plot(curves, path):
@@ -142,19 +188,13 @@ def main(path):
             a, _, p = fitted(sizes, seconds)
             ends = [f"{1e3 * s:.3g} ms at {n:,}" for n, s in zip(sizes, seconds, strict=True)]
             print(f"| `{name}` | {what} | {ends[0]} | {ends[-1]} | {1e3 * a:.2g} ms | {p:.2f} |")
-    turns = [(weak_scaling(1), weak_scaling(2)) for _ in range(3)]
-    one, two = (1e3 * np.array(times) for times in zip(*turns, strict=True))
-    print(
-        f"\nThe fit of [](distribution.md) with {ROWS:,} rows a worker takes {min(one):.0f} to "
-        f"{max(one):.0f} ms a step with one worker and {min(two):.0f} to {max(two):.0f} ms with "
-        f"two, one core each, in three turns: an efficiency of {100 * min(one / two):.0f} to "
-        f"{100 * max(one / two):.0f} %. TensorFlow {tf.__version__}."
-    )
+    print()
+    weak_scaling()
     plot(curves, path)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
-        worker(int(sys.argv[2]), sys.argv[3:])
+        worker(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
     else:
         main(sys.argv[1])
