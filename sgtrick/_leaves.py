@@ -84,6 +84,7 @@ def pair_hessian(hx: Any, x: Any, differentiated: Container[str]) -> dict[str, A
     return blocks
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def make_leaf(path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _shapes.Names) -> Leaf:
     """Converts one leaf of `x` and the Jacobian of the tensor `fx` by it, and checks the contract.
 

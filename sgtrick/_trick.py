@@ -33,7 +33,16 @@ def embed(
         return y
     if eager():
         return _with_pullback(tf.stop_gradient(y), y, xs, jacobians)
-    leaves = [leaf and leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in jacobians()]
+    return _with_both(y, xs, jacobians())
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _with_both(y: Any, xs: Sequence[Any], leaves: Sequence[Leaf | None]) -> Any:
+    """Returns the formula, for a tape with its pullback.
+
+    AutoGraph would take a second to rewrite what has nothing for it. Callers' functions stay out.
+    """
+    leaves = [leaf and leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in leaves]
     h = with_linear(y, linear(leaves, [zero(x) for x in xs], y.dtype))
     return _with_pullback(h, y, xs, lambda: leaves)
 
