@@ -13,6 +13,14 @@ from sgtrick import _trick
 matrix.configure()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of one file on one worker, which share what was imported, made and converted."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture
 def formula_alone(monkeypatch):
     """Without the pullback that most tapes take in the formula's place."""

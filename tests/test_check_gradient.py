@@ -270,16 +270,16 @@ class TestWrong:
         if mode == "full":
             assert worst.numerical == pytest.approx(-0.023, abs=1e-3)
 
-    def test_one_entry_in_a_thousand(self):
-        mask = np.ones(1000)
-        mask[617] = 1.01
+    def test_one_entry_in_hundreds(self):
+        mask = np.ones(300)
+        mask[217] = 1.01
         f = sgtrick.with_gradient(
             lambda x: tf.reduce_sum(tf.sin(x)), lambda x: tf.cos(x) * constant(mask)
         )
-        x = constant(np.random.default_rng(0).uniform(0.5, 1.0, 1000))
+        x = constant(np.random.default_rng(0).uniform(0.5, 1.0, 300))
         found = report(tf.function(f), x, eps=(1e-4, 0.1))  # fewer steps than usual, for time
-        assert [entry.name for entry in found.entries if entry.verdict == "wrong"] == ["x[617]"]
-        assert len(found.entries) == 1000
+        assert [entry.name for entry in found.entries if entry.verdict == "wrong"] == ["x[217]"]
+        assert len(found.entries) == 300
 
     @pytest.mark.parametrize("off", [1e-2, -2.0])
     def test_one_entry_in_a_thousand_is_in_every_random_direction(self, off):

@@ -1,8 +1,6 @@
 """`sgtrick.tfp`: host engines in joint distributions, MCMC and VI against native models, DESIGN 3.7."""
 
 import doctest
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -88,11 +86,6 @@ def points(dtype, *shape, seed=0):
 
 def close(dtype):
     return {"rtol": 1e-5, "atol": 1e-5} if dtype == tf.float32 else {"rtol": 1e-12, "atol": 1e-12}
-
-
-def test_importing_sgtrick_imports_no_tfp():
-    code = "import sys, sgtrick; sys.exit('tensorflow_probability' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_examples_of_the_docstrings():
@@ -540,8 +533,9 @@ def sampled(kernel_of, target, state):
 
 
 class TestMCMC:
-    @pytest.mark.parametrize("kind", ["CoroutineAutoBatched", "Sequential"])
-    @pytest.mark.parametrize("dtype", [tf.float32, tf.float64], ids=lambda d: d.name)
+    @pytest.mark.parametrize(
+        ("kind", "dtype"), [("CoroutineAutoBatched", tf.float32), ("Sequential", tf.float64)]
+    )
     def test_hmc_draws_what_it_draws_natively(self, kind, dtype):
         def kernel(target):
             return tfp.mcmc.HamiltonianMonteCarlo(
@@ -595,11 +589,11 @@ class TestMCMC:
         @tf.function(autograph=False)
         def run():
             return tfp.experimental.mcmc.windowed_adaptive_nuts(
-                60, jd, n_chains=16, num_adaptation_steps=60, seed=[1, 2]
+                30, jd, n_chains=32, num_adaptation_steps=60, seed=[1, 2]
             )
 
         draws = run()[0]
-        assert draws.end.shape == [60, 16, 0]  # the factor is not pinned
+        assert draws.end.shape == [30, 32, 0]  # the factor is not pinned
         np.testing.assert_allclose(np.mean(draws.x, (0, 1)), POSTERIOR_MEAN, atol=0.07)
         np.testing.assert_allclose(np.var(draws.x, (0, 1)), POSTERIOR_VARIANCE, rtol=0.2)
 

@@ -6,6 +6,7 @@ eager tape per member. `complaint` compares the two, for the tests as for the ta
 """
 
 from matrix.cells import CELLS, Cell, judge
+from matrix.pairs import pairs
 from matrix.problem import Case, Problem, complaint, configure
 
-__all__ = ["CELLS", "Case", "Cell", "Problem", "complaint", "configure", "judge"]
+__all__ = ["CELLS", "Case", "Cell", "Problem", "complaint", "configure", "judge", "pairs"]

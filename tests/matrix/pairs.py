@@ -1,0 +1,39 @@
+"""Which cases run in which cells."""
+
+from collections.abc import Iterable, Set
+
+from matrix.cells import CELLS, Cell
+from matrix.problem import Case
+
+# One for each thing that TensorFlow does to a function: eager and compiled execution, shapes known
+# late, mapped backward and forward passes, accumulation in loops, forward mode, second derivatives
+# by itself and of what is made of first ones, and gradients found again in a stored graph.
+TELLING = {
+    "eager tape",
+    "tape in XLA",
+    "unknown ranks",
+    "`tape.jacobian`",
+    "`tape.batch_jacobian`",
+    "tape around `vectorized_map`, all in `tf.function`",
+    "`tf.while_loop`",
+    "`ForwardAccumulator` in `tf.function`",
+    "nested tapes",
+    "nested tapes over a square in `tf.function`",
+    "SavedModel without custom gradients",
+}
+assert CELLS.keys() >= TELLING
+
+
+def pairs(cases: Iterable[Case], everywhere: Set[str]) -> list[tuple[Case, Cell]]:
+    """The cases named in `everywhere` with every cell, the others with the telling ones.
+
+    The others take the same way through the code as one of the former, with other shapes.
+    """
+    cases = list(cases)
+    assert everywhere <= {case.name for case in cases}
+    return [
+        (case, cell)
+        for case in cases
+        for cell in CELLS.values()
+        if case.name in everywhere or cell.name in TELLING
+    ]
