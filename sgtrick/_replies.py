@@ -182,9 +182,10 @@ class Replies:
 def too_few_dimensions(path: str, shape: _shapes.Shape, ndims: int) -> ValueError:
     """What is raised for an argument with fewer dimensions than one call of the engine takes."""
     return ValueError(
-        f"{path} has shape {_shapes.show(shape)}, but event_ndims says that the engine takes "
-        f"{ndims} dimensions of it. State event_ndims, for example event_ndims=0 for a number; and "
-        "pass a list of numbers as an array, for a list is a structure."
+        f"{path} has shape {_shapes.show(shape)}, but the engine is declared to take arrays of "
+        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. State event_ndims, for example "
+        "event_ndims=0 for a number; and pass a list of numbers as an array, for a list is a "
+        "structure."
     )
 
 
@@ -227,6 +228,8 @@ def _show(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} ({', '.join(map(_show, value))})"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if shape == ():
+        return f"{type(value).__name__} {value}"
     if dtype is not None and shape is not None:
         return f"{type(value).__name__} of shape {list(shape)} and dtype {dtype}"
     return f"{type(value).__name__} {value!r}"[:200]
