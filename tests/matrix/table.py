@@ -1,10 +1,11 @@
-"""The comparison table of the docs: runs every cell and prints Markdown.
+"""The comparison tables of the docs: runs every cell and prints Markdown.
 
 Run it in tests/: python -m matrix.table
 """
 
 import importlib.metadata
-import sys
+import itertools
+import platform
 import warnings
 
 import tensorflow as tf
@@ -12,17 +13,37 @@ import tensorflow as tf
 from matrix import CELLS, configure, judge
 from matrix.values import comparison_cases
 
-SHORT = {
-    "sgtrick": "sgtrick",
-    "tfp.math.custom_gradient": "TFP",
-    "tf.custom_gradient": "TF",
+# Told apart by shape and word, not by colour.
+SHOWN = {"right": "✓ right", "raises": "! raises", "None": "∅ none", "wrong": "✗ wrong"}
+MEANINGS = {
+    "right": "✓ right",
+    "raises": "! raises an error",
+    "None": "∅ no gradient: None",
+    "wrong": "✗ silently wrong",
 }
-SHOWN = {
-    "right": "right",
-    "raises": "raises",
-    "None": "*no gradient*",
-    "wrong": "**wrong**",
-}
+VERSIONS = ["tensorflow", "tensorflow-probability", "keras"]
+
+
+def line(*texts: str) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(texts)} |"
+
+
+def header(libraries: list[str]) -> str:
+    """The two lines above the rows."""
+    return f"{line('', *libraries)}\n{line(*['---'] * (1 + len(libraries)))}"
+
+
+def row(name: str, verdicts: dict[str, dict[str, str]]) -> str:
+    """The row of a cell of the matrix, from the verdict by library and problem."""
+    return line(name, *map(_shown, verdicts.values()))
+
+
+def _shown(by_problem: dict[str, str]) -> str:
+    """One verdict, or, where the problems differ, the mark of each."""
+    if len(set(by_problem.values())) == 1:
+        return SHOWN[next(iter(by_problem.values()))]
+    return "<br>".join(f"{SHOWN[verdict][0]} {problem}" for problem, verdict in by_problem.items())
 
 
 def main() -> None:
@@ -30,28 +51,33 @@ def main() -> None:
     configure()
     tf.get_logger().setLevel("ERROR")
     problems = comparison_cases()
-    libraries = list(next(iter(problems.values())))
-    versions = [
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("tensorflow", "tensorflow-probability")
-    ]
-    print(f"Run on {' and '.join(versions)}, Python {sys.version.split()[0]}.")
-    group = None
-    for cell in CELLS.values():
-        if cell.group != group:
-            group = cell.group
-            print(f"\n## {group[0].upper()}{group[1:]}\n")
-            columns = [
-                f"{SHORT[library]}, {problem}" for problem in problems for library in libraries
-            ]
-            print("|", " | ".join(["", *columns]), "|")
-            print("|", " | ".join(["---"] * (1 + len(columns))), "|")
-        verdicts = [
-            SHOWN[judge(cell, problems[problem][library])]
-            for problem in problems
+    libraries = list(problems["one"])
+    verdicts = {
+        name: {
+            library: {problem: judge(cell, cases[library]) for problem, cases in problems.items()}
+            for library in libraries
+        }
+        for name, cell in CELLS.items()
+    }
+
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
+    print(f"Run on {versions}, Python {platform.python_version()}.\n")
+    print(f"## At a glance\n\nOf {len(CELLS)} ways, {' / '.join(problems)}:\n")
+    print(header(libraries))
+    for verdict, meaning in MEANINGS.items():
+        counts = [
+            " / ".join(
+                str(sum(of[library][problem] == verdict for of in verdicts.values()))
+                for problem in problems
+            )
             for library in libraries
         ]
-        print("|", " | ".join([cell.name, *verdicts]), "|", flush=True)
+        print(line(meaning, *counts))
+    for group, cells in itertools.groupby(CELLS.values(), lambda cell: cell.group):
+        print(f"\n## {group[0].upper()}{group[1:]}\n")
+        print(header(libraries))
+        for cell in cells:
+            print(row(cell.name, verdicts[cell.name]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import tensorflow_probability as tfp
+from keras import ops
 
 import sgtrick
 from matrix import functions as fn
@@ -72,7 +73,7 @@ def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
 def comparison_cases() -> dict[str, dict[str, Case]]:
     """sgtrick and its rivals given the same values and gradients, by problem and library.
 
-    The problems are one function of a vector, and four chains of it in one call.
+    The problems are one: a function of a vector; and many: four chains of it in one call.
     """
 
     def sg(x: Any) -> Any:
@@ -87,15 +88,25 @@ def comparison_cases() -> dict[str, dict[str, Case]]:
     def overridden(x: Any) -> Any:
         return fn.misled(fn.scalar)(x), lambda u: u[..., tf.newaxis] * fn.scalar_gradient(x)
 
+    @ops.custom_gradient
+    def of_any_backend(x: Any) -> Any:
+        def grad(*args: Any, upstream: Any = None) -> Any:  # as its documentation writes it
+            if upstream is None:
+                (upstream,) = args
+            return ops.multiply(upstream[..., None], fn.scalar_gradient(x))
+
+        return fn.misled(fn.scalar)(x), grad
+
     forms = {
         "sgtrick": sg,
-        "tfp.math.custom_gradient": tfp_,
-        "tf.custom_gradient": lambda x: overridden(x),
+        "tfp.math": tfp_,
+        "tf": lambda x: overridden(x),
+        "keras.ops": lambda x: of_any_backend(x),
     }
     return {
         problem: {
-            library: Case(library, fn.scalar, form, (POINTS,), batched=problem == "chains")
+            library: Case(library, fn.scalar, form, (POINTS,), batched=problem == "many")
             for library, form in forms.items()
         }
-        for problem in ("one function", "chains")
+        for problem in ("one", "many")
     }
