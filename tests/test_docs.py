@@ -1,6 +1,7 @@
-"""Every Python block of README and docs runs, and prints what the text says it prints."""
+"""Every Python block of README and docs runs, and prints what the text says; broken links are found."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,30 @@ def test_blocks_run_in_order(page, capsys):
     printed = capsys.readouterr().out
     for output in blocks(page, "text"):
         assert output in printed
+
+
+def test_readme_example_comes_first():
+    assert (ROOT / "README.md").read_text().partition("\n```\n")[0].count("\n") < 30
+
+
+def test_broken_links_are_found(tmp_path):
+    site, readme = tmp_path / "site", tmp_path / "README.md"
+    site.mkdir()
+    (site / "two.html").write_text('<p id="there">', encoding="utf-8")
+    (site / "plot.png").write_bytes(b"a picture")
+    (site / "empty.png").touch()
+    right = ["#top", "two.html", "two.html#there", "two.html?q#there", "https://elsewhere.org/no"]
+    wrong = ["#gone", "two.html#gone", "three.html"]
+    links = "".join(f'<a href="{link}"></a>' for link in [*right, *wrong])
+    images = '<img src="plot.png"><img src="empty.png"><img src="gone.png">'
+    (site / "index.html").write_text(links + images, encoding="utf-8")
+    readme.write_text("[a](site/two.html) ![b](site/gone.png) [c](https://elsewhere.org)")
+    complaints = runpy.run_path(str(ROOT / "docs" / "check_links.py"))["complaints"]
+    assert [line.removeprefix(f"{tmp_path}/") for line in complaints(site, readme)] == [
+        "site/index.html: #gone: no such anchor",
+        "site/index.html: two.html#gone: no such anchor",
+        "site/index.html: three.html: no such file",
+        "site/index.html: empty.png: an empty file",
+        "site/index.html: gone.png: no such file",
+        "README.md: site/gone.png: no such file",
+    ]
