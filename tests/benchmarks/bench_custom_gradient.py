@@ -22,9 +22,9 @@ def tf_custom_gradient(fx, gx, x):
 
 
 LIBRARIES = {
-    "tfp": tfp.math.custom_gradient,
-    "tf": tf_custom_gradient,
+    "tfp.math": tfp.math.custom_gradient,
     "sgtrick": sgtrick.custom_gradient,
+    "tf": tf_custom_gradient,
 }
 
 
@@ -51,4 +51,4 @@ MODES = {
 def test_scalar_function(take_turns, mode, n):
     x = tf.random.stateless_normal([n], [0, 1])
     runs = {library: MODES[mode](embed) for library, embed in LIBRARIES.items()}
-    take_turns(f"{mode}, n = {n:.0e}", runs, (tf.reduce_sum(x**2), 2 * x, x), n)
+    take_turns(f"{mode}, {n:,} entries", runs, (tf.reduce_sum(x**2), 2 * x, x), n)

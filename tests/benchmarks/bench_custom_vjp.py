@@ -18,7 +18,7 @@ def value_and_rule(x):
 
 
 FORMS = {
-    "tf": tf.custom_gradient(value_and_rule),
+    "tf.custom_gradient": tf.custom_gradient(value_and_rule),
     "custom_vjp": sgtrick.custom_vjp(value_and_rule),
     "with_gradient": sgtrick.with_gradient(lambda x: tf.math.log(1 + tf.exp(x)), tf.sigmoid),
 }
@@ -45,4 +45,5 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_elementwise_function(take_turns, mode, n):
     x = tf.random.stateless_normal([n], [0, 1])
-    take_turns(f"{mode}, n = {n:.0e}", {k: MODES[mode](f) for k, f in FORMS.items()}, (x,), n)
+    runs = {name: MODES[mode](form) for name, form in FORMS.items()}
+    take_turns(f"{mode}, {n:,} entries", runs, (x,), n)

@@ -2,6 +2,7 @@ import statistics
 import time
 
 import pytest
+import tensorflow as tf
 
 
 @pytest.fixture
@@ -26,6 +27,11 @@ def take_turns(benchmark):
     return run
 
 
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """For plot.py, which states it."""
+    machine_info["tensorflow"] = tf.__version__
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """Prints what each library took, as the median of its ratios to the first, turn by turn."""
     session = getattr(config, "_benchmarksession", None)
@@ -34,10 +40,10 @@ def pytest_terminal_summary(terminalreporter, config):
     write, shown = terminalreporter.write_line, None
     for bench in session.benchmarks:
         if shown != (shown := list(bench.extra_info["seconds"])):
-            write(f"{'':36}" + "".join(f"{name:>14}" for name in shown))
+            write(f"{'':36}" + "".join(f"{name:>20}" for name in shown))
         base, *others = bench.extra_info["seconds"].values()
         cells = [f"{statistics.median(base) * 1e6:9.0f} us"]
         for other in others:
             ratios = [a / b for a, b in zip(other, base, strict=True)]
-            cells.append(f"{statistics.median(ratios):14.2f}")
-        write(f"{bench.extra_info['what']:36}{cells[0]:>14}" + "".join(cells[1:]))
+            cells.append(f"{statistics.median(ratios):20.2f}")
+        write(f"{bench.extra_info['what']:36}{cells[0]:>20}" + "".join(cells[1:]))

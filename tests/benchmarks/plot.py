@@ -1,0 +1,117 @@
+"""The tables and the figure of docs/performance.md, from what the benchmarks measured.
+
+    nox -s bench
+
+runs the benchmarks with `--benchmark-json=FILE` and then this with FILE.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+DOCS = Path(__file__).parents[2] / "docs"
+PERCENTILES = [10, 50, 90]
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+APART = {"NumPy alone", "sequential"}  # no rivals: in the tables alone
+MARKS = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]  # Okabe and Ito's colours
+
+
+def groups(benchmarks):
+    """`(file, rivals, cases)` of benchmarks that stand together, each with the same rivals."""
+
+    def file_and_rivals(benchmark):
+        file = Path(benchmark["fullname"].partition("::")[0]).stem
+        return file, tuple(benchmark["extra_info"]["seconds"])
+
+    for (file, rivals), cases in itertools.groupby(benchmarks, file_and_rivals):
+        yield file, rivals, [case["extra_info"] for case in cases]
+
+
+def ratios(case, rival):
+    """Low, median and high of the ratio to the first rival, turn by turn."""
+    first = next(iter(case["seconds"].values()))
+    return np.percentile(np.divide(case["seconds"][rival], first), PERCENTILES)
+
+
+def digits(ratio):
+    """Two or three significant ones, and never an exponent."""
+    return np.format_float_positional(ratio, 2 if ratio < 1 else 3, fractional=False, trim="-")
+
+
+def duration(seconds):
+    unit, name = next((u, n) for u, n in [(1, "s"), (1e-3, "ms"), (1e-6, "µs")] if seconds >= u)
+    return f"{seconds / unit:.3g} {name}"
+
+
+def table(rivals, cases):
+    """Markdown: the time of the first rival, and the ratios of the others to it."""
+    first, *others = rivals
+    lines = [["", first, *others], ["---"] * (1 + len(rivals))]
+    for case in cases:
+        row = [case["what"], duration(np.median(case["seconds"][first]))]
+        for rival in others:
+            row.append("{1} ({0} to {2})".format(*map(digits, ratios(case, rival))))
+        lines.append(row)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def figure(panels):
+    """Ratios on a common logarithmic axis, a panel for each set of rivals."""
+    plt.rcParams.update(STYLE)
+    heights = [len(cases) + 0.5 for _, _, cases in panels]
+    size = (5.5, 0.24 * sum(heights) + 0.5 * len(panels) + 0.4)
+    fig, axes = plt.subplots(
+        len(panels),
+        sharex=True,
+        squeeze=False,
+        height_ratios=heights,
+        figsize=size,
+        layout="constrained",
+    )
+    for axis, (_, (first, *others), cases) in zip(axes[:, 0], panels, strict=True):
+        axis.axvline(1, color="black", lw=1)
+        for i, (rival, (color, marker)) in enumerate(zip(others, MARKS, strict=False)):
+            low, median, high = np.transpose([ratios(case, rival) for case in cases])
+            y = np.arange(len(cases)) + 0.3 * (i - (len(others) - 1) / 2)
+            axis.hlines(y, low, high, color=color, lw=2)
+            axis.plot(median, y, marker, color=color, ms=5, label=rival)
+        axis.set_yticks(range(len(cases)), [case["what"] for case in cases])
+        axis.set_ylim(len(cases) - 0.4, -0.6)
+        axis.tick_params(left=False)
+        axis.grid(axis="x", alpha=0.3)
+        axis.annotate(
+            f"{first} = 1", (0, 1), (-6, 6), textcoords="offset points",
+            xycoords="axes fraction", ha="right", weight="bold",
+        )  # fmt: skip
+        axis.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, borderpad=0,
+            handlelength=1, handletextpad=0.2, columnspacing=1,
+        )  # fmt: skip
+    axes[-1, 0].set_xscale("log")
+    axes[-1, 0].xaxis.set_major_formatter("{x:g}")
+    axes[-1, 0].set_xlabel("← faster    time    slower →")
+    return fig
+
+
+def main(path):
+    results = json.loads(Path(path).read_text())
+    machine, panels = results["machine_info"], list(groups(results["benchmarks"]))
+    turns = len(next(iter(panels[0][2][0]["seconds"].values())))
+    conditions = (
+        f"{turns} turns; in brackets, the middle 80 % of them. TensorFlow {machine['tensorflow']}, "
+        f"Python {machine['python_version']}, {machine['cpu']['count']} cores."
+    )
+    for file, of_file in itertools.groupby(panels, lambda panel: panel[0]):
+        tables = [table(rivals, cases) for _, rivals, cases in of_file]
+        (DOCS / f"{file}.inc").write_text("\n\n".join([*tables, conditions]) + "\n")
+    image = DOCS / "_static" / "performance.png"
+    rivalries = [panel for panel in panels if panel[1][0] not in APART]
+    figure(rivalries).savefig(image, dpi=160, bbox_inches="tight", pad_inches=0.15)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
