@@ -1,9 +1,10 @@
 """Sphinx configuration.
 
-Generates the comparison table and the notebooks of the gallery, which are executed, and checks that
-no public name is undocumented.
+Generates the comparison table, the figures and the notebooks of the gallery, which are executed,
+and checks that no public name is undocumented.
 """
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -23,16 +24,25 @@ author = "The sgtrick developers"
 copyright = f"2026, {author}"
 release = version = "0.1.0"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # formulas need no network
+]
 myst_enable_extensions = ["dollarmath"]
-myst_heading_anchors = 2
+myst_heading_anchors = 3
 exclude_patterns = ["_build", "_generated", "gallery/figures", "gallery/data"]
 nb_execution_mode = "cache"  # a notebook runs when its source has changed
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_output_stderr = "remove"  # progress bars
+nb_merge_streams = True  # one block for what a cell prints
 html_theme = "furo"
 html_title = "sgtrick"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(tf|collections)\..*")]  # of no page here
 autodoc_typehints = "none"  # the docstrings say more than Any
@@ -51,6 +61,10 @@ def _generate_comparison() -> None:
     generated.write_text(done.stdout)
 
 
+def _generate_figures() -> None:
+    subprocess.run([sys.executable, HERE / "figures.py", HERE / "_generated"], check=True)
+
+
 def _generate_gallery() -> None:
     """Scripts become notebooks, beside a copy of their data."""
     shutil.rmtree(GALLERY, ignore_errors=True)
@@ -59,13 +73,26 @@ def _generate_gallery() -> None:
     for script in EXAMPLES:
         notebook = jupytext.read(script)
         notebook.metadata["kernelspec"] = kernel
+        _fold(notebook.cells)
         jupytext.write(notebook, GALLERY / f"{script.stem}.ipynb")
-    downloads = "\n".join(
-        f"* {{doc}}`gallery/{s.stem}`: {{download}}`notebook <gallery/{s.stem}.ipynb>`, "
+    entries = "\n".join(
+        f"* {{doc}}`gallery/{s.stem}`. {ast.get_docstring(ast.parse(s.read_text()))} "
+        f"{{download}}`Notebook <gallery/{s.stem}.ipynb>`, "
         f"{{download}}`script <../examples/{s.name}>`"
         for s in EXAMPLES
     )
-    (HERE / "_generated" / "gallery.md").write_text(downloads + "\n")
+    (HERE / "_generated" / "gallery.md").write_text(entries + "\n")
+
+
+def _fold(cells: list[Any]) -> None:
+    """Folds imports and how figures are drawn; a figure's alternative text is the heading above."""
+    heading = ""
+    for cell in cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("#"):
+            heading = cell.source.partition("\n")[0].lstrip("# ")
+        if "def silent_stderr" in cell.source or "savefig" in cell.source:
+            cell.metadata["tags"] = ["hide-input"]
+            cell.metadata["mystnb"] = {"image": {"alt": heading}}
 
 
 def _check_gallery(app: Any, error: Exception | None) -> None:
@@ -86,5 +113,6 @@ def _check_documented() -> None:
 def setup(app: Any) -> None:
     _check_documented()
     _generate_comparison()
+    _generate_figures()
     _generate_gallery()
     app.connect("build-finished", _check_gallery)

@@ -51,7 +51,7 @@ with silent_stderr():
 
     import sgtrick
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path.cwd()  # no file in a notebook
+HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
 HOURS = np.array([94.3, 15.7, 62.9, 126, 5.24, 31.4, 1.05, 1.05, 2.1, 10.5])  # thousands
 FAILURES = np.array([5, 1, 5, 14, 3, 19, 1, 1, 4, 22.0])
 

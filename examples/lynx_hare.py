@@ -49,7 +49,7 @@ with silent_stderr():
 tfb, tfd = tfp.bijectors, tfp.distributions
 tf.get_logger().setLevel("ERROR")  # effective_sample_size warns of a cast of its own
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path.cwd()  # no file in a notebook
+HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
 
 # %% [markdown]
 # ## Data and reference

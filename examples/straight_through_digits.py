@@ -47,7 +47,7 @@ with silent_stderr():
 
     import sgtrick.keras
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path.cwd()  # no file in a notebook
+HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
 BITS, EPOCHS, SEED = 32, 40, 1
 
 # %% [markdown]

@@ -52,7 +52,7 @@ with silent_stderr():
     from sgtrick.tfp import Factor
 tfd = tfp.distributions
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path.cwd()  # no file in a notebook
+HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
 
 # %% [markdown]
 # ## The data, and the likelihood in JAX

@@ -52,7 +52,7 @@ with silent_stderr():
 tf.get_logger().setLevel("ERROR")  # effective_sample_size warns of a cast of its own
 tfd = tfp.distributions
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path.cwd()  # no file in a notebook
+HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
 
 # %% [markdown]
 # ## The counts

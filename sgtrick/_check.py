@@ -39,10 +39,11 @@ def check_gradient(
         ('wrong', 0.0099)
 
     Args:
-        f: Called eagerly with `x`; may be a `tf.function`. Returns a real tensor, or a list or dict
-            of them, of any shapes. A plain tuple of two is `(value, gradient)`, as
-            `from_value_and_gradient` takes it, with the gradient in place of the tape's; so return
-            several outputs as a list, dict or named tuple.
+        f: Called eagerly with `x`, as tensors; may be a `tf.function`. Wrap a NumPy function by
+            `from_numpy` first. Returns a real tensor, or a list or dict of them, of any shapes. A
+            plain tuple of two is `(value, gradient)`, as `from_value_and_gradient` takes it, with
+            the gradient in place of the tape's; so return several outputs as a list, dict or named
+            tuple.
         x: The point, a structure of real tensors, variables, arrays and numbers. A plain tuple
             holds several arguments, `f(*x)`, as for `torch.autograd.gradcheck` and JAX's
             `check_grads`; anything else is one, `f(x)`. Leaves without derivatives (integers,

@@ -62,6 +62,18 @@ class Entry(NamedTuple):
 class GradientReport:
     """What `check_gradient` found; prints as a table.
 
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> wrong = sgtrick.with_gradient(lambda x: x[0] * x[1], lambda x: x)
+        >>> x = tf.constant([2.0, 2.5], tf.float64)
+        >>> report = sgtrick.check_gradient(wrong, x, raise_exception=False)
+        >>> for entry in report.entries:
+        ...     print(f"{entry.name} {entry.embedded:.3f} {entry.numerical:.3f} {entry.verdict}")
+        x[0] 2.000 2.500 wrong
+        x[1] 2.500 2.000 wrong
+        >>> report.passed, report.count("wrong"), report.worst.name
+        (False, 2, 'x[0]')
+
     Attributes:
         entries: The worst first: by verdict, then by error in units of what is allowed.
         mode: `full` or `random`.
@@ -140,6 +152,15 @@ class GradientReport:
 
 class GradientCheckError(AssertionError):
     """A gradient did not pass `check_gradient`.
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> wrong = sgtrick.with_gradient(tf.sin, tf.sin)
+        >>> try:
+        ...     sgtrick.check_gradient(wrong, tf.constant(0.5))
+        ... except sgtrick.GradientCheckError as error:
+        ...     print(error.report.worst.verdict)
+        wrong
 
     Attributes:
         report: The `GradientReport`.
