@@ -183,9 +183,9 @@ def too_few_dimensions(path: str, shape: _shapes.Shape, ndims: int) -> ValueErro
     """What is raised for an argument with fewer dimensions than one call of the engine takes."""
     return ValueError(
         f"{path} has shape {_shapes.show(shape)}, but the engine is declared to take arrays of "
-        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. State event_ndims, for example "
-        "event_ndims=0 for a number; and pass a list of numbers as an array, for a list is a "
-        "structure."
+        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. State event_ndims, for "
+        "example event_ndims=0 for a number; and pass a list of numbers as an array, for a list "
+        "is a structure."
     )
 
 

@@ -598,7 +598,11 @@ class TestErrors:
                 [np.ones(2)],
                 r"event_ndims=\(1, 1\) must have one entry for each of the 1 arguments \(x\)",
             ),
-            (2, [np.ones(2)], r"x has shape \[2\], but the engine is declared to take arrays of 2 dimensions"),
+            (
+                2,
+                [np.ones(2)],
+                r"x has shape \[2\], but the engine is declared to take arrays of 2 dimensions",
+            ),
             (
                 1,
                 [[1.0, 2.0]],
@@ -614,7 +618,9 @@ class TestErrors:
 
     def test_event_ndims_of_an_unknown_rank(self):
         run = tf.function(sgtrick.from_numpy(engines.normal), input_signature=[tf.TensorSpec(None)])
-        with pytest.raises(tf.errors.OpError, match=r"x has shape \[\], but the engine is declared"):
+        with pytest.raises(
+            tf.errors.OpError, match=r"x has shape \[\], but the engine is declared"
+        ):
             run(1.0)
 
     @WRAPS
