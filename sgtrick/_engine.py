@@ -62,13 +62,27 @@ class Engine:
         calls = () if self._vectorized else batch  # one for each of these
         replies = Replies(layout, leaves, calls, batch)
         if 0 not in batch:
-            self._ask(layout, leaves, list(itertools.product(*map(range, calls))), replies)
+            members = list(itertools.product(*map(range, calls)))
+            self._ask(layout, members, leaves, replies, arrays)
         return replies.joined()
 
     def _ask(
-        self, layout: Layout, leaves: Sequence[Any], members: Sequence[Any], replies: Replies
+        self,
+        layout: Layout,
+        members: Sequence[tuple[int, ...]],
+        leaves: Sequence[Any],
+        replies: Replies,
+        arrays: Sequence[Any],
     ) -> None:
-        """Calls the engine for all members and puts what comes back into `replies`."""
+        """Calls the engine for all members and puts what comes back into `replies`.
+
+        Args:
+            layout: What the leaves are.
+            members: Where in the leaves.
+            leaves: What the engine gets, and may change.
+            replies: Where to put what it returns.
+            arrays: The leaves as they came, for errors.
+        """
         running: list[futures.Future[Any]] = []
         calls = failures = 0
         with self._turn:
@@ -86,7 +100,8 @@ class Engine:
                     except Exception as error:
                         failures += 1
                         if self._instead is None:
-                            message = _failed(layout, _of(i, leaves), error)
+                            came = _of(i, [np.asarray(a) for a in arrays])
+                            message = _failed(layout, came, error)
                             raise RuntimeError(message) from error
                         replies.put_instead(i, self._instead)
                     else:
@@ -108,10 +123,12 @@ class Engine:
             copies = [layout.pack(member), layout.pack([a.copy() for a in member])]
             return lambda: tuple(f(*m) for f, m in zip(self._functions, copies, strict=True))
         try:
-            started = [self._executor.submit(f, *layout.pack(member)) for f in self._functions]
+            started = []
+            for f in self._functions:
+                started.append(self._executor.submit(f, *layout.pack(member)))
+                running.append(started[-1])
         except Exception as error:
             raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
-        running += started
         if len(started) == 1:
             return started[0].result
         return lambda: tuple(future.result() for future in started)

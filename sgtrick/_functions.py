@@ -62,7 +62,8 @@ def with_gradient(
             That is then exactly their gradient. What else `f` closes over has none then.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         order: Through which order derivatives by these arguments are exact. 1: `grad` is stopped,
-            and second derivatives by these arguments are unconnected. `k`: `grad` is called at
+            and second derivatives by these arguments are unconnected (and lack the part with the
+            Hessian in nonlinear functions of the result). `k`: `grad` is called at
             `ceil(k / 2)` points and kept differentiable, mixed derivatives with other arguments
             included; then the first backward pass differentiates it too.
         batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.

@@ -68,7 +68,8 @@ def from_numpy(
             `[batch..., event...]`, a value `[batch...]`, and gradients like the arguments. Without,
             it is called for one member after the other.
         has_aux: Whether the engine returns `((value, aux), gradient)`, or with `grad` `(value,
-            aux)`. `aux` is an array of real numbers, of the same shape for all members of a batch.
+            aux)`. `aux` is an array of real numbers, of the same shape for all members of a batch;
+            where all of a batch failed, one NaN for each.
         dtype: The floating dtype in which the engine computes.
         executor: A `concurrent.futures.Executor` that evaluates the members of a batch at once:
             threads, processes, or `dask.distributed`'s `Client.get_executor()`. Draws do not
@@ -83,7 +84,8 @@ def from_numpy(
         tensor `[batch...]`, or `(value, aux)` with `aux` of `dtype`, `[batch..., ...]`. Value and
         gradients have the dtype of their arguments, the value the widest of these. Static shapes
         are those of the arguments. `calls`, `failures` and `seconds` count calls of the engine,
-        those that raised, and the wall time of all. Second derivatives are unconnected.
+        those that raised, and the wall time of all. Second derivatives are
+        unconnected, and incomplete in nonlinear functions of the result.
 
         Without an executor, one call is made at a time, from whichever threads TensorFlow calls;
         the counters are exact. No call is made for an empty batch. `tf.vectorized_map` calls for
@@ -227,7 +229,7 @@ def _tensors(
     floating = [
         tf.as_dtype(leaf.dtype)
         for _, leaf, _ in flat
-        if _arguments.has_derivatives(leaf) and not isinstance(leaf, (float, complex))
+        if _arguments.has_derivatives(leaf) and type(leaf) not in (float, complex)
     ]
     common = np.result_type(*(d.as_numpy_dtype for d in floating)) if floating else default
     xs, dtypes = [], []

@@ -72,8 +72,9 @@ def custom_gradient(
         hx: The Hessian at `x`, for second derivatives: blocks in a structure of structures as
             `jax.hessian` returns it, each of shape `B + R + D_i + D_j`, None for a zero block; or a
             callable `v -> H v` on the structure of `x`, linear and differentiable by TensorFlow.
-            Only the symmetric part counts. None: the result is of first order by construction, its
-            second derivative by `x` is unconnected.
+            Only the symmetric part counts. None: the result is of first order by construction. Its
+            second derivative by `x` is unconnected, and in that of a nonlinear function of it the
+            part with the Hessian is missing.
         device: Where the ops of the trick are put: a name such as `"GPU:0"` or `"CPU"`, a
             `tf.DeviceSpec`, a list of these of which the first present is taken, or None for the
             surrounding `tf.device` scope.

@@ -15,7 +15,7 @@ matrix.configure()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of one file on one worker, which share what was imported, made and converted."""
+    """Neighbours on one worker, which share what was imported, made and converted."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)

@@ -374,6 +374,13 @@ class TestArguments:
         assert h(np.array([1.0, 2.0]), 0.1).numpy() == (1 + 2) * 0.1  # not float32's 0.1
         assert sgtrick.from_numpy(lambda a: (a, 1.0), event_ndims=0)(0.1).numpy() == 0.1
 
+    def test_a_number_of_numpy_has_a_dtype(self):
+        h = sgtrick.from_numpy(engines.two, event_ndims=(2, 0))
+        x = tf.ones([2, 2])
+        y, (by_x, by_y) = value_and_gradients(h, x, tf.constant(0.1, tf.float64))
+        assert h(x, np.float64(0.1)) == y
+        assert (y.dtype, by_x.dtype, by_y.dtype) == (tf.float64, tf.float32, tf.float64)
+
     def test_overflow_of_a_narrow_dtype(self):
         h = sgtrick.from_numpy(lambda x: (-1e300, np.full_like(x, 1e300)))
         y, (g,) = value_and_gradients(h, tf.constant([1.0]))
@@ -468,6 +475,8 @@ class TestAux:
         y, aux = wrap(h)(tf.constant([[2.0, 0.0], [0.0, 1.0]]))
         np.testing.assert_array_equal(y, [-np.inf, -0.5])
         np.testing.assert_array_equal(aux, [[np.nan, np.nan], [0, 1]])
+        _, aux = wrap(h)(tf.constant([[2.0, 0.0], [0.0, 3.0]]))
+        np.testing.assert_array_equal(aux, [np.nan, np.nan])  # of a shape that nobody knows
 
     def test_aux_of_different_shapes(self):
         h = sgtrick.from_numpy(lambda x: ((x[0], x[: int(x[0])]), x), has_aux=True)
@@ -490,6 +499,15 @@ class TestErrors:
         assert (h.calls, h.failures) == (2, 1)
         if isinstance(caught.value, RuntimeError):
             assert isinstance(caught.value.__cause__, ArithmeticError)
+
+    @WRAPS
+    def test_the_input_as_it_was_before_the_engine_changed_it(self, wrap):
+        def engine(x):
+            x *= 2
+            raise ArithmeticError
+
+        with pytest.raises((RuntimeError, tf.errors.UnknownError), match=r"x = \[1\., 2\.\]"):
+            wrap(sgtrick.from_numpy(engine))(tf.constant([1.0, 2.0]))
 
     @WRAPS
     def test_a_number_in_the_place_of_failures(self, wrap):

@@ -10,6 +10,9 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import sgtrick.tfp
+from matrix import Case, complaint, pairs
+from matrix import functions as fn
+from matrix.values import POINTS
 from sgtrick.tfp import Factor, LogDensity
 
 tfb, tfd, tfde = tfp.bijectors, tfp.distributions, tfp.experimental.distributions
@@ -24,15 +27,11 @@ OBSERVED, SD = np.array([3.0, -1.0]), 0.5
 @np.errstate(over="ignore")  # in trajectories that diverge
 def engine(x):
     """Log likelihood of the observations, and its gradient. NumPy, in double precision."""
-    z = (OBSERVED - x.astype(float)) / SD
-    value = -0.5 * np.sum(z**2 + np.log(2 * np.pi * SD**2), axis=-1)
-    return value.astype(x.dtype), (z / SD).astype(x.dtype)
+    z = (OBSERVED - x) / SD
+    return -0.5 * np.sum(z**2 + np.log(2 * np.pi * SD**2), axis=-1), z / SD
 
 
-@sgtrick.from_value_and_gradient
-def host(x):
-    value, gradient = tf.numpy_function(engine, [x], [x.dtype, x.dtype])
-    return tf.ensure_shape(value, x.shape[:-1]), tf.ensure_shape(gradient, x.shape)
+host = sgtrick.from_numpy(engine, vectorized=True)
 
 
 def native(x):
@@ -92,6 +91,26 @@ def test_examples_of_the_docstrings():
     failed, attempted = doctest.testmod(sgtrick.tfp)
     assert attempted > 10
     assert not failed
+
+
+def scalar(x):
+    return sgtrick.custom_gradient(fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x)
+
+
+CASES = [
+    Case("Factor", fn.scalar, lambda x: Factor(scalar(x)).log_prob(tf.zeros([0], x.dtype)), (POINTS,)),
+    Case("LogDensity", fn.scalar, lambda x: LogDensity(scalar, 3, x.dtype).log_prob(x), (POINTS,)),
+]  # fmt: skip
+
+
+# What is of first order in the other cells is in test_value_matrix.py.
+PAIRS = [p for p in pairs(CASES, everywhere={"Factor", "LogDensity"}) if p[1].order == 1]
+
+
+@pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
+def test_matrix(case, cell):
+    problem = cell.problem(case)
+    assert complaint(cell.run(case.form, problem), problem.expected, cell.rtol) is None
 
 
 class TestJointDistributions:

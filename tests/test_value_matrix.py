@@ -11,6 +11,7 @@ AS_IT_IS = pairs(
     CASES,
     everywhere={
         "chains",
+        "stopped by hand",
         "Jacobian per member",
         "structure",
         "Hessian blocks",

@@ -2,7 +2,8 @@
 
     PYTHONPATH=.:tests python tests/benchmarks/scale.py docs/_static/scale.png > docs/scale.inc
 
-Times are the best of several turns, since a shared machine only ever adds to them.
+Times of HMC are the best of several turns, since a shared machine only ever adds to them; those of the
+fits are medians.
 """
 
 import json
@@ -148,7 +149,7 @@ def weak_scaling():
         one, apart, two = 1e3 * np.median(turns, 0)
         print(
             f"| {fit} | {rows:,} | {one:.0f} ms | {apart:.0f} ms | {two:.0f} ms | "
-            f"{100 * one / two:.0f} %, of the machine's {100 * one / apart:.0f} % |"
+            f"{100 * one / two:.0f} % |"
         )
     print(f"\nTensorFlow {tf.__version__}.")
 

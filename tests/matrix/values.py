@@ -30,6 +30,10 @@ def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
         b = 1 if x.shape.rank is None else x.shape.rank - 1
         return custom_gradient(fn.misled(fn.vector)(x), fn.vector_jacobian(x), x, batch_ndims=b)
 
+    def stopped_by_hand(x: Any) -> Any:
+        s = tf.stop_gradient(x)
+        return custom_gradient(fn.scalar(s), fn.scalar_gradient(s), x, True)
+
     def elementwise(x: Any) -> Any:
         return custom_gradient(fn.misled(fn.elementwise)(x), fn.elementwise_gradient(x), x)
 
@@ -60,6 +64,7 @@ def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
     return [
         Case("scalar", fn.scalar, chains, (POINTS,), batched=False),
         Case("chains", fn.scalar, chains, (POINTS,)),
+        Case("stopped by hand", fn.scalar, stopped_by_hand, (POINTS,)),
         Case("elementwise", fn.elementwise, elementwise, (NUMBERS,)),
         Case("Jacobian", fn.vector, vector, (POINTS,), batched=False),
         Case("Jacobian per member", fn.vector, vectors, (POINTS,)),
