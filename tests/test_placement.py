@@ -15,6 +15,7 @@ from tensorflow.python.eager import context  # run metadata: where ops of a func
 from tensorflow.python.framework import op_callbacks
 
 import sgtrick
+from sgtrick.tfp import Factor, LogDensity
 
 GPU = pytest.param(
     "GPU:0",
@@ -105,6 +106,10 @@ def implicit_root(x):
     return tf.reduce_sum(sgtrick.implicit_root(lambda r, x: r**3 - x, tf.sign(x) * tf.abs(x) ** (1 / 3), x), -1)  # fmt: skip
 
 
+def normal_cdf(sample, loc):
+    return tf.math.erfc((loc - sample) / 2**0.5) / 2
+
+
 class Form(NamedTuple):
     h: object
     takes_device: bool = False
@@ -123,7 +128,17 @@ FORMS = {
     "custom_jvp": Form(custom_jvp),
     "from_numpy": Form(from_numpy, False, True),
     "straight_through": Form(straight_through),
+    "stop_gradient": Form(lambda x: tf.reduce_sum(sgtrick.stop_gradient(x, where=X > 0) * x, -1)),
+    "scale_gradient": Form(lambda x: tf.reduce_sum(sgtrick.scale_gradient(x, 2.0), -1)),
+    "reverse_gradient": Form(lambda x: tf.reduce_sum(sgtrick.reverse_gradient(x), -1)),
+    "clip_gradient": Form(lambda x: tf.reduce_sum(sgtrick.clip_gradient(x, -1, 1), -1)),
+    "magic_box": Form(lambda x: tf.reduce_sum(sgtrick.magic_box(x) * x, -1)),
     "implicit_root": Form(implicit_root),
+    "implicit_reparameterize": Form(
+        lambda x: tf.reduce_sum(sgtrick.implicit_reparameterize(normal_cdf, x + 0.5, x), -1)
+    ),
+    "Factor": Form(lambda x: Factor(values(x)).log_prob(tf.zeros([0]))),
+    "LogDensity": Form(lambda x: LogDensity(values, 3, tf.float32).log_prob(x)),
 }
 BY_ARGUMENT = {name: form for name, form in FORMS.items() if form.takes_device}
 EVERY = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
