@@ -14,6 +14,8 @@ from typing import Any
 import jupytext
 
 import sgtrick
+import sgtrick.keras
+import sgtrick.tfp
 
 HERE = Path(__file__).parent
 EXAMPLES = sorted((HERE.parent / "examples").glob("*.py"))
@@ -105,7 +107,12 @@ def _check_gallery(app: Any, error: Exception | None) -> None:
 
 def _check_documented() -> None:
     documented = (HERE / "api.md").read_text()
-    missing = [name for name in sgtrick.__all__ if f":: sgtrick.{name}\n" not in documented]
+    public = [
+        f"{module.__name__}.{name}"
+        for module in (sgtrick, sgtrick.keras, sgtrick.tfp)
+        for name in module.__all__
+    ]
+    missing = [name for name in public if f":: {name}\n" not in documented]
     if missing:
         raise RuntimeError(f"docs/api.md lacks the public names {missing}")
 

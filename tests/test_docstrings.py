@@ -7,6 +7,8 @@ import pkgutil
 import pytest
 
 import sgtrick
+import sgtrick.keras
+import sgtrick.tfp
 
 MODULES = [m.name for m in pkgutil.walk_packages(sgtrick.__path__, "sgtrick.")]
 
@@ -19,9 +21,8 @@ def test_examples(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_every_public_function_has_an_example():
-    for name in sgtrick.__all__:
-        public = getattr(sgtrick, name)
-        if not isinstance(public, type):
-            tests = doctest.DocTestFinder(recurse=False).find(public, name)
-            assert any(test.examples for test in tests), name
+@pytest.mark.parametrize("module", [sgtrick, sgtrick.keras, sgtrick.tfp])
+def test_every_public_name_has_an_example(module):
+    for name in module.__all__:
+        tests = doctest.DocTestFinder(recurse=False).find(getattr(module, name), name)
+        assert any(test.examples for test in tests), name
