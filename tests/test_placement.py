@@ -1,11 +1,15 @@
 """Where everything runs: DESIGN 3.6.
 
-`matrix.configure` makes two logical CPUs. The tests marked `gpu` are the same on a GPU.
+`matrix.configure` makes two logical CPUs, and one test a process with three. The tests marked `gpu`
+are the same on a GPU.
 """
 
 import contextlib
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -337,6 +341,32 @@ class TestBackward:
             ops = [op for op in graph.get_operations() if op not in before]
         groups = {g for op in ops for g in op.colocation_groups()}
         assert groups - {b"loc:@" + op.name.encode() for op in ops}  # with ops of the forward
+
+
+THREE = """
+import tensorflow as tf
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+
+import test_placement as t
+
+for name, form in t.FORMS.items():
+    results = set()
+    for device in ("CPU:0", "CPU:1", "CPU:2"):
+        with tf.device(device):
+            y, g = t.pull(form.h, tf.constant(t.X))
+        assert t.is_on(device, y.device, g.device), (name, device, y.device, g.device)
+        results.add((y.numpy().tobytes(), g.numpy().tobytes()))
+    assert len(results) == 1, name
+print(len(t.FORMS), "forms on three devices")
+"""
+
+
+def test_three_devices_of_a_process_of_their_own():
+    command = [sys.executable, "-c", THREE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert f"{len(FORMS)} forms on three devices" in done.stdout, done.stderr
 
 
 class TestPlacementChangesNothing:
