@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import sgtrick
+import keras_model
 import two_workers
 from two_workers import FORMS, A, B, T, W
 
@@ -63,61 +63,15 @@ class TestMirrored:
         np.testing.assert_allclose(both, single, rtol=1e-10)
 
 
-def normal(keras, seed):
-    return keras.initializers.RandomNormal(seed=seed)
-
-
-def binary_layer(keras):
-    class Binary(keras.layers.Layer):
-        """Weights of -1 and 1, trained straight through."""
-
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=(shape[-1], 1), initializer=normal(keras, 1))
-
-        def call(self, x):
-            kernel = tf.convert_to_tensor(self.kernel)
-            return x @ sgtrick.straight_through(tf.sign(kernel), kernel)
-
-    return Binary()
-
-
-def logistic(margin):
-    """A loss and its derivative by NumPy, for one example."""
-    return np.logaddexp(0, -margin), -1 / (1 + np.exp(margin))
-
-
-host_loss = sgtrick.from_numpy(logistic, event_ndims=0)
-
-
-@sgtrick.with_gradient(grad=lambda margin: -tf.sigmoid(-margin))
-def native_loss(margin):
-    return tf.math.softplus(-tf.stop_gradient(margin))
-
-
-@pytest.mark.parametrize("loss", [host_loss, native_loss], ids=["from_numpy", "with_gradient"])
+@pytest.mark.parametrize("loss", keras_model.LOSSES)
 @pytest.mark.parametrize("name", ["keras", "tf_keras"])
 def test_model_fit(mirrored, name, loss):
     keras = importlib.import_module(name)
-
-    def weights(strategy):
-        with strategy.scope():
-            dense = keras.layers.Dense(2, kernel_initializer=normal(keras, 2))
-            model = keras.Sequential([dense, binary_layer(keras)])
-            model.compile(
-                keras.optimizers.SGD(0.1),
-                loss=lambda y, margin: loss(y * margin)[:, 0],
-                jit_compile=False,  # which cannot call the host
-            )
-            model.build((None, 3))
-        before = model.get_weights()
-        # By batches of 4, 2 for each replica.
-        labels = np.sign(A[:, :1])
-        model.fit(A, labels, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        assert all((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
-        return model.get_weights()
-
-    for mine, single in zip(weights(mirrored), weights(tf.distribute.get_strategy()), strict=True):
-        np.testing.assert_allclose(mine, single, rtol=1e-5, atol=1e-6)
+    strategies = mirrored, tf.distribute.get_strategy()
+    # By batches of 4, 2 for each replica.
+    both, single = (keras_model.fitted_weights(keras, s, loss, A, 4) for s in strategies)
+    for mine, expected in zip(both, single, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
 
 
 @contextlib.contextmanager
@@ -161,12 +115,16 @@ class TestTwoWorkers:
                 assert code == 0, err
                 replies.append(json.loads(out))
         single = two_workers.fit(tf.distribute.get_strategy(), tf.constant(A), tf.constant(T))
+        model = two_workers.fitted_models(tf.distribute.get_strategy())
         for reply in replies:
             assert set(reply["gradients"]) == set(FORMS)
             for name, found in reply["gradients"].items():
                 for g, expected in zip(found, expected_gradients(), strict=True):
                     np.testing.assert_allclose(g, expected, rtol=1e-12, err_msg=name)
             np.testing.assert_allclose(reply["fit"], single, rtol=1e-10)
+            for loss, weights in reply["weights"].items():
+                for mine, expected in zip(weights, model[loss], strict=True):
+                    np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
         assert replies[0] == replies[1]
 
     def test_a_worker_that_dies_ends_the_other(self):

@@ -1,4 +1,4 @@
-"""One of several worker processes: gradients of every form, and a fit, of data that they share out.
+"""One of several worker processes: gradients of every form, and fits, of data that they share out.
 
     python two_workers.py TASK ADDRESS... [--dies]
 
@@ -12,7 +12,9 @@ import sys
 
 import numpy as np
 import tensorflow as tf
+import tf_keras
 
+import keras_model
 import sgtrick
 from sgtrick.tfp import Factor, LogDensity
 
@@ -211,6 +213,14 @@ def fit(strategy, a, t, log_likelihood=log_likelihood, steps=60, after_step=lamb
     return [v.numpy().tolist() for v in q]
 
 
+def fitted_models(strategy):
+    """The weights of a Keras model by loss. Of tf-keras: Keras 3 takes no more than one process."""
+    return {
+        loss: keras_model.fitted_weights(tf_keras, strategy, loss, A, len(A))
+        for loss in keras_model.LOSSES
+    }
+
+
 def main(task, addresses, dies):
     if addresses:
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": task}}
@@ -233,7 +243,8 @@ def main(task, addresses, dies):
     run = tf.function(lambda: strategy.run(summed_gradients, (FORMS, w, b, a, t)), autograph=False)
     local = tf.nest.map_structure(lambda g: strategy.experimental_local_results(g)[0], run())
     found = tf.nest.map_structure(lambda g: g.numpy().tolist(), local)
-    print(json.dumps({"gradients": found, "fit": fit(strategy, a, t)}))
+    reply = {"gradients": found, "fit": fit(strategy, a, t), "weights": fitted_models(strategy)}
+    print(json.dumps(reply))
 
 
 if __name__ == "__main__":
