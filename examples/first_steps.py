@@ -10,18 +10,35 @@
 # %%
 """A NumPy log density, checked, sampled and plotted."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import matplotlib.pyplot as plt
 import numpy as np
-import tensorflow as tf
-import tensorflow_probability as tfp
 
-import sgtrick
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+with silent_stderr():
+    import tensorflow as tf
+    import tensorflow_probability as tfp
+
+    import sgtrick
 
 HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
 

@@ -149,6 +149,22 @@ def test_a_task_that_kills_every_worker_of_the_cluster(client):
         within_a_minute(h, tf.constant([[2.0, 2.0]]))
 
 
+def test_what_was_submitted_is_cancelled_if_the_rest_cannot_be():
+    submitted = []
+
+    class Full(futures.Executor):
+        def submit(self, *args):
+            if submitted:
+                raise ValueError("the queue is full")
+            submitted.append(futures.Future())
+            return submitted[0]
+
+    h = sgtrick.from_numpy(engines.square, grad=engines.square_gradient, executor=Full())
+    with pytest.raises(RuntimeError, match="ValueError: the queue is full"):
+        h(np.ones(2))
+    assert submitted[0].cancelled()
+
+
 def test_an_executor_that_is_shut_down():
     executor = futures.ThreadPoolExecutor(1)
     executor.shutdown()

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -77,11 +76,7 @@ def test_model_fit(mirrored, name, loss):
 @contextlib.contextmanager
 def cluster(*options):
     """Two worker processes, ended whatever happens."""
-    with contextlib.ExitStack() as ports:
-        bound = [ports.enter_context(socket.socket()) for _ in range(2)]
-        for s in bound:
-            s.bind(("127.0.0.1", 0))
-        addresses = ["{}:{}".format(*s.getsockname()) for s in bound]
+    addresses = two_workers.free_addresses(2)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     workers = [
         subprocess.Popen(

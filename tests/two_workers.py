@@ -6,8 +6,10 @@ Prints JSON. Without an address it is the single process that has all the data. 
 last worker ends in the middle of the fit.
 """
 
+import contextlib
 import json
 import os
+import socket
 import sys
 
 import numpy as np
@@ -221,14 +223,28 @@ def fitted_models(strategy):
     }
 
 
+def free_addresses(n):
+    """Of workers of this machine."""
+    with contextlib.ExitStack() as ports:
+        bound = [ports.enter_context(socket.socket()) for _ in range(n)]
+        for s in bound:
+            s.bind(("127.0.0.1", 0))
+        return ["{}:{}".format(*s.getsockname()) for s in bound]
+
+
+def strategy_of(task, addresses):
+    """That of one of several workers, or of a process by itself."""
+    if not addresses:
+        return tf.distribute.get_strategy()
+    cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": task}}
+    os.environ["TF_CONFIG"] = json.dumps(cluster)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == len(addresses)
+    return strategy
+
+
 def main(task, addresses, dies):
-    if addresses:
-        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": task}}
-        os.environ["TF_CONFIG"] = json.dumps(cluster)
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        assert strategy.num_replicas_in_sync == len(addresses)
-    else:
-        strategy = tf.distribute.get_strategy()
+    strategy = strategy_of(task, addresses)
     n = strategy.num_replicas_in_sync
     a, t = tf.constant(A[task::n]), tf.constant(T[task::n])
 

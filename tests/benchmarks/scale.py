@@ -6,9 +6,7 @@ Times of HMC are the best of several turns, since a shared machine only ever add
 fits are medians.
 """
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -95,12 +93,7 @@ FITS = {  # likelihood, rows for each process
 def worker(fit, task, addresses):
     """Prints the seconds of a step of the fit, on a core of its own."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[task]})
-    if addresses:
-        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": task}}
-        os.environ["TF_CONFIG"] = json.dumps(cluster)
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    else:
-        strategy = tf.distribute.get_strategy()
+    strategy = two_workers.strategy_of(task, addresses)
     log_likelihood, rows = FITS[fit]
     random = np.random.default_rng(task)
     data = tf.constant(random.normal(size=(rows, 3))), tf.constant(random.normal(size=rows))
@@ -113,15 +106,10 @@ def worker(fit, task, addresses):
 
 def seconds_of_step(fit, n, *, together):
     """Of `n` processes at once: the workers of one fit, or each with a fit of its own."""
-    bound = [socket.socket() for _ in range(n)]
-    for s in bound:
-        s.bind(("127.0.0.1", 0))
-    addresses = ["{}:{}".format(*s.getsockname()) for s in bound]
-    for s in bound:
-        s.close()
+    addresses = two_workers.free_addresses(n) if together else []
     workers = [
         subprocess.Popen(
-            [sys.executable, __file__, "--worker", fit, str(i), *(addresses if together else [])],
+            [sys.executable, __file__, "--worker", fit, str(i), *addresses],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
