@@ -447,6 +447,17 @@ class TestManuallyStopped:
         assert (h.numpy(), g.numpy()) == (45.0, 30.0)
         assert tape.gradient(h, y).numpy() == 9.0
 
+    @pytest.mark.parametrize("bad", [INF, NAN])
+    def test_other_inputs_keep_them_where_a_point_is_not_finite(self, embedded, bad):
+        # The derivative by y is that of the value alone, whatever x is: gx adds y times zero.
+        x, y = constant([[bad, 1.0], [1.0, 2.0]]), constant(5.0)
+        with tf.GradientTape() as tape:
+            tape.watch(y)
+            fx, gx = constant([2.0, 3.0]) * y, tf.ones_like(x) * y
+            h, g = embedded(fx, gx, x, fx_gx_manually_stopped=True)
+        np.testing.assert_array_equal(g[1], [5.0, 5.0])
+        assert tape.gradient(h, y) == 5.0
+
     def test_mixed_second_derivative(self):
         x, y = constant(3.0), constant(5.0)
         with tf.GradientTape() as outer:
