@@ -307,8 +307,21 @@ def _call_host(engine: Engine, layout: Layout, xs: Sequence[Any]) -> list[Any]:
     if layout.aux_dtype is not None:
         dtypes.append(layout.aux_dtype)
     with tf.device("CPU:0"):  # it has no other kernel, and soft placement may be switched off
+        xs = [_at_leisure(x) for x in xs]
         # A pure function: under vectorized_map a stateful one is called once too often.
         return list(tf.numpy_function(evaluate, xs, dtypes, stateful=False, name="host_call"))
+
+
+def _at_leisure(x: Any) -> Any:
+    """Returns `x` some ops later, when what else became ready with it has been run.
+
+    TensorFlow runs an op that takes long where it stands if nothing else is ready. Otherwise it
+    wakes another thread for it, which can take longer than the engine. Ops are run in the order in
+    which they get ready, and a loop passes `x` on to its next turn in four.
+    """
+    for _ in range(6):
+        x = tf.ensure_shape(x, x.shape)  # grappler would remove an identity
+    return x
 
 
 def _forbid_saving(graph: Any) -> None:
