@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sgtrick import _reticulate
-from sgtrick._replies import Layout, Replies
+from sgtrick._replies import Columns, Layout
 
 
 class Engine:
@@ -53,66 +53,75 @@ class Engine:
             layout: What the arrays are.
             arrays: The leaves, all with the same batch dimensions in front.
         """
-        # Copies, which the engine may change and keep: the buffers are TensorFlow's.
-        leaves = [
-            np.array(a, None if dtype is None else self.dtype)
-            for a, dtype in zip(arrays, layout.dtypes, strict=True)
-        ]
+        leaves = layout.incoming(arrays, self.dtype)
         batch = layout.batch(leaves)
-        calls = () if self._vectorized else batch  # one for each of these
-        replies = Replies(layout, leaves, calls, batch)
-        if 0 not in batch:
-            members = list(itertools.product(*map(range, calls)))
-            self._ask(layout, members, leaves, replies, arrays)
-        return replies.joined()
-
-    def _ask(
-        self,
-        layout: Layout,
-        members: Sequence[tuple[int, ...]],
-        leaves: Sequence[Any],
-        replies: Replies,
-        arrays: Sequence[Any],
-    ) -> None:
-        """Calls the engine for all members and puts what comes back into `replies`.
-
-        Args:
-            layout: What the leaves are.
-            members: Where in the leaves.
-            leaves: What the engine gets, and may change.
-            replies: Where to put what it returns.
-            arrays: The leaves as they came, for errors.
-        """
         running: list[futures.Future[Any]] = []
-        calls = failures = 0
         with self._turn:
             begin = time.perf_counter()
             try:
-                started = [self._started(layout, _of(i, leaves), running) for i in members]
-                for i, result in zip(members, started, strict=True):
-                    calls += 1
-                    try:
-                        returned = result()
-                    except (futures.BrokenExecutor, futures.CancelledError) as error:
-                        raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
-                    except _reticulate.WrongThreadError:
-                        raise  # no failure of the engine, which was not called
-                    except Exception as error:
-                        failures += 1
-                        if self._instead is None:
-                            came = _of(i, [np.asarray(a) for a in arrays])
-                            message = _failed(layout, came, error)
-                            raise RuntimeError(message) from error
-                        replies.put_instead(i, self._instead)
-                    else:
-                        replies.put(i, returned)
+                if self._vectorized and 0 not in batch:
+                    shapes = [batch, *[a.shape for a in leaves]]
+                    result = self._started(layout, leaves, running)
+                    parts = self._reply(layout, shapes, result, arrays)
+                else:
+                    parts = self._replies(layout, batch, leaves, arrays, running)
+                return layout.outgoing(parts)
             finally:
                 for future in running:
                     future.cancel()
                 with self._counting:
-                    self.calls += calls
-                    self.failures += failures
                     self.seconds += time.perf_counter() - begin
+
+    def _replies(
+        self,
+        layout: Layout,
+        batch: tuple[int, ...],
+        leaves: Sequence[Any],
+        arrays: Sequence[Any],
+        running: list[futures.Future[Any]],
+    ) -> list[Any]:
+        """Calls the engine for each member of the batch, and joins what comes back."""
+        places = list(itertools.product(*map(range, batch)))
+        results = [self._started(layout, _of(i, leaves), running) for i in places]
+        shapes = [(), *[a.shape[len(batch) :] for a in leaves]]
+        columns = Columns(layout, batch, leaves)
+        for i, result in zip(places, results, strict=True):
+            columns.put(i, self._reply(layout, shapes, result, arrays, i))
+        return columns.joined()
+
+    def _reply(
+        self,
+        layout: Layout,
+        shapes: Sequence[tuple[int, ...]],
+        result: Callable[[], Any],
+        arrays: Sequence[Any],
+        i: tuple[int, ...] = (),
+    ) -> list[Any]:
+        """The parts of what comes back of one call.
+
+        Args:
+            layout: What it has to be.
+            shapes: Of the value and of the leaves in this call.
+            result: Makes the call, or waits for the executor.
+            arrays: The leaves of all members as they came, for errors.
+            i: Which member it is.
+        """
+        with self._counting:
+            self.calls += 1
+        try:
+            returned = result()
+        except (futures.BrokenExecutor, futures.CancelledError) as error:
+            raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
+        except _reticulate.WrongThreadError:
+            raise  # no failure of the engine, which was not called
+        except Exception as error:
+            with self._counting:
+                self.failures += 1
+            if self._instead is None:
+                came = _of(i, [np.asarray(a) for a in arrays])
+                raise RuntimeError(_failed(layout, came, error)) from error
+            return layout.instead(self._instead, shapes)
+        return layout.parts(returned, shapes)
 
     def _started(self, layout: Layout, member: Sequence[Any], running: list[Any]) -> Any:
         """Starts a call if there is an executor; returns what gives its result."""

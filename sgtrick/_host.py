@@ -303,13 +303,12 @@ def _call_host(engine: Engine, layout: Layout, xs: Sequence[Any]) -> list[Any]:
             "compile(jit_compile=False)."
         )
     _forbid_saving(graph)
-    dtypes = [layout.value_dtype, *(d for d in layout.dtypes if d is not None)]
-    if layout.aux_dtype is not None:
-        dtypes.append(layout.aux_dtype)
     with tf.device("CPU:0"):  # it has no other kernel, and soft placement may be switched off
         xs = [_at_leisure(x) for x in xs]
         # A pure function: under vectorized_map a stateful one is called once too often.
-        return list(tf.numpy_function(evaluate, xs, dtypes, stateful=False, name="host_call"))
+        return list(
+            tf.numpy_function(evaluate, xs, layout.outputs, stateful=False, name="host_call")
+        )
 
 
 def _at_leisure(x: Any) -> Any:
@@ -319,6 +318,7 @@ def _at_leisure(x: Any) -> Any:
     wakes another thread for it, which can take longer than the engine. Ops are run in the order in
     which they get ready, and a loop passes `x` on to its next turn in four.
     """
+    x = tf.stop_gradient(x)  # forward accumulators cannot follow what comes
     for _ in range(6):
         x = tf.ensure_shape(x, x.shape)  # grappler would remove an identity
     return x

@@ -20,6 +20,7 @@ class Layout:
         dtypes: Of the gradients by leaf; None for a leaf that has no derivatives.
         value_dtype: Of the value.
         aux_dtype: Of what there is beside the value, None if there is nothing.
+        outputs: The dtypes of all that comes back.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class Layout:
     ) -> None:
         self.name, self.paths, self.event_ndims = name, paths, event_ndims
         self.dtypes, self.value_dtype, self.aux_dtype = dtypes, value_dtype, aux_dtype
+        dtypes_of_all = value_dtype, *dtypes, aux_dtype
+        self.outputs = [dtype for dtype in dtypes_of_all if dtype is not None]
         self._args = args
         self._nested = any(map(tf.nest.is_nested, args))
 
@@ -43,15 +46,28 @@ class Layout:
             return leaves
         return tf.nest.pack_sequence_as(self._args, leaves)  # type: ignore[no-any-return]
 
-    def batch(self, leaves: Sequence[Any]) -> tuple[int, ...]:
-        """The dimensions in front of those of one call, which all leaves have in common.
+    def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+        """Copies for the engine, which may change and keep them: the buffers are TensorFlow's.
+
+        Args:
+            arrays: The leaves as they came.
+            dtype: What those that have derivatives are cast to.
 
         Raises:
             ValueError: A leaf has too few dimensions.
         """
-        for path, a, ndims in zip(self.paths, leaves, self.event_ndims, strict=True):
-            if a.ndim < ndims:
-                raise too_few_dimensions(path, a.shape, ndims)
+        leaves = []
+        for a, path, ndims, own in zip(
+            arrays, self.paths, self.event_ndims, self.dtypes, strict=True
+        ):
+            leaf = np.array(a, None if own is None else dtype)
+            if leaf.ndim < ndims:
+                raise too_few_dimensions(path, leaf.shape, ndims)
+            leaves.append(leaf)
+        return leaves
+
+    def batch(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The dimensions in front of those of one call, which all leaves have in common."""
         return leaves[0].shape[: leaves[0].ndim - self.event_ndims[0]] if leaves else ()
 
     def split(self, gradient: Any) -> Sequence[Any]:
@@ -68,94 +84,63 @@ class Layout:
             (like,) = like
         return list(_split(gradient, like, f"the gradient of {self.name}"))
 
+    def parts(self, returned: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """The parts of what an engine returned, checked.
 
-class Replies:
-    """Values, gradients and aux of several calls, checked one by one."""
+        Args:
+            returned: What it returned.
+            shapes: Of the value and of the leaves in this call.
 
-    def __init__(
-        self,
-        layout: Layout,
-        leaves: Sequence[Any],
-        calls: tuple[int, ...],
-        batch: tuple[int, ...],
-    ) -> None:
-        """For calls over the shape `calls`, the first dimensions of `batch`."""
-        self._layout, self._calls = layout, calls
-        self._value_shape = batch[len(calls) :]
-        # Whatever the dtypes, float64 holds it until all is there.
-        self._values = np.zeros(batch)
-        self._gradients = [np.zeros(a.shape) for a in leaves]
-        self._auxes: dict[tuple[int, ...], Any] = {}
-
-    def put(self, i: tuple[int, ...], returned: Any) -> None:
-        """Takes what came back of the call for the member `i`.
+        Returns:
+            Arrays: the value, the gradients by leaves that have derivatives, and aux if there is
+            any.
 
         Raises:
             TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
             ValueError: A wrong shape or structure.
         """
-        layout = self._layout
-        wanted = "(value, gradient)" if layout.aux_dtype is None else "((value, aux), gradient)"
+        wanted = "(value, gradient)" if self.aux_dtype is None else "((value, aux), gradient)"
         if not _is_pair(returned) or returned[1] is None:
             raise TypeError(
-                f"{layout.name} must return {wanted}, got {_show(returned)}, a value without a "
+                f"{self.name} must return {wanted}, got {_show(returned)}, a value without a "
                 "gradient. Return both; or pass the function for the gradient as grad=; or write "
                 "the function in PyTorch or JAX, which derive it, and use from_torch or from_jax."
             )
         value, gradient = returned
-        if layout.aux_dtype is not None:
+        aux = []
+        if self.aux_dtype is not None:
             if not _is_pair(value):
                 raise TypeError(
-                    f"{layout.name} must return {wanted}, got {_show(value)} for (value, aux)."
+                    f"{self.name} must return {wanted}, got {_show(value)} for (value, aux)."
                 )
-            value, aux = value
-            self._auxes[i] = np.array(self._checked(aux, None, "aux"))
-        self._values[i] = self._checked(value, self._value_shape, "the value")
-        # Assigning copies, since engines may return the same buffer each time.
-        for column, part, path, dtype in zip(
-            self._gradients, layout.split(gradient), layout.paths, layout.dtypes, strict=True
+            value, aux = value[0], [np.array(self._checked(value[1], None, "aux"))]
+        parts = [self._checked(value, shapes[0], "the value")]
+        for part, shape, path, dtype in zip(
+            self.split(gradient), shapes[1:], self.paths, self.dtypes, strict=True
         ):
             if dtype is None:
                 if part is not None:
                     raise TypeError(
-                        f"the gradient of {layout.name} by {path} must be None, got "
+                        f"the gradient of {self.name} by {path} must be None, got "
                         f"{_show(part)}: {path} has a dtype without derivatives."
                     )
             elif part is None:
-                column[i] = np.nan  # nothing is known, as whoever asks for it is to see
+                parts.append(np.full(shape, np.nan))  # not known, as who asks for it is to see
             else:
-                shape = column.shape[len(self._calls) :]
-                column[i] = self._checked(part, shape, "the gradient", path)
+                parts.append(self._checked(part, shape, "the gradient", path))
+        return parts + aux
 
-    def put_instead(self, i: tuple[int, ...], value: float) -> None:
-        """A value without a slope, for a call that failed."""
-        self._values[i] = value
-        self._auxes[i] = None
-
-    def joined(self) -> list[Any]:
-        """The values, the gradients by leaves that have derivatives, and aux if there is any."""
-        layout = self._layout
-        joined = [_cast(self._values, layout.value_dtype)]
-        for column, dtype in zip(self._gradients, layout.dtypes, strict=True):
+    def instead(self, value: float, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """The parts for a call that failed: a value without a slope."""
+        parts = [np.full(shapes[0], value)]
+        for shape, dtype in zip(shapes[1:], self.dtypes, strict=True):
             if dtype is not None:
-                joined.append(_cast(column, dtype))
-        if layout.aux_dtype is not None:
-            joined.append(_cast(self._stacked_auxes(), layout.aux_dtype))
-        return joined
+                parts.append(np.zeros(shape))
+        return parts if self.aux_dtype is None else [*parts, _MISSING]
 
-    def _stacked_auxes(self) -> Any:
-        """All aux of one shape, NaN where a call failed."""
-        if not self._auxes:
-            return np.zeros_like(self._values)  # an empty batch
-        shapes = {aux.shape for aux in self._auxes.values() if aux is not None}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"aux of {self._layout.name} must have the same shape for all members of a batch, "
-                f"got {' and '.join(map(_shapes.show, sorted(shapes)))}."
-            )
-        shape = shapes.pop() if shapes else ()
-        auxes = [np.full(shape, np.nan) if aux is None else aux for aux in self._auxes.values()]
-        return np.reshape(auxes, self._calls + shape)
+    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+        """Copies for TensorFlow, in its dtypes: engines may return the same buffer each time."""
+        return [_copy(part, dtype) for part, dtype in zip(parts, self.outputs, strict=True)]
 
     def _checked(self, value: Any, shape: Any, what: str, by: str | None = None) -> Any:
         """`value` as an array of real numbers, of this shape unless None."""
@@ -166,9 +151,10 @@ class Replies:
             raise TypeError(f"{what} is no array, but {_show(value)}: {error}") from error
         if array.dtype.kind not in "fiu":
             raise TypeError(f"{self._named(what, by)} must be real numbers, got {_show(value)}.")
-        if shape is not None and type(value) in (int, float) and math.prod(shape) == 1:
-            array = array.reshape(shape)  # R has no numbers but vectors of length one
         if shape is not None and array.shape != shape:
+            # R has no numbers but vectors of length one.
+            if type(value) in (int, float) and math.prod(shape) == 1:
+                return array.reshape(shape)
             raise ValueError(
                 f"{self._named(what, by)} must have the shape {_shapes.show(shape)}, got "
                 f"{_shapes.show(array.shape)}."
@@ -176,7 +162,47 @@ class Replies:
         return array
 
     def _named(self, what: str, by: str | None) -> str:
-        return f"{what} of {self._layout.name}" + (f" by {by}" if by else "")
+        return f"{what} of {self.name}" + (f" by {by}" if by else "")
+
+
+class Columns:
+    """The parts of several replies, each in one array."""
+
+    def __init__(self, layout: Layout, batch: tuple[int, ...], leaves: Sequence[Any]) -> None:
+        self._layout, self._batch = layout, batch
+        shapes = [a.shape for a, d in zip(leaves, layout.dtypes, strict=True) if d is not None]
+        # Whatever the dtypes, float64 holds it until all is there.
+        self._columns = [np.empty(shape) for shape in (batch, *shapes)]
+        self._auxes: list[Any] = []
+
+    def put(self, i: tuple[int, ...], reply: list[Any]) -> None:
+        """Takes the reply for the member `i`; the members come in their order."""
+        if self._layout.aux_dtype is not None:
+            self._auxes.append(reply.pop())
+        for column, part in zip(self._columns, reply, strict=True):
+            column[i] = part
+
+    def joined(self) -> list[Any]:
+        """The arrays."""
+        if self._layout.aux_dtype is None:
+            return self._columns
+        return [*self._columns, self._stacked_auxes()]
+
+    def _stacked_auxes(self) -> Any:
+        """All aux of one shape, NaN where a call failed."""
+        shapes = {aux.shape for aux in self._auxes if aux is not _MISSING}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"aux of {self._layout.name} must have the same shape for all members of a batch, "
+                f"got {' and '.join(map(_shapes.show, sorted(shapes)))}."
+            )
+        shape = shapes.pop() if shapes else ()
+        auxes = [np.full(shape, np.nan) if aux is _MISSING else aux for aux in self._auxes]
+        return np.reshape(auxes, self._batch + shape)
+
+
+# Stands for aux of a call that failed, whatever the shape of others.
+_MISSING = np.array(np.nan)
 
 
 def too_few_dimensions(path: str, shape: _shapes.Shape, ndims: int) -> ValueError:
@@ -208,11 +234,11 @@ def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
         yield value
 
 
-def _cast(array: Any, dtype: Any) -> Any:
-    if array.dtype == dtype:
-        return array
+def _copy(part: Any, dtype: Any) -> Any:
+    if part.dtype == dtype:
+        return np.array(part)
     with np.errstate(over="ignore", invalid="ignore"):  # float64's range is wider
-        return array.astype(dtype)
+        return part.astype(dtype)
 
 
 def _is_pair(returned: Any) -> bool:

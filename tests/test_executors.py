@@ -58,7 +58,7 @@ def client():
     with (
         dask.config.set(quiet),
         distributed.LocalCluster(
-            2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
+            2, threads_per_worker=1, host="127.0.0.1", dashboard_address=":0"
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
