@@ -18,9 +18,8 @@ class Layout:
         paths: Of the leaves of the arguments: "x['a']".
         event_ndims: How many dimensions of each leaf belong to one call.
         dtypes: Of the gradients by leaf; None for a leaf that has no derivatives.
-        value_dtype: Of the value.
-        aux_dtype: Of what there is beside the value, None if there is nothing.
-        outputs: The dtypes of all that comes back.
+        has_aux: Whether there is something beside the value.
+        outputs: The dtypes of what comes back: value, gradients of leaves with derivatives, aux.
     """
 
     def __init__(
@@ -34,9 +33,8 @@ class Layout:
         aux_dtype: Any,
     ) -> None:
         self.name, self.paths, self.event_ndims = name, paths, event_ndims
-        self.dtypes, self.value_dtype, self.aux_dtype = dtypes, value_dtype, aux_dtype
-        dtypes_of_all = value_dtype, *dtypes, aux_dtype
-        self.outputs = [dtype for dtype in dtypes_of_all if dtype is not None]
+        self.dtypes, self.has_aux = dtypes, aux_dtype is not None
+        self.outputs = [np.dtype(d) for d in (value_dtype, *dtypes, aux_dtype) if d is not None]
         self._args = args
         self._nested = any(map(tf.nest.is_nested, args))
 
@@ -99,7 +97,7 @@ class Layout:
             TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
             ValueError: A wrong shape or structure.
         """
-        wanted = "(value, gradient)" if self.aux_dtype is None else "((value, aux), gradient)"
+        wanted = "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
         if not _is_pair(returned) or returned[1] is None:
             raise TypeError(
                 f"{self.name} must return {wanted}, got {_show(returned)}, a value without a "
@@ -108,7 +106,7 @@ class Layout:
             )
         value, gradient = returned
         aux = []
-        if self.aux_dtype is not None:
+        if self.has_aux:
             if not _is_pair(value):
                 raise TypeError(
                     f"{self.name} must return {wanted}, got {_show(value)} for (value, aux)."
@@ -136,11 +134,11 @@ class Layout:
         for shape, dtype in zip(shapes[1:], self.dtypes, strict=True):
             if dtype is not None:
                 parts.append(np.zeros(shape))
-        return parts if self.aux_dtype is None else [*parts, _MISSING]
+        return [*parts, _MISSING] if self.has_aux else parts
 
     def outgoing(self, parts: Sequence[Any]) -> list[Any]:
         """Copies for TensorFlow, in its dtypes: engines may return the same buffer each time."""
-        return [_copy(part, dtype) for part, dtype in zip(parts, self.outputs, strict=True)]
+        return list(map(_copy, parts, self.outputs))
 
     def _checked(self, value: Any, shape: Any, what: str, by: str | None = None) -> Any:
         """`value` as an array of real numbers, of this shape unless None."""
@@ -177,16 +175,14 @@ class Columns:
 
     def put(self, i: tuple[int, ...], reply: list[Any]) -> None:
         """Takes the reply for the member `i`; the members come in their order."""
-        if self._layout.aux_dtype is not None:
+        if self._layout.has_aux:
             self._auxes.append(reply.pop())
         for column, part in zip(self._columns, reply, strict=True):
             column[i] = part
 
     def joined(self) -> list[Any]:
         """The arrays."""
-        if self._layout.aux_dtype is None:
-            return self._columns
-        return [*self._columns, self._stacked_auxes()]
+        return [*self._columns, self._stacked_auxes()] if self._layout.has_aux else self._columns
 
     def _stacked_auxes(self) -> Any:
         """All aux of one shape, NaN where a call failed."""
