@@ -113,19 +113,18 @@ class Layout:
                 )
             value, aux = value[0], [np.array(self._checked(value[1], None, "aux"))]
         parts = [self._checked(value, shapes[0], "the value")]
-        for part, shape, path, dtype in zip(
-            self.split(gradient), shapes[1:], self.paths, self.dtypes, strict=True
-        ):
-            if dtype is None:
+        for k, part in enumerate(self.split(gradient)):
+            if self.dtypes[k] is None:
                 if part is not None:
                     raise TypeError(
-                        f"the gradient of {self.name} by {path} must be None, got "
-                        f"{_show(part)}: {path} has a dtype without derivatives."
+                        f"the gradient of {self.name} by {self.paths[k]} must be None, got "
+                        f"{_show(part)}: {self.paths[k]} has a dtype without derivatives."
                     )
             elif part is None:
-                parts.append(np.full(shape, np.nan))  # not known, as who asks for it is to see
+                # Not known, as whoever asks for it is to see.
+                parts.append(np.full(shapes[k + 1], np.nan))
             else:
-                parts.append(self._checked(part, shape, "the gradient", path))
+                parts.append(self._checked(part, shapes[k + 1], "the gradient", self.paths[k]))
         return parts + aux
 
     def instead(self, value: float, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -177,8 +176,8 @@ class Columns:
         """Takes the reply for the member `i`; the members come in their order."""
         if self._layout.has_aux:
             self._auxes.append(reply.pop())
-        for column, part in zip(self._columns, reply, strict=True):
-            column[i] = part
+        for k, part in enumerate(reply):
+            self._columns[k][i] = part
 
     def joined(self) -> list[Any]:
         """The arrays."""
