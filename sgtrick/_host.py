@@ -124,7 +124,8 @@ class HostFunction:
         self, fn: Callable[..., Any], engine: Engine, event_ndims: Any, has_aux: bool, name: str
     ) -> None:
         _arguments.imitate(self, fn)
-        self._fn, self._engine, self._event_ndims = fn, engine, event_ndims
+        self._signature = _arguments.signature_of(fn)
+        self._engine, self._event_ndims = engine, event_ndims
         self._has_aux, self._name = has_aux, name
 
     @property
@@ -175,7 +176,7 @@ class HostFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], list[str]]:
         """The arguments by position, and their names."""
-        signature = _arguments.signature_of(self._fn)
+        signature = self._signature
         if signature is None:
             if kwargs:
                 raise TypeError(f"{self._name} takes no keywords, got {list(kwargs)}.")

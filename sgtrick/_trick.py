@@ -135,15 +135,16 @@ def overridden(
             return [*[None] * len(values), *pullback(*upstream)]
 
     if tf.executing_eagerly():
-        # Decorated once: decorating costs as much as the call.
-        return list(_override(*values, *inputs, n=len(values), gradient=gradient))
+        # Decorated once, and no list of one: either would cost a third to a half of the call.
+        outputs = _override(*values, *inputs, n=len(values), gradient=gradient)
+        return [outputs] if len(values) == 1 else list(outputs)
     override = tf.custom_gradient(lambda *tensors: (list(tensors[: len(values)]), gradient))
     return list(override(*values, *inputs))
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _override(*tensors: Any, n: int, gradient: Any) -> Any:
-    return list(tensors[:n]), gradient
+    return tensors[0] if n == 1 else list(tensors[:n]), gradient
 
 
 def eager() -> bool:
