@@ -5,14 +5,16 @@ import itertools
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from sgtrick import _reticulate
+from sgtrick._executors import MainThreadExecutor
 from sgtrick._replies import Columns, Layout
 
 
@@ -40,11 +42,15 @@ class Engine:
         self._functions = [_reticulate.as_engine(f) for f in (fn, grad) if f is not None]
         self._vectorized, self._executor = vectorized, executor
         _insist_on_executor(executor, self._functions)
+        if executor is None and grad is not None:
+            self._functions = [_both(*self._functions)]
         self.calls, self.failures, self.seconds = 0, 0, 0.0
         self._counting = threading.Lock()
         # TensorFlow calls from any thread, and most engines expect one call at a time. An executor
         # says how many it may be. The same thread may come again, from inside the engine.
-        self._turn: Any = contextlib.nullcontext() if executor else threading.RLock()
+        self._turn: Any = threading.RLock() if executor is None else contextlib.nullcontext()
+        # One that does one thing at a time is given one: the engine may return the same buffer.
+        self._at_once = executor is not None and not isinstance(executor, MainThreadExecutor)
 
     def evaluate(self, layout: Layout, *arrays: Any) -> list[Any]:
         """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
@@ -82,7 +88,10 @@ class Engine:
     ) -> list[Any]:
         """Calls the engine for each member of the batch, and joins what comes back."""
         places = list(itertools.product(*map(range, batch)))
-        results = [self._started(layout, _of(i, leaves), running) for i in places]
+        results: Iterable[Callable[[], Any]]
+        results = (self._started(layout, _of(i, leaves), running) for i in places)
+        if self._at_once:
+            results = list(results)
         shapes = [(), *[a.shape[len(batch) :] for a in leaves]]
         columns = Columns(layout, batch, leaves)
         for i, result in zip(places, results, strict=True):
@@ -110,11 +119,12 @@ class Engine:
             self.calls += 1
         try:
             returned = result()
-        except (futures.BrokenExecutor, futures.CancelledError) as error:
-            raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
         except _reticulate.WrongThreadError:
             raise  # no failure of the engine, which was not called
         except Exception as error:
+            lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
+            if lost and self._executor is not None:
+                raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
             with self._counting:
                 self.failures += 1
             if self._instead is None:
@@ -123,24 +133,33 @@ class Engine:
             return layout.instead(self._instead, shapes)
         return layout.parts(returned, shapes)
 
-    def _started(self, layout: Layout, member: Sequence[Any], running: list[Any]) -> Any:
+    def _started(
+        self, layout: Layout, member: Sequence[Any], running: list[futures.Future[Any]]
+    ) -> Callable[[], Any]:
         """Starts a call if there is an executor; returns what gives its result."""
         if self._executor is None:
-            if len(self._functions) == 1:
-                return partial(self._functions[0], *layout.pack(member))
-            # Neither of the two sees what the other has done to its arguments.
-            copies = [layout.pack(member), layout.pack([a.copy() for a in member])]
-            return lambda: tuple(f(*m) for f, m in zip(self._functions, copies, strict=True))
+            return partial(self._functions[0], *layout.pack(member))
+        started = []
         try:
-            started = []
             for f in self._functions:
-                started.append(self._executor.submit(f, *layout.pack(member)))
+                own = layout.pack([a.copy() for a in member])
+                started.append(self._executor.submit(f, *own))
                 running.append(started[-1])
         except Exception as error:
             raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
         if len(started) == 1:
-            return started[0].result
+            return started[0].result  # type: ignore[no-any-return]
         return lambda: tuple(future.result() for future in started)
+
+
+def _both(fn: Callable[..., Any], grad: Callable[..., Any]) -> Callable[..., Any]:
+    """One function that returns what the two do; neither sees the other change its arguments."""
+
+    def engine(*args: Any) -> Any:
+        own = tf.nest.map_structure(np.copy, args)
+        return fn(*args), grad(*own)
+
+    return engine
 
 
 def _of(i: tuple[int, ...], leaves: Sequence[Any]) -> list[Any]:
@@ -166,7 +185,7 @@ def _said(error: BaseException) -> str:
 
 def _floating(dtype: Any) -> Any:
     try:
-        found = np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
+        found = None if dtype is None else np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
     except TypeError:
         found = None
     if found is None or found.kind != "f":
@@ -180,7 +199,8 @@ def _floating(dtype: Any) -> Any:
 def _number(on_error: Any) -> float | None:
     if isinstance(on_error, str) and on_error == "raise":
         return None
-    if isinstance(on_error, bool) or not isinstance(on_error, (int, float, np.number)):
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(on_error, bool) or not isinstance(on_error, numbers):
         raise ValueError(f"on_error must be 'raise' or a number such as -np.inf, got {on_error!r}.")
     return float(on_error)
 

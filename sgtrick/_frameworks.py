@@ -188,6 +188,11 @@ def _engine(
             for i, arg in enumerate(args)
             if all(leaf.dtype.kind == "f" for leaf in tf.nest.flatten(arg))
         )
+        if not argnums:
+            raise TypeError(
+                "No argument is of a floating dtype, so there is no gradient to derive. Pass one "
+                "as a float, or call the function itself."
+            )
         value, gradients = to_arrays(one_pass(argnums, batch_ndims)(*to_framework(args)))
         found = dict(zip(argnums, gradients, strict=True))
         by_argument = [

@@ -147,7 +147,8 @@ class HostFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value, with the gradient that the engine returned; with aux `(value, aux)`."""
         args, names = self._arguments(args, kwargs)
-        with tf.name_scope(re.sub(r"\W", "", self._name) or "host"):
+        # Scopes begin with an ASCII letter or digit, and names may begin with "_" or be Greek.
+        with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
             flat = [
                 leaf
                 for name, arg, ndims in zip(names, args, self._by_argument(names), strict=True)
@@ -182,6 +183,8 @@ class HostFunction:
                 raise TypeError(f"{self._name} takes no keywords, got {list(kwargs)}.")
             return args, [f"args[{i}]" for i in range(len(args))]
         bound = signature.bind(*args, **kwargs)
+        if bound.kwargs:  # also what comes after an argument that was left out
+            bound.apply_defaults()
         if bound.kwargs:
             raise TypeError(
                 f"{self._name} has the keyword-only arguments {list(bound.kwargs)}. An engine is "
@@ -214,7 +217,7 @@ def _with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, i
     else:
         flat = _leaves.pair(arg, ndims, name, f"the event_ndims of {name}")
     for path, _, n in flat:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
             raise ValueError(
                 f"event_ndims must be an int of at least 0, or one for each argument, got {n!r} "
                 f"for {name}{path}."
@@ -232,7 +235,8 @@ def _tensors(
         for _, leaf, _ in flat
         if _arguments.has_derivatives(leaf) and type(leaf) not in (float, complex)
     ]
-    common = np.result_type(*(d.as_numpy_dtype for d in floating)) if floating else default
+    floating = [dtype for dtype in floating if dtype.is_floating]
+    common = _widest(floating) if floating else default
     xs, dtypes = [], []
     for path, leaf, ndims in flat:
         x = _leaves.to_tensor(leaf, path, dtype=common if type(leaf) is float else None)
@@ -247,6 +251,13 @@ def _tensors(
         xs.append(x)
         dtypes.append(x.dtype.as_numpy_dtype if x.dtype.is_floating else None)
     return xs, dtypes, common
+
+
+def _widest(dtypes: Sequence[Any]) -> Any:
+    """The dtype that holds all: of float16 and bfloat16, neither does."""
+    size = max(dtype.size for dtype in dtypes)
+    widest = {dtype for dtype in dtypes if dtype.size == size}
+    return (widest.pop() if len(widest) == 1 else tf.float32).as_numpy_dtype
 
 
 def _broadcast(
@@ -273,6 +284,7 @@ def _broadcast(
         return list(xs), batch
     shape = batch.as_list() if batch.is_fully_defined() else None
     if shape is None:
+        xs = [_with_event(x, n, path) for x, n, path in zip(xs, event_ndims, paths, strict=True)]
         shape = functools.reduce(
             tf.broadcast_dynamic_shape,
             [tf.shape(x)[: tf.rank(x) - n] for x, n in zip(xs, event_ndims, strict=True)],
@@ -284,6 +296,14 @@ def _broadcast(
         y.set_shape(batch.concatenate(x.shape[x.shape.rank - n :] if known else [None] * n))
         out.append(y)
     return out, batch
+
+
+def _with_event(x: Any, event_ndims: int, path: str) -> Any:
+    """Returns `x`, checked to have at least these dimensions: in graphs when they are run."""
+    if x.shape.rank is not None:
+        return x
+    message = f"event_ndims={event_ndims}, but {path} has fewer dimensions:"
+    return _leaves.insist(tf.rank(x) >= event_ndims, x, message)
 
 
 def _front(x: Any, event_ndims: int) -> Any:
@@ -304,6 +324,8 @@ def _call_host(engine: Engine, layout: Layout, xs: Sequence[Any]) -> list[Any]:
             "compile(jit_compile=False)."
         )
     _forbid_saving(graph)
+    # Forward accumulators cannot follow what comes, and need not.
+    xs = [tf.stop_gradient(x) for x in xs]
     with tf.device("CPU:0"):  # it has no other kernel, and soft placement may be switched off
         xs = [_at_leisure(x) for x in xs]
         # A pure function: under vectorized_map a stateful one is called once too often.
@@ -319,7 +341,6 @@ def _at_leisure(x: Any) -> Any:
     wakes another thread for it, which can take longer than the engine. Ops are run in the order in
     which they get ready, and a loop passes `x` on to its next turn in four.
     """
-    x = tf.stop_gradient(x)  # forward accumulators cannot follow what comes
     for _ in range(6):
         x = tf.ensure_shape(x, x.shape)  # grappler would remove an identity
     return x

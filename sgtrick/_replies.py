@@ -35,8 +35,10 @@ class Layout:
         self.name, self.paths, self.event_ndims = name, paths, event_ndims
         self.dtypes, self.has_aux = dtypes, aux_dtype is not None
         self.outputs = [np.dtype(d) for d in (value_dtype, *dtypes, aux_dtype) if d is not None]
-        self._args = args
+        # The structure alone: TensorFlow keeps callbacks, and tensors would keep their graph.
+        self._args = tf.nest.map_structure(lambda _: None, args)
         self._nested = any(map(tf.nest.is_nested, args))
+        self._has_derivatives = any(d is not None for d in dtypes)
 
     def pack(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leaves as the arguments that the engine takes."""
@@ -58,7 +60,10 @@ class Layout:
         for a, path, ndims, own in zip(
             arrays, self.paths, self.event_ndims, self.dtypes, strict=True
         ):
-            leaf = np.array(a, None if own is None else dtype)
+            if own is not None:
+                leaf = _copy(a, dtype)
+            else:  # a string would end at its last byte that is not zero
+                leaf = np.array(a, object if isinstance(a, bytes) else None)
             if leaf.ndim < ndims:
                 raise too_few_dimensions(path, leaf.shape, ndims)
             leaves.append(leaf)
@@ -75,6 +80,8 @@ class Layout:
             ValueError: It has another structure.
         """
         like: Any = self._args
+        if gradient is None:  # there is nothing to differentiate by
+            return [None] * len(self.paths)
         if len(like) == 1:
             if not self._nested:
                 is_tuple = isinstance(gradient, tuple) and len(gradient) == 1
@@ -98,7 +105,7 @@ class Layout:
             ValueError: A wrong shape or structure.
         """
         wanted = "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
-        if not _is_pair(returned) or returned[1] is None:
+        if not _is_pair(returned) or (returned[1] is None and self._has_derivatives):
             raise TypeError(
                 f"{self.name} must return {wanted}, got {_show(returned)}, a value without a "
                 "gradient. Return both; or pass the function for the gradient as grad=; or write "
@@ -112,6 +119,12 @@ class Layout:
                     f"{self.name} must return {wanted}, got {_show(value)} for (value, aux)."
                 )
             value, aux = value[0], [np.array(self._checked(value[1], None, "aux"))]
+            batch = shapes[0]
+            if aux[0].shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"aux of {self.name} must have the batch shape {_shapes.show(batch)} in front, "
+                    f"got {_shapes.show(aux[0].shape)}."
+                )
         parts = [self._checked(value, shapes[0], "the value")]
         for k, part in enumerate(self.split(gradient)):
             if self.dtypes[k] is None:
@@ -128,12 +141,12 @@ class Layout:
         return parts + aux
 
     def instead(self, value: float, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """The parts for a call that failed: a value without a slope."""
+        """The parts for a call that failed: a value without a slope, and NaN for aux."""
         parts = [np.full(shapes[0], value)]
         for shape, dtype in zip(shapes[1:], self.dtypes, strict=True):
             if dtype is not None:
                 parts.append(np.zeros(shape))
-        return [*parts, _MISSING] if self.has_aux else parts
+        return [*parts, np.full(shapes[0], np.nan)] if self.has_aux else parts
 
     def outgoing(self, parts: Sequence[Any]) -> list[Any]:
         """Copies for TensorFlow, in its dtypes: engines may return the same buffer each time."""
@@ -184,20 +197,16 @@ class Columns:
         return [*self._columns, self._stacked_auxes()] if self._layout.has_aux else self._columns
 
     def _stacked_auxes(self) -> Any:
-        """All aux of one shape, NaN where a call failed."""
-        shapes = {aux.shape for aux in self._auxes if aux is not _MISSING}
+        """All aux of one shape; a NaN, as of a call that failed, stands for any."""
+        shapes = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
         if len(shapes) > 1:
             raise ValueError(
                 f"aux of {self._layout.name} must have the same shape for all members of a batch, "
                 f"got {' and '.join(map(_shapes.show, sorted(shapes)))}."
             )
         shape = shapes.pop() if shapes else ()
-        auxes = [np.full(shape, np.nan) if aux is _MISSING else aux for aux in self._auxes]
+        auxes = [np.broadcast_to(aux, shape) for aux in self._auxes]
         return np.reshape(auxes, self._batch + shape)
-
-
-# Stands for aux of a call that failed, whatever the shape of others.
-_MISSING = np.array(np.nan)
 
 
 def too_few_dimensions(path: str, shape: _shapes.Shape, ndims: int) -> ValueError:
@@ -229,11 +238,11 @@ def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
         yield value
 
 
-def _copy(part: Any, dtype: Any) -> Any:
-    if part.dtype == dtype:
-        return np.array(part)
-    with np.errstate(over="ignore", invalid="ignore"):  # float64's range is wider
-        return part.astype(dtype)
+def _copy(array: Any, dtype: Any) -> Any:
+    if array.dtype == dtype:
+        return np.array(array)
+    with np.errstate(all="ignore"):  # the range of one dtype is wider than that of the other
+        return np.array(array, dtype)
 
 
 def _is_pair(returned: Any) -> bool:

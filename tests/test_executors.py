@@ -104,6 +104,52 @@ def test_gradient_functions_and_vectorized_engines(executor):
     assert (apart.calls, whole.calls) == (8, 1)
 
 
+@pytest.mark.parametrize("vectorized", [True, False])
+def test_functions_do_not_see_what_the_other_did_to_its_arguments(threads, vectorized):
+    seen = threading.Event()
+
+    def fn(x):
+        x *= 0
+        seen.set()
+        return np.sum(x, -1)
+
+    def grad(x):
+        assert seen.wait(timeout=30)
+        return 2 * x
+
+    for executor in (None, threads, sgtrick.MainThreadExecutor()):
+        h = sgtrick.from_numpy(fn, grad=grad, vectorized=vectorized, executor=executor)
+        x = tf.constant(POINTS)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = h(x)
+        np.testing.assert_array_equal(tape.gradient(y, x), 2 * POINTS)
+
+
+@pytest.mark.parametrize("run", [lambda executor, f: f(), sgtrick.MainThreadExecutor.run])
+@WRAPS
+def test_one_thread_may_return_the_same_buffer_each_time(run, wrap):
+    buffer = np.zeros(3)
+
+    def frugal(x):
+        np.multiply(x, 2, out=buffer)
+        return np.sum(x**2), buffer
+
+    executor = sgtrick.MainThreadExecutor()
+    h = sgtrick.from_numpy(frugal, executor=executor)
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = h(x)
+        return tape.gradient(y, x)
+
+    if wrap is tf.function and run is not sgtrick.MainThreadExecutor.run:
+        pytest.skip("TensorFlow calls from threads that nobody serves outside of run")
+    x = tf.constant(POINTS)
+    np.testing.assert_array_equal(run(executor, lambda: wrap(gradient)(x)), 2 * POINTS)
+
+
 @WRAPS
 def test_members_are_evaluated_at_once(threads, wrap):
     meeting = threading.Barrier(4)

@@ -143,6 +143,12 @@ def test_errors_of_the_framework(framework):
     assert framework.form(f, on_error=-np.inf)(tf.constant([1.0, 2.0])) == -np.inf
 
 
+def test_nothing_to_differentiate_by(framework):
+    h = framework.form(lambda n: n * 1.0, event_ndims=0)
+    with pytest.raises(RuntimeError, match="No argument is of a floating dtype"):
+        h(3)
+
+
 def test_values_that_are_no_scalars(framework):
     with pytest.raises(RuntimeError, match=r"f raised .*scalar"):
         framework.form(lambda x: x, name="f")(tf.constant([1.0, 2.0]))

@@ -1,7 +1,10 @@
 """The contract of `from_numpy`, DESIGN 3.3."""
 
 import doctest
+import gc
 import threading
+import weakref
+from concurrent import futures
 
 import keras
 import numpy as np
@@ -202,6 +205,19 @@ class TestCalls:
         np.testing.assert_array_equal(y, [50, 250])
         np.testing.assert_array_equal(g, 20 * x)
 
+    @pytest.mark.parametrize("name", ["_private", "größe", "β", "__", "1", "a b/c", "<lambda>"])
+    def test_any_name_will_do_in_graphs(self, name):
+        h = sgtrick.from_numpy(engines.normal, name=name)
+        np.testing.assert_array_equal(tf.function(h)(tf.ones([2])), -1)
+
+    def test_graphs_that_nobody_holds_are_freed(self):
+        h = sgtrick.from_numpy(lambda k: (float(k), None), event_ndims=0)
+        graph = tf.function(h).get_concrete_function(tf.TensorSpec([], tf.int32)).graph
+        alive = weakref.ref(graph)
+        del graph
+        gc.collect()
+        assert alive() is None
+
     def test_eight_threads(self):
         inside, together = threading.Semaphore(1), []
 
@@ -391,6 +407,27 @@ class TestArguments:
         assert h(x, np.float64(0.1)) == y
         assert (y.dtype, by_x.dtype, by_y.dtype) == (tf.float64, tf.float32, tf.float64)
 
+    def test_two_dtypes_of_which_none_holds_the_other(self):
+        h = sgtrick.from_numpy(lambda x, y: (x @ y, (y, x)))
+        x, y = tf.constant([1.0, 2.0], tf.float16), tf.constant([3.0, 4.0], tf.bfloat16)
+        value, (by_x, by_y) = value_and_gradients(h, x, y)
+        assert (value.dtype, by_x.dtype, by_y.dtype) == (tf.float32, tf.float16, tf.bfloat16)
+        np.testing.assert_array_equal(value, 11)
+        np.testing.assert_array_equal(tf.cast(by_y, tf.float32), [1, 2])
+
+    @WRAPS
+    @pytest.mark.parametrize("text", [b"ab\0", [b"ab\0", b""]], ids=["one", "batch"])
+    def test_strings_as_they_are(self, wrap, text):
+        h = sgtrick.from_numpy(lambda s: (len(s.item()), None), event_ndims=0)
+        np.testing.assert_array_equal(wrap(h)(tf.constant(text)), [3, 0] if len(text) == 2 else 3)
+
+    def test_casts_whatever_numpy_raises(self):
+        h = sgtrick.from_numpy(lambda x: (1e-300, np.full(1, 1e300)), dtype="float32")
+        with np.errstate(all="raise"):
+            value, (gradient,) = value_and_gradients(h, tf.constant([0.0], tf.float32))
+            assert h(tf.constant([1e300], tf.float64)).dtype == tf.float64
+        np.testing.assert_array_equal([value, *gradient], [0, np.inf])
+
     def test_overflow_of_a_narrow_dtype(self):
         h = sgtrick.from_numpy(lambda x: (-1e300, np.full_like(x, 1e300)))
         y, (g,) = value_and_gradients(h, tf.constant([1.0]))
@@ -470,10 +507,11 @@ class TestAux:
 
     def test_aux_of_a_vectorized_engine(self):
         h = sgtrick.from_numpy(
-            lambda x: ((np.sum(x, -1), x.mean()), np.ones_like(x)), has_aux=True, vectorized=True
+            lambda x: ((np.sum(x, -1), 2 * x), np.ones_like(x)), has_aux=True, vectorized=True
         )
         y, aux = h(tf.ones([3, 2]))
-        assert (y.shape, aux.numpy()) == ([3], 1)
+        assert y.shape == [3]
+        np.testing.assert_array_equal(aux, 2 * np.ones([3, 2]))
 
     @WRAPS
     def test_aux_where_the_engine_fails(self, wrap):
@@ -496,7 +534,15 @@ class TestAux:
         h = sgtrick.from_numpy(f, has_aux=True, on_error=-np.inf, vectorized=True)
         y, aux = wrap(h)(tf.zeros([2, 3]))
         np.testing.assert_array_equal(y, [-np.inf, -np.inf])
-        np.testing.assert_array_equal(aux, np.nan, strict=True)
+        np.testing.assert_array_equal(aux, [np.nan, np.nan])
+
+    def test_aux_of_a_vectorized_engine_without_its_batch(self):
+        h = sgtrick.from_numpy(
+            lambda x: ((np.sum(x, -1), np.ones(7)), x), has_aux=True, vectorized=True, name="f"
+        )
+        message = r"aux of f must have the batch shape \[3\] in front, got \[7\]"
+        with pytest.raises(ValueError, match=message):
+            h(tf.ones([3, 2]))
 
     def test_aux_of_different_shapes(self):
         h = sgtrick.from_numpy(lambda x: ((x[0], x[: int(x[0])]), x), has_aux=True)
@@ -536,6 +582,16 @@ class TestErrors:
         np.testing.assert_array_equal(y, [-np.inf, -0.5])
         np.testing.assert_array_equal(g, [[0, 0], [0, -1]])
         assert (h.calls, h.failures) == (2, 1)
+
+    @WRAPS
+    def test_an_executor_of_the_engine_that_is_lost_is_its_failure(self, wrap):
+        def engine(x):
+            raise futures.BrokenExecutor("workers of its own")
+
+        y = wrap(sgtrick.from_numpy(engine, on_error=-np.inf))(tf.ones([2]))
+        np.testing.assert_array_equal(y, -np.inf)
+        with pytest.raises(RAISED, match=r"(?s)engine raised BrokenExecutor: workers of.*x = "):
+            wrap(sgtrick.from_numpy(engine))(tf.ones([2]))
 
     def test_a_vectorized_engine_fails_as_a_whole(self):
         h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=7, vectorized=True)
@@ -667,6 +723,17 @@ class TestErrors:
         message = r"The batch shapes of x \[3, 2, 2\], y \[4\] do not broadcast, with event_ndims=\[2, 0\]"
         with pytest.raises(ValueError, match=message):
             wrap(h)(tf.zeros([3, 2, 2]), tf.zeros([4]))
+
+    def test_unknown_ranks_of_several_arguments(self):
+        h = sgtrick.from_numpy(lambda x, k: (np.sum(x) * k, (x, None)), event_ndims=(2, 0))
+        graph = tf.function(h, input_signature=[tf.TensorSpec(None), tf.TensorSpec(None, tf.int32)])
+        x, k = tf.ones([2, 3, 3]), tf.constant([1, 2])
+        np.testing.assert_array_equal(graph(x, k), [9, 18])
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match="event_ndims=2, but x has fewer dimensions"
+        ):
+            graph(tf.ones([3]), tf.ones([5], tf.int32))
+        assert h.calls == 2
 
     def test_complex_and_inconvertible_arguments(self):
         h = sgtrick.from_numpy(engines.normal)
