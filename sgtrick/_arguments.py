@@ -1,16 +1,18 @@
 """Calls of a function, in which the differentiated arguments are found by position or name."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from sgtrick import _leaves, _shapes
 
 
-class Call(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # of a named tuple, AutoGraph would not convert __call__
+class Call:
     """The arguments of one call: keywords turned into positions, defaults filled in."""
 
     args: tuple[Any, ...]
@@ -64,13 +66,29 @@ class Point:
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
         self.xs = [_leaves.to_tensor(leaves[i][1], leaves[i][0]) for i in self._places]
-        self.stopped = self.at([tf.stop_gradient(x) for x in self.xs])
+        self.stopped = self.at([_stopped(x) for x in self.xs])
 
     def others(self) -> "Point":
         """The other arguments of the stopped call, as far as someone may ask for their gradient."""
         call = self.stopped
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
         return Point(call, keys, [str(key) for key in keys], _is_live)
+
+    def read(self) -> Call:
+        """The stopped call with the present values of variables, which may be assigned later."""
+        if len(self._keys) == len(self.call.args) + len(self.call.kwargs):
+            return self.stopped
+        args, kwargs = self.stopped.args, self.stopped.kwargs
+        return Call(*tf.nest.map_structure(_value, (args, kwargs)))
+
+    def insist_on_numbers(self, name: str) -> None:
+        """Raises if the arguments hold something, but nothing that could ever have derivatives."""
+        if self._flat and not any(map(_is_number, self._flat)):
+            raise TypeError(
+                f"argnums selects {', '.join(self._parameters)} of {name}, by which there is no "
+                f"derivative: {', '.join(type(leaf).__name__ for leaf in self._flat)}. Name the "
+                "arguments by which the gradient is."
+            )
 
     def at(self, xs: Sequence[Any]) -> Call:
         """The call with other leaves in the place of `xs`."""
@@ -170,6 +188,8 @@ class Function:
                 )
             if isinstance(key, int):
                 key %= count
+            if key in keys:
+                raise ValueError(f"argnums={argnums!r} names an argument of {self.name} twice.")
             keys.append(key)
             named = isinstance(key, int) and key < len(parameters)
             names.append(
@@ -187,6 +207,32 @@ def has_derivatives(leaf: Any) -> bool:
         return dtype is not None and _leaves.is_differentiable(tf.as_dtype(dtype))
     except TypeError:  # a dtype that TensorFlow does not know
         return False
+
+
+def _is_number(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
+
+
+def _value(leaf: Any) -> Any:
+    is_variable = isinstance(leaf, tf.Variable) or (
+        hasattr(leaf, "__tf_tensor__") and not tf.is_tensor(leaf)
+    )
+    return tf.convert_to_tensor(leaf) if is_variable else leaf
+
+
+def _stopped(x: Any) -> Any:
+    """`tf.stop_gradient` for the arguments of a function that need not have a derivative.
+
+    Before TensorFlow differentiates a graph, it looks for paths from `x`, stopped or not, and
+    insists on a derivative of every op on them. It follows floating tensors only.
+    """
+    x = tf.stop_gradient(x)
+    if tf.executing_eagerly() or x.dtype.size not in _BITS:
+        return x
+    return tf.bitcast(tf.bitcast(x, _BITS[x.dtype.size]), x.dtype)
+
+
+_BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def _is_live(leaf: Any) -> bool:
@@ -207,6 +253,11 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     if signature is not None:
         form.__signature__ = signature
     return form
+
+
+def bound(f: Any, instance: Any, owner: Any) -> Any:
+    """`f` as a method of `instance`, where it is a function and not merely callable."""
+    return f.__get__(instance, owner) if hasattr(f, "__get__") else f
 
 
 def name_of(f: Any) -> str:

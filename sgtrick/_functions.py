@@ -54,9 +54,10 @@ def with_gradient(
         grad: Called with the arguments of `f`, defaults filled in and keywords as positions where
             `f` has them there. Returns the gradient for an int or name `argnums`, a tuple of them
             for a tuple: a Jacobian `B + R + D` in the structure of its argument, with None where
-            there is none. With order 1 it is called once a backward pass in eager, and once while
-            tracing. A `grad` that takes a keyword `variables` is given the trainable variables that
-            `f` read and that are not among its arguments, each once, in the order read, and returns
+            there is none. With order 1 it is called once a backward pass in eager, with the values
+            that variables among the arguments had when `f` was called, and once while tracing. A
+            `grad` that takes a keyword `variables` is given the trainable variables that `f` read
+            and that are not among its arguments, each once, in the order read, and returns
             `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape of the
             value followed by that of the variable, for a scalar value also as `tf.IndexedSlices`.
             That is then exactly their gradient. What else `f` closes over has none then.
@@ -103,6 +104,9 @@ class WithGradient:
         batch_ndims: int | None,
         device: Any,
     ) -> None:
+        _insist_on_function(f, "f")
+        if grad is not None:
+            _insist_on_function(grad, "grad")
         _arguments.imitate(self, f)
         self._f, self._grad = _arguments.Function(f), grad and _arguments.Function(grad)
         self._read, self._order = _variables.Reader(), order
@@ -110,6 +114,7 @@ class WithGradient:
 
     def defgrad(self, grad: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the gradient function; a decorator."""
+        _insist_on_function(grad, "grad")
         self._grad = _arguments.Function(grad)
         return grad
 
@@ -117,8 +122,8 @@ class WithGradient:
         """Binds `f` and `grad` as methods."""
         if instance is None:
             return self
-        f = bind_method(self._f.f, instance)
-        grad = self._grad and bind_method(self._grad.f, instance)
+        f = _arguments.bound(self._f.f, instance, owner)
+        grad = self._grad and _arguments.bound(self._grad.f, instance, owner)
         return WithGradient(f, grad, self._order, self._argnums, self._batch_ndims, self._device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +137,7 @@ class WithGradient:
         grad = self._grad.f
         order = self._order.now()
         with _devices.scope(self._device):
-            point = self._f.point(self._argnums, args, kwargs)
+            point = _point(self._f, self._argnums, args, kwargs)
             if self._grad.takes("variables") and not self._f.takes("variables"):
                 return self._with_variables(point, order)
             y = _value(point.stopped(self._f), name)
@@ -143,9 +148,10 @@ class WithGradient:
                 return self._jacobians(point, gradients, y)
 
             if order == 0:
-                return y
+                return self._order.ended(y, point.xs, name)
             if order == 1:
-                return _trick.embed(y, point.xs, lambda: jacobians(point.stopped))
+                call = point.read()
+                return _trick.embed(y, point.xs, lambda: jacobians(call))
             z = [_trick.zero(x, guard=True) for x in point.xs]
             return _trick.with_linear(
                 y,
@@ -170,6 +176,7 @@ class WithGradient:
                 "leave order at 1."
             )
         grad, others = self._grad.f, point.others()
+        at = point.read()
 
         def call() -> Any:
             return others.at(others.xs)(self._f)
@@ -182,7 +189,7 @@ class WithGradient:
 
         def pull(upstream: Any) -> list[Any]:
             gradients, by_variables = _pair(
-                grad(*point.stopped.args, **point.stopped.kwargs, variables=variables),
+                grad(*at.args, **at.kwargs, variables=variables),
                 f"The gradient function of {self._f.name} takes variables, so it must return "
                 "(gradients, variable_gradients)",
             )
@@ -253,7 +260,7 @@ def from_value_and_gradient(
 
     def h(*args: Any, **kwargs: Any) -> Any:
         with _devices.scope(device):
-            point = f.point(argnums, args, kwargs)
+            point = _point(f, argnums, args, kwargs)
             y, gradients = _pair(point.stopped(f), f"{f.name} must return (value, gradient)")
             if has_aux:
                 y, aux = _pair(y, f"{f.name} must return ((value, aux), gradient)")
@@ -269,6 +276,15 @@ def from_value_and_gradient(
             return (y, aux) if has_aux else y
 
     return _arguments.imitate(h, fn)  # type: ignore[no-any-return]
+
+
+def _point(
+    f: _arguments.Function, argnums: Any, args: Any, kwargs: dict[str, Any]
+) -> _arguments.Point:
+    point = f.point(argnums, args, kwargs)
+    if not point.xs:
+        point.insist_on_numbers(f.name)
+    return point
 
 
 def nodes(point: _arguments.Point, z: list[Any], order: int) -> list[tuple[_arguments.Call, float]]:
@@ -310,9 +326,23 @@ class Order:
             raise ValueError(f"order must be a positive int, got {order!r}.")
         self._order, self._inside = order, threading.local()
 
+    def __deepcopy__(self, memo: Any) -> "Order":
+        return self  # a copy of the function calls itself by its name, which is that of this one
+
     def now(self) -> int:
         """The order that the present call is to have."""
         return self._order - getattr(self._inside, "depth", 0)
+
+    def ended(self, y: Any, xs: list[Any], name: str) -> Any:
+        """A value of order 0: a rule that differentiates such a call would miss something."""
+        if not xs or not _leaves.is_differentiable(y.dtype):
+            return y
+        message = (
+            f"The rule of {name} differentiates a call of {name}, which inside of its own rule has "
+            f"one order less, and order={self._order} leaves none. State order={self._order + 1} "
+            "or more, one for each call within a call; or write the derivative out."
+        )
+        return _trick.refusing(y, xs, message)
 
     @contextlib.contextmanager
     def inside_rule(self, left: int) -> Iterator[None]:
@@ -325,9 +355,9 @@ class Order:
             self._inside.depth = before
 
 
-def bind_method(g: Any, instance: Any) -> Any:
-    """`g` as a method of `instance`, where it is a function and not merely callable."""
-    return g.__get__(instance) if hasattr(g, "__get__") else g
+def _insist_on_function(f: Any, name: str) -> None:
+    if not callable(f) and not hasattr(f, "__get__"):
+        raise TypeError(f"{name} must be a function, got {type(f).__name__}: {f!r}.")
 
 
 def _value(y: Any, name: str) -> Any:

@@ -56,8 +56,8 @@ def implicit_root(
     Returns:
         The structure, dtype and value of `x_star`, also where that is not finite or no root. Where
         `J` of a batch member is singular, its root has no derivative, and what flows back into
-        `residual` is NaN. Roots of several numbers are solved for by QR: where TensorFlow has no
-        kernel of it, in TFLite and in `tf.vectorized_map` compiled by XLA, an error says so.
+        `residual` is NaN. Roots of several numbers are solved for by QR, of which TFLite has no
+        kernel: an error says so.
 
     Raises:
         TypeError: `x_star` is not floating or of several dtypes, or the residual of another.
@@ -147,7 +147,8 @@ def _root(
         return r(x, tf.nest.map_structure(_stopped, theta))
 
     x = rows.pack(rows.stars)
-    minus_inverse = -_inverse(_jacobian(r_of_x, x, names))
+    # Stopped again: TensorFlow looks for the derivatives of the inverse all the same.
+    minus_inverse = tf.stop_gradient(-_inverse(_jacobian(r_of_x, x, names)))
     for _ in range(order):
         z = _trick.zero(r(x, theta))
         x = _trick.with_linear(x, [_trick.inner(minus_inverse, z, 1)])
@@ -231,6 +232,8 @@ def _jacobian(r: Callable[[Any], Any], x: Any, names: tuple[str, str]) -> Any:
             "TensorFlow must be able to differentiate it; where it calls code outside TensorFlow, "
             "give it derivatives by one of sgtrick's forms."
         )
+    if x.shape[0] == 0:
+        return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype)
     # pfor compiles its loop, which pays only where that is done once.
     return tape.batch_jacobian(y, x, experimental_use_pfor=not _trick.eager())
 

@@ -83,8 +83,8 @@ class CustomJvp:
         """Binds `f` and the rule as methods."""
         if instance is None:
             return self
-        bind = _functions.bind_method
-        f, jvp = bind(self._f.f, instance), bind(self._jvp, instance)
+        f = _arguments.bound(self._f.f, instance, owner)
+        jvp = _arguments.bound(self._jvp, instance, owner)
         return CustomJvp(f, jvp, self._nondiff_argnums, self._order)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,9 @@ class CustomJvp:
         y = point.stopped(self._f)
         order = self._order.now()
         if order == 0:
-            return y
+            return tf.nest.map_structure(
+                lambda y: self._order.ended(tf.convert_to_tensor(y), point.xs, name), y
+            )
         z = [_trick.zero(x, guard=True) for x in point.xs]
         outputs = list(_leaves.flatten(y, f"{name}(...)"))
         terms: list[list[Any]] = [[] for _ in outputs]

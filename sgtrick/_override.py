@@ -95,15 +95,12 @@ def _refusal(outputs: list[Any], inputs: list[Any], why: str) -> list[Any]:
         "map with tf.map_fn, or store with experimental_custom_gradients=True."
     )
 
-    def refused(y: Any) -> Any:
-        if not _leaves.is_differentiable(y.dtype):
-            return y
-        # A sum over nothing: zero whatever the inputs hold, and connected to them.
-        nothing = [tf.reduce_sum(tf.reshape(x, [-1])[:0]) for x in inputs]
-        zero = tf.add_n([_trick.cast(t, y.dtype) for t in nothing])
-        return tf.stop_gradient(y) + tf.raw_ops.PreventGradient(input=zero, message=message)
-
-    return [refused(y) for y in outputs]
+    return [
+        _trick.refusing(tf.stop_gradient(y), inputs, message)
+        if _leaves.is_differentiable(y.dtype)
+        else y
+        for y in outputs
+    ]
 
 
 def _transposed(outputs: list[Any], pull: Pullback, z: list[Any]) -> list[Any]:

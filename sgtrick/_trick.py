@@ -147,6 +147,13 @@ def _override(*tensors: Any, n: int, gradient: Any) -> Any:
     return tensors[0] if n == 1 else list(tensors[:n]), gradient
 
 
+def refusing(y: Any, xs: Sequence[Any], message: str) -> Any:
+    """Returns `y`, with a `LookupError` for whoever differentiates it by `xs`."""
+    # A sum over nothing: zero whatever the points hold, and connected to them.
+    nothing = [cast(tf.reduce_sum(tf.reshape(x, [-1])[:0]), y.dtype) for x in xs]
+    return y + tf.raw_ops.PreventGradient(input=tf.add_n(nothing), message=message)
+
+
 def eager() -> bool:
     """Whether ops run at once, so that overrides are safe."""
     return bool(tf.executing_eagerly())

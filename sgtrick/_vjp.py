@@ -39,8 +39,9 @@ def custom_vjp(f: Any = None) -> Any:
         f: Returns `(y, grad_fn)`, `y` a structure of tensors. `grad_fn` is called with one upstream
             gradient per leaf of `y`, only when a gradient is asked for, and returns one gradient or
             None per leaf of the arguments, those passed by keyword in the place where `f` declares
-            them, keyword-only ones last, as passed. Gradients of the last leaves may be left out
-            where these are no tensors or have no derivatives. If `f` reads trainable variables that
+            them, keyword-only ones last, in the order of their declaration, those of `**kwargs` in
+            that of the call. Gradients of the last leaves may be left out where these are no
+            tensors or have no derivatives. If `f` reads trainable variables that
             are not among its arguments, `grad_fn` must take a keyword `variables`, their list in
             the order read, and return `(gradients, variable_gradients)`. Second and higher
             derivatives are those of `grad_fn`. It is linear in `upstream`, and what is traced
@@ -66,7 +67,7 @@ class _CustomVJP:
         _arguments.imitate(self, f)
 
     def __get__(self, instance: Any, owner: Any = None) -> "_CustomVJP":
-        return _CustomVJP(self._f.__get__(instance, owner), self._read)
+        return _CustomVJP(_arguments.bound(self._f, instance, owner), self._read)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +75,7 @@ class _CustomVJP:
         forward = _override.forward()
         if forward is not _override.at_once:
             args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
-        leaves = [*_leaves.flatten(args, "argument "), *_leaves.flatten(kwargs, "argument ")]
+        leaves = leaves_of(args, kwargs)
         call = functools.partial(self._f, *args, **kwargs)
         returned, variables = self._read(call, [leaf for _, leaf in leaves])
         y, grad_fn = value_and_rule(self._f, returned)
@@ -200,6 +201,14 @@ def arguments_of(
         return args, kwargs
     bound = signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """`(path, leaf)` of all arguments, keywords in their order, which `tf.nest` would sort."""
+    leaves = [*_leaves.flatten(args, "argument ")]
+    for name, value in kwargs.items():
+        leaves += _leaves.flatten(value, f"argument [{name!r}]")
+    return leaves
 
 
 def _takes_variables(grad_fn: Any) -> bool:

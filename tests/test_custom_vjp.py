@@ -1,5 +1,6 @@
 """`custom_vjp`: the protocol of `tf.custom_gradient`, held where TensorFlow drops overrides."""
 
+import functools
 import subprocess
 import sys
 
@@ -638,6 +639,30 @@ def test_keyword_arguments_get_gradients(wrap):
         return tape.gradient(s, parts)
 
     np.testing.assert_allclose(wrap(run)(X), np.outer([2, 3, 4], np.ones(3)))
+
+
+@honoured
+def test_the_order_of_keywords(wrap):
+    declared = custom_vjp(lambda x, *, b, a: (x + a + b, lambda u: (u, 2 * u, 3 * u)))
+    passed = custom_vjp(lambda x, **c: (x + sum(c.values()), lambda u: (u, 3 * u, 2 * u)))
+
+    def run(x, h):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            parts = [x + 0, x + 0, x + 0]
+            s = h(parts[0], a=parts[2], b=parts[1])
+        return tape.gradient(s, parts)
+
+    for h in (declared, passed):
+        got = wrap(functools.partial(run, h=h))(X)
+        np.testing.assert_allclose(got, np.outer([1, 2, 3], np.ones(3)))
+
+
+def test_a_partial_as_an_attribute_of_a_class():
+    class Model:
+        triple = custom_vjp(functools.partial(lambda k, x: (k * x, lambda u: 2 * k * u), 3.0))
+
+    np.testing.assert_allclose(vjp(Model().triple, tf.constant([1.0])), [6.0])
 
 
 def test_composition_with_tf_function_as_an_argument():

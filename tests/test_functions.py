@@ -1,5 +1,7 @@
 """The contracts of `with_gradient`, `from_value_and_gradient` and `custom_jvp`, DESIGN 3.2."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -225,6 +227,9 @@ class TestWithGradient:
             (lambda x: x, lambda x: x, {"order": True}, ValueError, r"order must be .* got True"),
             (lambda x: x, lambda x: x, {"argnums": 1.5}, TypeError, r"ints or parameter names, got 1\.5"),
             (lambda x: x, lambda x: x, {"argnums": "y"}, ValueError, r"argnums has 'y'.*its parameters are \['x'\]"),
+            (lambda x: x, lambda x: x, {"argnums": (0, "x")}, ValueError, r"argnums=\(0, 'x'\) names an argument of <lambda> twice"),
+            (lambda x: x, 3.0, {}, TypeError, r"grad must be a function, got float: 3\.0"),
+            ("f", lambda x: x, {}, TypeError, r"f must be a function, got str: 'f'"),
             (lambda x: x, lambda x: x, {"argnums": 1}, ValueError, r"argnums has 1, but .* 1 positional"),
             (lambda x: tf.constant(1), lambda x: x, {}, TypeError, r"<lambda> returned dtype int32, which has no derivatives"),
             (lambda x: x, lambda x: tf.ones([3]), {}, ValueError, r"the value \[2\], the gradient by x \[3\] and x \[2\] do not fit"),
@@ -238,6 +243,80 @@ class TestWithGradient:
     def test_misuse(self, wrap, f, grad, options, error, message):
         with pytest.raises(error, match=message):
             wrap(gradient)(sgtrick.with_gradient(f, grad, **options), constant([1.0, 2.0]))
+
+    @pytest.mark.parametrize("form", ["with_gradient", "from_value_and_gradient"])
+    def test_arguments_that_are_no_numbers(self, form):
+        def f(self, x):
+            return x if form == "with_gradient" else (x, x)
+
+        options = {"grad": f} if form == "with_gradient" else {}
+        h = getattr(sgtrick, form)(f, **options)
+        with pytest.raises(TypeError, match=r"selects self of f, .* no derivative: object\. Name"):
+            h(object(), constant(1.0))
+
+    @WRAPS
+    def test_variables_among_the_others_are_those_of_the_call(self, wrap):
+        v = tf.Variable(5.0, dtype=tf.float64)
+        variables = tf.Variable(1.0, dtype=tf.float64)
+        x = constant(1.0)
+        rules = [
+            sgtrick.with_gradient(lambda x, v: x**2 * v, lambda x, v: 2 * x * v),
+            sgtrick.with_gradient(
+                lambda x, v: x**2 * v * variables,
+                lambda x, v, variables: (2 * x * v, [x**2 * v]),
+            ),
+        ]
+        for h in rules:
+            v.assign(5.0)
+
+            @wrap
+            def late(h=h):
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = h(x, v)
+                v.assign(100.0)
+                return tape.gradient(y, x)
+
+            np.testing.assert_array_equal(late(), 10)
+
+    @pytest.mark.parametrize("form", ["order 1", "order 2", "together", "jvp"])
+    @WRAPS
+    def test_functions_that_have_no_derivative_of_their_own(self, wrap, form):
+        def f(x):  # TensorFlow has no gradient of this op
+            return tf.reduce_sum(tf.image.adjust_contrast(x, 2.0))
+
+        if form == "together":
+            h = sgtrick.from_value_and_gradient(lambda x: (f(x), 3 * x))
+        elif form == "jvp":
+            h = sgtrick.custom_jvp(f)
+            h.defjvp(lambda primals, tangents: (None, tf.reduce_sum(3 * primals[0] * tangents[0])))
+        else:
+            h = sgtrick.with_gradient(f, lambda x: 3 * x, order=int(form[-1]))
+        x = tf.reshape(tf.range(12.0), [2, 2, 3])
+        np.testing.assert_allclose(gradient(wrap(h), x)[0], 3 * x)
+
+    def test_autograph_converts_the_functions_and_not_the_form(self):
+        def f(x):
+            return x**2 if tf.reduce_sum(x) > 0 else -(x**2)
+
+        def grad(x):
+            return 2 * x if tf.reduce_sum(x) > 0 else -2 * x
+
+        def both(x):
+            return f(x), grad(x)
+
+        jvp = sgtrick.custom_jvp(f)
+        jvp.defjvp(lambda primals, tangents: (None, grad(*primals) * tangents[0]))
+        for h in (sgtrick.with_gradient(f, grad), sgtrick.from_value_and_gradient(both), jvp):
+            for x in (constant([1.0, 2.0]), constant([-1.0, -2.0])):
+                np.testing.assert_array_equal(gradient(tf.function(h), x)[0], grad(x))
+
+    def test_copies(self):
+        h = sgtrick.with_gradient(lambda x: x**2, lambda x: 5 * x)
+        jvp = sgtrick.custom_jvp(lambda x: x**2)
+        jvp.defjvp(lambda primals, tangents: (None, 5 * primals[0] * tangents[0]))
+        for form in (h, jvp):
+            np.testing.assert_array_equal(gradient(copy.deepcopy(form), constant(3.0))[0], 15)
 
     def test_a_gradient_by_an_int(self):
         h = sgtrick.with_gradient(lambda x, n: x * n, lambda x, n: (1.0, 1.0), argnums=(0, 1))
@@ -294,6 +373,36 @@ class TestOrders:
         h = sgtrick.with_gradient(fn.misled(tf.exp), lambda x: h(x))
         x = constant(0.7)
         np.testing.assert_allclose(tf.function(gradient)(h, x)[0], tf.exp(x))
+
+    @WRAPS
+    @pytest.mark.parametrize("form", ["gradient", "jvp"])
+    def test_a_rule_that_differentiates_its_function(self, wrap, form):
+        def f(x, n):
+            return tf.ones_like(x) if n == 0 else x * power(x, n - 1)
+
+        def by_x(x, n):
+            if n == 0:
+                return tf.zeros_like(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = power(x, n - 1)
+            return y + x * tape.gradient(y, x, unconnected_gradients="zero")
+
+        def form_of(order):
+            if form == "gradient":
+                return sgtrick.with_gradient(f, by_x, order=order)
+            h = sgtrick.custom_jvp(f, order=order)
+            h.defjvp(lambda primals, t: (None, by_x(*primals) * t[0]))
+            return h
+
+        power = form_of(3)
+        np.testing.assert_allclose(
+            wrap(lambda x: gradient(power, x, 2, sources=x))(constant(3.0)), 6
+        )
+        power = form_of(1)
+        # AutoGraph raises an error of its own with the same message.
+        with pytest.raises(Exception, match=r"rule of f differentiates a call of f.*order=2"):
+            wrap(lambda x: gradient(power, x, 3, sources=x))(constant(3.0))
 
     @WRAPS
     def test_the_mixed_hessian_with_a_live_argument(self, wrap):

@@ -46,9 +46,8 @@ CASES = [
 ]
 
 
-# Systems of several numbers are solved by QR, which TFLite does not have, nor tf.vectorized_map where
-# XLA compiles it.
-NO_KERNEL_OF_QR = {"TFLite, the value", "tape around `vectorized_map` in XLA"}
+# Systems of several numbers are solved by QR.
+NO_KERNEL_OF_QR = {"TFLite, the value"}
 
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: cell.name)
@@ -383,6 +382,42 @@ ERRORS = {
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_second_derivatives_by_unknown_numbers_of_roots():
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
+    def root(theta):
+        star = tf.sqrt(tf.stop_gradient(theta))
+        return implicit_root(lambda x, theta: x**2 - theta, star, theta, batch_ndims=0)
+
+    def second(f, theta):
+        with tf.GradientTape() as outer:
+            outer.watch(theta)
+            with tf.GradientTape() as inner:
+                inner.watch(theta)
+                y = f(theta)
+            first = inner.gradient(y, theta)
+        return outer.gradient(first, theta)
+
+    theta = tf.constant([4.0, 9.0], tf.float64)
+    np.testing.assert_allclose(second(root, theta), second(tf.sqrt, theta))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_no_roots(wrap):
+    roots, samples = [], [0.0]
+    cases = [
+        (lambda x, theta: x - theta, tf.zeros([0]), roots),
+        (lambda x, theta: x * theta, tf.constant(1.0), samples[0]),
+    ]
+    for residual, theta, expected in cases:
+        with tf.GradientTape() as tape:
+            tape.watch(theta)
+            x = wrap(
+                lambda theta, r=residual: implicit_root(r, tf.zeros([0]), theta, batch_ndims=1)
+            )(theta)
+        assert x.shape == [0]
+        np.testing.assert_array_equal(tape.gradient(x, theta), expected)
 
 
 def test_docstrings():

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import ops
 
 import sgtrick
-from sgtrick import _arguments, _dtypes, _leaves, _vjp
+from sgtrick import _arguments, _dtypes, _vjp
 from sgtrick.keras import _backends, _symbolic, _trick
 
 
@@ -33,9 +33,10 @@ def custom_vjp(f: Any = None) -> Any:
         f: Returns `(y, grad)`, `y` a structure of tensors. `grad` is called with one upstream
             gradient per leaf of `y`, None for those without derivatives, and returns one gradient
             or None per leaf of the arguments, those passed by keyword in the place where `f`
-            declares them. Gradients of the last leaves may be left out where these are no tensors
-            or have no derivatives. It has to be linear in `upstream`: reverse mode calls it as it
-            is, forward mode transposes it. Derivatives of higher order are those of `grad`.
+            declares them, those of `**kwargs` last, in the order of the call. Gradients of the last
+            leaves may be left out where these are no tensors or have no derivatives. It has to be
+            linear in `upstream`: reverse mode calls it as it is, forward mode transposes it.
+            Derivatives of higher order are those of `grad`.
 
     Returns:
         A function of the arguments of `f` that returns `y`, or its `KerasTensor` for symbolic
@@ -64,7 +65,7 @@ class _CustomVJP:
         self._f = f
 
     def __get__(self, instance: Any, owner: Any = None) -> "_CustomVJP":
-        return _CustomVJP(self._f.__get__(instance, owner))
+        return _CustomVJP(_arguments.bound(self._f, instance, owner))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,8 +85,9 @@ class _Rule:
     """A call of the caller's function, between flat lists of tensors."""
 
     def __init__(self, f: Any, args: Any, kwargs: Any) -> None:
-        leaves = [*_leaves.flatten(args, "argument "), *_leaves.flatten(kwargs, "argument ")]
-        self._f, self._call = f, (args, kwargs)
+        leaves = _vjp.leaves_of(args, kwargs)
+        self._f, self._call = f, (args, list(kwargs.values()))
+        self._keywords = list(kwargs)
         self._paths = [path for path, _ in leaves]
         self._leaves = [leaf for _, leaf in leaves]
         self._primals = [
@@ -104,7 +106,8 @@ class _Rule:
             leaf if x is None else next(some)
             for leaf, x in zip(self._leaves, self._primals, strict=True)
         ]
-        args, kwargs = tf.nest.pack_sequence_as(self._call, leaves)
+        args, values = tf.nest.pack_sequence_as(self._call, leaves)
+        kwargs = dict(zip(self._keywords, values, strict=True))
         y, grad = _vjp.value_and_rule(self._f, _without_variables(self._f)(*args, **kwargs))
         self.y = y
 

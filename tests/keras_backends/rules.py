@@ -117,6 +117,22 @@ class TestProtocol:
 
         check(REVERSE, form, truth, [POINTS, POINTS + 1, POINTS - 1])
 
+    def test_the_order_of_keywords(self):
+        @custom_vjp
+        def declared(x, *, b, a):
+            return misled(x + 2 * b + 3 * a), lambda u: (u, 2 * u, 3 * u)
+
+        @custom_vjp
+        def passed(x, **others):
+            return misled(x + 2 * others["b"] + 3 * others["a"]), lambda u: (u, 3 * u, 2 * u)
+
+        for f in (declared, passed):
+
+            def form(x, b, a, f=f):
+                return f(x, a=a, b=b)
+
+            check(REVERSE, form, lambda x, b, a: x + 2 * b + 3 * a, [POINTS, POINTS, POINTS])
+
     def test_methods_and_attributes(self):
         class Scale:
             factor = 3.0
