@@ -133,9 +133,10 @@ def _read(f: Callable[..., Any], x: Any, order: int) -> tuple[Function, Named, l
     leaves = list(_leaves.flatten(x, "x"))
     places = [i for i, (_, leaf) in enumerate(leaves) if _arguments.has_derivatives(leaf)]
     inputs = [(leaves[i][0], _leaves.to_tensor(leaves[i][1], leaves[i][0])) for i in places]
-    if not inputs:
+    if not any(tf.size(leaf) for _, leaf in inputs):
         raise TypeError(
-            "x has nothing to differentiate by. Pass tensors, arrays or numbers that are floating."
+            "x has nothing to differentiate by. Pass tensors, arrays or numbers that are floating "
+            "and not empty."
         )
     for name, leaf in inputs:
         if leaf.dtype.is_complex:

@@ -50,13 +50,15 @@ def custom_jvp(f: Callable[..., Any], *, nondiff_argnums: Any = (), order: int =
         and has no derivative there.
 
     Raises:
-        TypeError: Called before there is a rule, called with keyword-only arguments, or the rule
+        TypeError: `nondiff_argnums` holds no ints, called before there is a rule, called with keyword-only arguments, or the rule
             does not return a pair or the dtypes of the output.
         ValueError: A position that is no argument, or tangents without the structure or shapes of
             the output.
     """
     if not isinstance(nondiff_argnums, (list, tuple)):
         nondiff_argnums = (nondiff_argnums,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in nondiff_argnums):
+        raise TypeError(f"nondiff_argnums must be positions, got {nondiff_argnums!r}.")
     return CustomJvp(f, None, tuple(nondiff_argnums), _functions.Order(order))
 
 

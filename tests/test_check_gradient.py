@@ -547,6 +547,8 @@ class TestRefusals:
     def test_nothing_to_differentiate(self):
         with pytest.raises(TypeError, match="x has nothing to differentiate by"):
             check_gradient(lambda x: x, 3)
+        with pytest.raises(TypeError, match="floating and not empty"):
+            check_gradient(tf.reduce_sum, tf.zeros([0]))
         with pytest.raises(TypeError, match="f returns nothing of a floating dtype"):
             check_gradient(lambda x: tf.cast(x, tf.int32), 3.0)
         with pytest.raises(TypeError, match="what <lambda> returns must be a tensor"):

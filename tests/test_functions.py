@@ -582,6 +582,8 @@ class TestCustomJvp:
         h.defjvp(lambda p, t: (p[0], t[0]))
         with pytest.raises(ValueError, match=r"nondiff_argnums has 3, but the call of"):
             h(1.0)
+        with pytest.raises(TypeError, match=r"nondiff_argnums must be positions, got \('x',\)"):
+            sgtrick.custom_jvp(lambda x: x, nondiff_argnums="x")
 
 
 class TestLaws:
