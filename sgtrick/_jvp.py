@@ -50,8 +50,9 @@ def custom_jvp(f: Callable[..., Any], *, nondiff_argnums: Any = (), order: int =
         and has no derivative there.
 
     Raises:
-        TypeError: `nondiff_argnums` holds no ints, called before there is a rule, called with keyword-only arguments, or the rule
-            does not return a pair or the dtypes of the output.
+        TypeError: `nondiff_argnums` holds no ints, the function is called before there is a rule or
+            with keyword-only arguments, or the rule does not return a pair or the dtypes of the
+            output.
         ValueError: A position that is no argument, or tangents without the structure or shapes of
             the output.
     """
