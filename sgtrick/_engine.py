@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from sgtrick import _reticulate
 from sgtrick._executors import MainThreadExecutor
@@ -42,8 +41,6 @@ class Engine:
         self._functions = [_reticulate.as_engine(f) for f in (fn, grad) if f is not None]
         self._vectorized, self._executor = vectorized, executor
         _insist_on_executor(executor, self._functions)
-        if executor is None and grad is not None:
-            self._functions = [_both(*self._functions)]
         self.calls, self.failures, self.seconds = 0, 0, 0.0
         self._counting = threading.Lock()
         # TensorFlow calls from any thread, and most engines expect one call at a time. An executor
@@ -137,29 +134,23 @@ class Engine:
         self, layout: Layout, member: Sequence[Any], running: list[futures.Future[Any]]
     ) -> Callable[[], Any]:
         """Starts a call if there is an executor; returns what gives its result."""
-        if self._executor is None:
-            return partial(self._functions[0], *layout.pack(member))
-        started = []
+        own = [member]
+        if len(self._functions) > 1:  # neither sees what the other does to its arguments
+            own.append([a.copy() for a in member])
+        calls: list[Callable[[], Any]] = []
+        for f, leaves in zip(self._functions, own, strict=True):
+            if self._executor is None:
+                calls.append(partial(f, *layout.pack(leaves)))
+            else:
+                running.append(self._submitted(layout, f, leaves))
+                calls.append(running[-1].result)
+        return calls[0] if len(calls) == 1 else lambda: tuple(call() for call in calls)
+
+    def _submitted(self, layout: Layout, f: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         try:
-            for f in self._functions:
-                own = layout.pack([a.copy() for a in member])
-                started.append(self._executor.submit(f, *own))
-                running.append(started[-1])
+            return self._executor.submit(f, *layout.pack(leaves))
         except Exception as error:
             raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
-        if len(started) == 1:
-            return started[0].result  # type: ignore[no-any-return]
-        return lambda: tuple(future.result() for future in started)
-
-
-def _both(fn: Callable[..., Any], grad: Callable[..., Any]) -> Callable[..., Any]:
-    """One function that returns what the two do; neither sees the other change its arguments."""
-
-    def engine(*args: Any) -> Any:
-        own = tf.nest.map_structure(np.copy, args)
-        return fn(*args), grad(*own)
-
-    return engine
 
 
 def _of(i: tuple[int, ...], leaves: Sequence[Any]) -> list[Any]:
