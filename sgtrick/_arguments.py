@@ -155,7 +155,7 @@ class Function:
         complete = self._positional and not kwargs and len(args) == len(self._parameters)
         if self._signature is None or complete:
             return Call(tuple(args), dict(kwargs))
-        bound = self._signature.bind(*args, **kwargs)
+        bound = bind(self._signature, args, kwargs, self.name)
         bound.apply_defaults()
         return Call(bound.args, bound.kwargs)
 
@@ -263,6 +263,16 @@ def bound(f: Any, instance: Any, owner: Any) -> Any:
 def name_of(f: Any) -> str:
     """What errors call a function."""
     return str(getattr(f, "__name__", type(f).__name__))
+
+
+def bind(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any], name: str
+) -> inspect.BoundArguments:
+    """`signature.bind`, whose errors say of which function."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
 
 
 def signature_of(f: Callable[..., Any]) -> inspect.Signature | None:

@@ -361,6 +361,11 @@ def _insist_on_function(f: Any, name: str) -> None:
 
 
 def _value(y: Any, name: str) -> Any:
+    if isinstance(y, (tuple, list)):  # which would be stacked
+        raise TypeError(
+            f"{name} must return one tensor, got a {type(y).__name__} of {len(y)}. For several "
+            "outputs there are sgtrick.custom_jvp and sgtrick.custom_vjp."
+        )
     y = _leaves.to_tensor(y, f"what {name} returns")
     if not _leaves.is_differentiable(y.dtype):
         raise TypeError(

@@ -182,7 +182,7 @@ class HostFunction:
             if kwargs:
                 raise TypeError(f"{self._name} takes no keywords, got {list(kwargs)}.")
             return args, [f"args[{i}]" for i in range(len(args))]
-        bound = signature.bind(*args, **kwargs)
+        bound = _arguments.bind(signature, args, kwargs, self._name)
         if bound.kwargs:  # also what comes after an argument that was left out
             bound.apply_defaults()
         if bound.kwargs:

@@ -199,7 +199,7 @@ def arguments_of(
     signature = _arguments.signature_of(f) if kwargs else None
     if signature is None:
         return args, kwargs
-    bound = signature.bind(*args, **kwargs)
+    bound = _arguments.bind(signature, args, kwargs, _arguments.name_of(f))
     return bound.args, bound.kwargs
 
 

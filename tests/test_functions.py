@@ -228,6 +228,8 @@ class TestWithGradient:
             (lambda x: x, lambda x: x, {"argnums": 1.5}, TypeError, r"ints or parameter names, got 1\.5"),
             (lambda x: x, lambda x: x, {"argnums": "y"}, ValueError, r"argnums has 'y'.*its parameters are \['x'\]"),
             (lambda x: x, lambda x: x, {"argnums": (0, "x")}, ValueError, r"argnums=\(0, 'x'\) names an argument of <lambda> twice"),
+            (lambda x: (x, x), lambda x: x, {}, TypeError, r"<lambda> must return one tensor, got a tuple of 2\..*custom_jvp"),
+            (lambda x, y: x, lambda x: x, {}, TypeError, r"<lambda>\(\) missing a required argument: 'y'"),
             (lambda x: x, 3.0, {}, TypeError, r"grad must be a function, got float: 3\.0"),
             ("f", lambda x: x, {}, TypeError, r"f must be a function, got str: 'f'"),
             (lambda x: x, lambda x: x, {"argnums": 1}, ValueError, r"argnums has 1, but .* 1 positional"),
