@@ -329,7 +329,7 @@ class TestArguments:
             event_ndims=(1, 0),
         )
         assert wrap(lambda x: h(sign=-1.0, x=x))(x) == -3
-        with pytest.raises(TypeError, match=r"\w+\(\) missing a required argument: 'sign'"):
+        with pytest.raises(TypeError, match=r"\(\) missing a required argument: 'sign'"):
             h(x)
         with pytest.raises(TypeError, match="keyword-only arguments \\['y'\\]"):
             sgtrick.from_numpy(lambda x, *, y: y)(x, y=x)
