@@ -79,7 +79,12 @@ class Point:
         if len(self._keys) == len(self.call.args) + len(self.call.kwargs):
             return self.stopped
         args, kwargs = self.stopped.args, self.stopped.kwargs
-        return Call(*tf.nest.map_structure(_value, (args, kwargs)))
+        return Call(
+            *tf.nest.map_structure(
+                lambda leaf: tf.convert_to_tensor(leaf) if _leaves.is_dense(leaf) else leaf,
+                (args, kwargs),
+            )
+        )
 
     def insist_on_numbers(self, name: str) -> None:
         """Raises if the arguments hold something, but nothing that could ever have derivatives."""
@@ -211,13 +216,6 @@ def has_derivatives(leaf: Any) -> bool:
 
 def _is_number(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
-
-
-def _value(leaf: Any) -> Any:
-    is_variable = isinstance(leaf, tf.Variable) or (
-        hasattr(leaf, "__tf_tensor__") and not tf.is_tensor(leaf)
-    )
-    return tf.convert_to_tensor(leaf) if is_variable else leaf
 
 
 def _stopped(x: Any) -> Any:

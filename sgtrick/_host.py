@@ -230,12 +230,12 @@ def _tensors(
 ) -> tuple[list[Any], list[Any], Any]:
     """The leaves as tensors, the dtypes of their gradients, and that of the value."""
     # A number has no dtype of its own: it takes that of the others, or of the engine.
-    floating = [
+    given = [
         tf.as_dtype(leaf.dtype)
         for _, leaf, _ in flat
         if _arguments.has_derivatives(leaf) and type(leaf) not in (float, complex)
     ]
-    floating = [dtype for dtype in floating if dtype.is_floating]
+    floating = [dtype for dtype in given if dtype.is_floating]
     common = _widest(floating) if floating else default
     xs, dtypes = [], []
     for path, leaf, ndims in flat:

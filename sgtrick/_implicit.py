@@ -275,8 +275,7 @@ def _floating(value: Any, name: str) -> Any:
 
 
 def _stopped(argument: Any) -> Any:
-    is_tensor = isinstance(argument, (tf.Tensor, tf.Variable)) or hasattr(argument, "__tf_tensor__")
-    return tf.stop_gradient(argument) if is_tensor else argument
+    return tf.stop_gradient(argument) if _leaves.is_dense(argument) else argument
 
 
 def _shape(x: Any) -> Any:

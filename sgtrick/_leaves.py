@@ -105,6 +105,11 @@ def make_leaf(path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _sha
     return Leaf(path, x, gx, batch_ndims)
 
 
+def is_dense(leaf: Any) -> bool:
+    """Whether a leaf is a dense tensor, or a variable, which stands for one."""
+    return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
+
+
 def is_differentiable(dtype: Any) -> bool:
     """Whether values of this dtype have derivatives."""
     return bool(dtype.is_floating or dtype.is_complex)

@@ -41,12 +41,12 @@ def custom_vjp(f: Any = None) -> Any:
             None per leaf of the arguments, those passed by keyword in the place where `f` declares
             them, keyword-only ones last, in the order of their declaration, those of `**kwargs` in
             that of the call. Gradients of the last leaves may be left out where these are no
-            tensors or have no derivatives. If `f` reads trainable variables that
-            are not among its arguments, `grad_fn` must take a keyword `variables`, their list in
-            the order read, and return `(gradients, variable_gradients)`. Second and higher
-            derivatives are those of `grad_fn`. It is linear in `upstream`, and what is traced
-            (`tf.function`) has it transposed: where that fails, as for a host call, those
-            transformations that need it raise.
+            tensors or have no derivatives. If `f` reads trainable variables that are not among its
+            arguments, `grad_fn` must take a keyword `variables`, their list in the order read, and
+            return `(gradients, variable_gradients)`. Second and higher derivatives are those of
+            `grad_fn`. It is linear in `upstream`, and what is traced (`tf.function`) has it
+            transposed: where that fails, as for a host call, those transformations that need it
+            raise.
 
     Returns:
         A function of the arguments of `f` that returns `y`. Methods can be decorated too.
