@@ -331,6 +331,10 @@ class TestArguments:
         assert wrap(lambda x: h(sign=-1.0, x=x))(x) == -3
         with pytest.raises(TypeError, match=r"\(\) missing a required argument: 'sign'"):
             h(x)
+        h = sgtrick.from_numpy(
+            lambda x, a=2.0, b=3.0: (x * a * b, (a * b, None, None)), event_ndims=0
+        )
+        assert wrap(lambda x: h(x, b=5.0))(x[0]) == 10  # also what is left out before b
         with pytest.raises(TypeError, match="keyword-only arguments \\['y'\\]"):
             sgtrick.from_numpy(lambda x, *, y: y)(x, y=x)
 
@@ -534,6 +538,7 @@ class TestAux:
         h = sgtrick.from_numpy(f, has_aux=True, on_error=-np.inf, vectorized=True)
         y, aux = wrap(h)(tf.zeros([2, 3]))
         np.testing.assert_array_equal(y, [-np.inf, -np.inf])
+        assert aux.shape == [2]
         np.testing.assert_array_equal(aux, [np.nan, np.nan])
 
     def test_aux_of_a_vectorized_engine_without_its_batch(self):
@@ -669,6 +674,8 @@ class TestErrors:
             ),
             ({"dtype": int}, TypeError, "got <class 'int'>"),
             ({"dtype": "no"}, TypeError, "got 'no'"),
+            ({"dtype": None}, TypeError, "dtype must be .* got None"),
+            ({"on_error": np.complex64(1j)}, ValueError, "on_error must be .* got .*1j"),
             (
                 {"on_error": "ignore"},
                 ValueError,
@@ -709,6 +716,10 @@ class TestErrors:
         h = sgtrick.from_numpy(engines.normal, event_ndims=event_ndims)
         with pytest.raises(ValueError, match=message):
             h(*args)
+
+    def test_event_ndims_of_numpy(self):
+        h = sgtrick.from_numpy(engines.normal, event_ndims=np.int64(1))
+        np.testing.assert_array_equal(h(tf.ones([3, 2])), [-1, -1, -1])
 
     def test_event_ndims_of_an_unknown_rank(self):
         run = tf.function(sgtrick.from_numpy(engines.normal), input_signature=[tf.TensorSpec(None)])
