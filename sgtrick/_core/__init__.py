@@ -1,0 +1,1 @@
+"""What every form is made of: the kept override, the formula, and TensorFlow's private names."""

@@ -1,0 +1,317 @@
+"""Every touch of TensorFlow's private names, each with its reason.
+
+Nothing of TensorFlow's public interface says how to override a gradient in forward mode or in
+`tf.vectorized_map`, nor frees what an override holds. `tests/test_tensorflow.py` fails with the
+name of what is missing, should a version of TensorFlow take one of these away.
+"""
+
+import concurrent.futures
+import contextlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops.parallel_for import pfor as pfor_lib
+
+Pullback = Callable[..., Sequence[Any]]
+
+
+def somebody_records() -> bool:
+    """Whether a tape or an accumulator is active, so that eager results have to be recorded."""
+    return bool(record.could_possibly_record())
+
+
+def not_recording() -> contextlib.AbstractContextManager[None]:
+    """A scope in which no tape and no accumulator sees operations."""
+    return record.stop_recording()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """A scope in which tapes record, also where TensorFlow has suspended them.
+
+    `tf.recompute_grad` runs functions while recording is suspended. A rule that is traced there
+    may hold a tape of its own, which would record nothing.
+    """
+    suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if suspended:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if suspended:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def record_override(
+    outputs: Sequence[Any], inputs: Sequence[Any], pull: Pullback, push: Pullback
+) -> None:
+    """Tells all tapes and accumulators the derivatives of `outputs` with respect to `inputs`.
+
+    Args:
+        outputs: Tensors that nothing has recorded.
+        inputs: Tensors.
+        pull: From one upstream gradient for each output to one gradient or None for each input.
+        push: From one tangent for each input, None for those without derivatives, to one tangent
+            or None for each output.
+    """
+
+    record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
+
+
+def traced_apart(f: Callable[..., Any], specs: Sequence[Any]) -> Any:
+    """`f` as a concrete function, traced where no tape and no accumulator is active.
+
+    While an accumulator computes a JVP, it silences all tapes that are younger than itself, those
+    within `f` too.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tapes are a thread's own
+
+        def run() -> Any:
+            with graph.as_default() if graph is not None else contextlib.nullcontext():
+                return trace(f, specs)
+
+        return thread.submit(run).result()
+
+
+def asked_for(x: Any) -> bool:
+    """Whether the tape that calls a pullback now was asked for the gradient of `x` itself.
+
+    A tape calls pullbacks on all paths from its target, whether they lead to what was asked for
+    or not, and tells no pullback which. The call of `GradientTape.gradient` knows.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "gradient" and "sources" in frame.f_locals:
+            sources = tf.nest.flatten(frame.f_locals["sources"])
+            return any(s is x or getattr(s, "handle", s) is x for s in sources)
+        frame = frame.f_back
+    return False
+
+
+class Override(NamedTuple):
+    """What an operation in a graph means instead of what it is.
+
+    Attributes:
+        gradient: From upstream gradients of the outputs to gradients of the inputs.
+        vectorize: The same for a batch: from `Vectorized` inputs to the batched outputs.
+    """
+
+    gradient: Callable[..., Sequence[Any]]
+    vectorize: Callable[["Vectorized"], Sequence[Any]]
+
+
+class _Overrides:
+    """Those of one graph by name. The graph holds them, so that they die with it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Override] = {}
+        # TensorFlow's registry never forgets a gradient.
+        names: list[str] = []
+        weakref.finalize(self, _forget, names)
+        self.names = names
+
+
+def _forget(names: list[str]) -> None:
+    for name in names:
+        ops.gradient_registry._registry.pop(name, None)
+
+
+_NUMBERS = itertools.count()
+_ATTRIBUTE = "_sgtrick_overrides"
+
+# TensorFlow's error for a loaded operation without its gradient names the operation.
+_IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
+
+
+def override(natural: Sequence[Any], inputs: Sequence[Any], meaning: Override) -> list[Any]:
+    """Returns `natural` as outputs of an operation of the default graph that means something else.
+
+    Tapes and accumulators do not see it: see `record_override`.
+
+    Args:
+        natural: The values. Where the override is lost, the derivatives are theirs.
+        inputs: What the gradients are with respect to.
+        meaning: The override.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    overrides = getattr(graph, _ATTRIBUTE, None)
+    if overrides is None:
+        overrides = _Overrides()
+        setattr(graph, _ATTRIBUTE, overrides)
+    name = f"sgtrick-{next(_NUMBERS)}"
+    overrides.by_name[name] = meaning
+    overrides.names.append(name)
+    _register(name, len(natural), weakref.ref(overrides))
+    with not_recording(), graph.gradient_override_map({"IdentityN": name}):
+        outputs = tf.identity_n([*natural, *inputs], name=_IF_LOST)
+    # tf.vectorized_map looks for this attribute before it looks into its registry.
+    outputs[0].op.pfor_converter = _convert
+    return list(outputs[: len(natural)])
+
+
+def _register(name: str, count: int, reference: Callable[[], _Overrides | None]) -> None:
+    @tf.RegisterGradient(name)  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def gradient(op: Any, *upstream: Any) -> list[Any]:
+        overrides = reference()
+        # To store a gradient, tf.saved_model.save traces it without an operation.
+        if overrides is None or (op is not None and _overrides_of(op) is not overrides):
+            raise LookupError(_COPIED)
+        return [*[None] * count, *overrides.by_name[name].gradient(*upstream[:count])]
+
+
+def _overrides_of(op: Any) -> _Overrides | None:
+    return getattr(op.graph, _ATTRIBUTE, None)
+
+
+_COPIED = (
+    "The gradient of a sgtrick function was asked for through a copy of its operation that "
+    "TensorFlow made without the gradient: by loading a SavedModel stored with "
+    "experimental_custom_gradients=False, or by tf.vectorized_map over a tf.function, loop or "
+    "branch in which the function's arguments are the same for all members. Store with "
+    "experimental_custom_gradients=True, or call the function outside of what is mapped."
+)
+
+
+class Vectorized(NamedTuple):
+    """The inputs of an operation for all members of a batch.
+
+    Attributes:
+        inputs: For each input of the operation a tensor and whether it has a batch dimension in
+            front; without, it is the same for all members.
+        convert: The same for any other tensor of the operation's graph.
+        stack: Gives a tensor that is the same for all members a batch dimension.
+        graph: The operation's graph.
+        outputs: The operation's outputs, for one member.
+    """
+
+    inputs: Sequence[tuple[Any, bool]]
+    convert: Callable[[Any], tuple[Any, bool]]
+    stack: Callable[[Any], Any]
+    graph: Any
+    outputs: Sequence[Any]
+
+
+def _convert(pfor_input: Any) -> list[Any]:
+    """What `tf.vectorized_map` makes of an override: another override, of the batch."""
+    op, pfor = pfor_input.op, pfor_input.pfor
+
+    def convert(tensor: Any) -> tuple[Any, bool]:
+        if isinstance(tensor, ops.EagerTensor) or tensor.graph is not op.graph:
+            return tensor, False
+        found = pfor._convert_helper(tensor)
+        return found.t, bool(found.is_stacked)
+
+    def stack(tensor: Any) -> Any:
+        return pfor_lib._stack(tensor, pfor.loop_len_vector).t
+
+    overrides = _overrides_of(op)
+    if overrides is None:
+        raise LookupError(_COPIED)
+    meaning = overrides.by_name[op.get_attr("_gradient_op_type").decode()]
+    inputs = [(found.t, bool(found.is_stacked)) for found in pfor_input.inputs]
+    outputs = meaning.vectorize(Vectorized(inputs, convert, stack, op.graph, op.outputs))
+    count = len(outputs)
+    return [pfor_lib.wrap(t, True) for t in outputs] + [
+        pfor_lib.wrap(*found) for found in inputs[count:]
+    ]
+
+
+def unconvertible(y: Any, message: str) -> Any:
+    """Returns `y`; who differentiates it gets an error with this message.
+
+    `tf.vectorized_map` has no rule for the operation, and gets one here.
+    """
+    with not_recording():
+        prevented = tf.raw_ops.PreventGradient(input=y, message=message)
+    if not tf.executing_eagerly():
+        prevented.op.pfor_converter = lambda pfor_input: pfor_lib.wrap(
+            unconvertible(pfor_input.stacked_input(0), message), True
+        )
+    return prevented
+
+
+def trace(f: Callable[..., Any], specs: Sequence[Any]) -> Any:
+    """`f` as a concrete function for tensors like `specs`."""
+    with recording():
+        return tf.function(f, autograph=False).get_concrete_function(*specs)
+
+
+def gradients_in(graph: Any, ys: Sequence[Any], xs: Sequence[Any], grad_ys: Sequence[Any]) -> Any:
+    """`tf.gradients` of tensors of a graph which need not be the one that is being traced."""
+    with recording():
+        return gradients_util._GradientsHelper(
+            list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph
+        )
+
+
+class Traced:
+    """A function traced as part of a graph, to be called with other tensors than it captured.
+
+    Attributes:
+        captured: The tensors from outside that it uses.
+    """
+
+    def __init__(self, f: Callable[..., Any], specs: Sequence[Any], graph: Any) -> None:
+        with graph.as_default():
+            self._function = trace(f, specs)
+        self.captured = list(self._function.captured_inputs)
+
+    def __call__(self, arguments: Sequence[Any], captured: Sequence[Any]) -> Any:
+        """Calls the function with `captured` in the place of the tensors that it captured."""
+        self._function.set_external_captures(list(captured))
+        try:
+            return self._function(*arguments)
+        finally:
+            self._function.set_external_captures(self.captured)
+
+
+# Operations that call Python functions.
+HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+
+
+def operation(tensor: Any) -> Any:
+    """The operation that makes a tensor, None for an eager tensor."""
+    return None if isinstance(tensor, ops.EagerTensor) else tensor.op
+
+
+def has_no_gradient(op: Any) -> bool:
+    """Whether TensorFlow takes an operation for one without a derivative."""
+    if op.type in ("StopGradient", "PreventGradient"):
+        return True
+    try:
+        return ops.get_gradient_function(op) is None
+    except LookupError:
+        return op.type not in ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def called_function(op: Any) -> Any:
+    """The graph of the function that an operation calls, None if it calls none."""
+    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    function = op.graph._get_function(op.get_attr("f").name)
+    return getattr(function, "graph", None)
+
+
+def captured_from(tensor: Any) -> Any:
+    """What a placeholder stands for that a function captured from outside, None for another."""
+    if tensor.op.type != "Placeholder":
+        return None
+    captures = getattr(tensor.graph, "captures", ())
+    return next((outer for outer, inner in captures if inner.name == tensor.name), None)
+
+
+def identity_of(tensor: Any) -> Any:
+    """The same for what stands for the same tensor: TensorFlow makes Python objects anew."""
+    if isinstance(tensor, tf.Tensor) and not isinstance(tensor, ops.EagerTensor):
+        return id(tensor.graph), tensor.name
+    return id(tensor)

@@ -1,0 +1,68 @@
+"""What a tensor of a graph is made of, by walking back along its operations."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick import _leaves
+from sgtrick._core import _tensorflow
+
+
+def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()) -> bool:
+    """Whether TensorFlow can differentiate a tensor with respect to one of `sources`.
+
+    Loops and branches count as connected to all that they take. Ways through `others` do not count.
+    """
+    wanted = set(map(_tensorflow.identity_of, sources))
+    until = set(map(_tensorflow.identity_of, others))
+    return any(_tensorflow.identity_of(t) in wanted for t in _walk(tensor, differentiably=True, until=until))
+
+
+def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
+    """Whether a tensor takes no numbers from elsewhere than `sources`.
+
+    False where a constant of floating dtype, a captured tensor, a variable or the host has a part.
+    """
+    wanted = set(map(_tensorflow.identity_of, sources))
+    for t in _walk(tensor, differentiably=False, until=wanted):
+        if _tensorflow.identity_of(t) not in wanted and not t.op.inputs and _leaves.is_differentiable(t.dtype):
+            return False
+        if t.op.type in _tensorflow.HOST_CALLS or t.dtype == tf.resource:
+            return False
+    return True
+
+
+def _walk(
+    tensor: Any, *, differentiably: bool, until: Collection[Any] = ()
+) -> Iterator[Any]:
+    """Yields the tensor and all that it is computed from, into functions and outer graphs."""
+    seen: set[Any] = set()
+    # A tensor, and the calls in whose functions it stands, the innermost last.
+    stack: list[tuple[Any, tuple[Any, ...]]] = [(tensor, ())]
+    while stack:
+        t, calls = stack.pop()
+        key = _tensorflow.identity_of(t)
+        if key in seen or (differentiably and not _leaves.is_differentiable(t.dtype)):
+            continue
+        seen.add(key)
+        yield t
+        if key in until:
+            continue
+        op = _tensorflow.operation(t)
+        if op is None:  # an eager tensor
+            continue
+        called = _tensorflow.called_function(op)
+        if called is not None:
+            stack.append((called.outputs[t.value_index], (*calls, op)))
+            continue
+        outside = _tensorflow.captured_from(t)
+        if outside is not None:
+            stack.append((outside, calls))
+            continue
+        if op.type == "Placeholder" and calls and t.graph is _tensorflow.called_function(calls[-1]):
+            index = [p.name for p in t.graph.inputs].index(t.name)
+            stack.append((calls[-1].inputs[index], calls[:-1]))
+            continue
+        if not (differentiably and _tensorflow.has_no_gradient(op)):
+            stack.extend((i, calls) for i in op.inputs)

@@ -1,0 +1,355 @@
+"""The kept override: outputs whose derivatives are what a pullback returns, whatever they were.
+
+TensorFlow drops overrides in forward mode inside a graph and in `tf.vectorized_map`. Both can be
+told otherwise: an accumulator is given the JVP itself, and the operation brings its own rule for
+`tf.vectorized_map`, by which the batched outputs are overridden again, with the mapped pullback.
+
+The pullback runs when a gradient is asked for, and not before. It may be anything: not linear, a
+host call, a loop, stateful. A derivative that TensorFlow loses in it when it is differentiated in
+its turn raises: that is what `_guarded` adds.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from sgtrick import _devices, _leaves
+from sgtrick._core import _tensorflow, adjoint, ancestry, loud
+from sgtrick._core._tensorflow import Pullback
+
+
+class Rule(NamedTuple):
+    """The derivative of outputs with respect to inputs.
+
+    Attributes:
+        name: What errors call the function.
+        pull: From one upstream gradient for each output, None for those without derivatives, to one
+            gradient or None for each input.
+        push: From one tangent for each input to one tangent for each output; or the message of the
+            error for forward mode; or None, where forward mode transposes `pull`, with a test.
+        sources: What the gradients may depend on: the inputs, unless stated otherwise.
+        tape: A persistent tape that has recorded what `pull` uses of the forward pass, in eager.
+        lost: Says for each gradient whether TensorFlow cannot differentiate it with respect to the
+            sources, where that is known beforehand.
+    """
+
+    name: str
+    pull: Pullback
+    push: Callable[..., Sequence[Any]] | str | None = None
+    sources: Sequence[Any] | None = None
+    tape: Any = None
+    lost: Sequence[bool] | None = None
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def keep(
+    ys: Sequence[Any], xs: Sequence[Any], rule: Rule, natural: Sequence[Any] | None = None
+) -> list[Any]:
+    """Returns `ys`, to the last bit, with the derivatives of a rule with respect to `xs`.
+
+    Args:
+        ys: Tensors. What else they depend on gets nothing: to keep a derivative of `ys`
+            themselves, they have to be among `xs` too.
+        xs: Tensors.
+        rule: The derivatives.
+        natural: The same values by operations whose own derivatives are right to first order, for
+            transformations that drop overrides from a stored model. Otherwise these raise.
+    """
+    ys, xs = list(ys), list(xs)
+    if not any(_leaves.is_differentiable(x.dtype) for x in xs):
+        return ys
+    if tf.executing_eagerly():
+        if not _tensorflow.somebody_records():
+            return ys
+        with _tensorflow.not_recording():
+            outputs = [tf.identity(y) for y in ys]
+    else:
+        # A tensor from outside is captured, and recorded as such, before recording is suspended.
+        ys, xs = [here(y) for y in ys], [here(x) for x in xs]
+        sources = xs if rule.sources is None else [*xs, *rule.sources]
+        rule = rule._replace(sources=sources)
+        meaning = _tensorflow.Override(
+            lambda *upstream: _pull(rule, ys, xs, upstream, by_graph=True),
+            lambda batch: _vectorized(rule, len(ys), batch),
+        )
+        dropped = loud_if_dropped(rule.name)
+        natural = natural or [
+            _tensorflow.unconvertible(y, dropped) if _leaves.is_differentiable(y.dtype) else y
+            for y in ys
+        ]
+        outputs = _tensorflow.override(natural, xs, meaning)
+        for output, y in zip(outputs, ys, strict=True):
+            output.set_shape(y.shape)
+    _tensorflow.record_override(
+        outputs,
+        xs,
+        lambda *upstream: _pull(rule, ys, xs, upstream, by_graph=False),
+        lambda *tangents: _push(rule, ys, tangents),
+    )
+    return outputs
+
+
+def loud_if_dropped(name: str) -> str:
+    """What is said where TensorFlow loses an override."""
+    return (
+        f"TensorFlow dropped the gradient of {name}: a loaded SavedModel is mapped by "
+        "tf.vectorized_map, or was stored with experimental_custom_gradients=False. Map with "
+        "tf.map_fn, or store with experimental_custom_gradients=True."
+    )
+
+
+def here(t: Any) -> Any:
+    """A tensor as one of the graph that is being traced, if any.
+
+    A pullback may be called while another graph is traced than the forward pass was. Of what it
+    calls in its turn, the arguments are tensors of the forward graph, out of reach for the graph
+    in which that is differentiated again.
+    """
+    if tf.executing_eagerly():
+        return t
+    graph = tf.compat.v1.get_default_graph()
+    return t if _tensorflow.operation(t) is not None and t.graph is graph else tf.identity(t)
+
+
+def _pull(
+    rule: Rule, ys: Sequence[Any], xs: Sequence[Any], upstream: Sequence[Any], *, by_graph: bool
+) -> list[Any]:
+    """Calls the pullback on the device of the outputs, with errors for what gets lost in it."""
+    upstream = [
+        u if y is not None and _leaves.is_differentiable(y.dtype) else None
+        for u, y in zip(upstream, ys, strict=True)
+    ]
+    with _devices.of(ys[0]):
+        if tf.executing_eagerly() and not _tensorflow.somebody_records():
+            return list(rule.pull(*upstream))
+        return _guarded(rule, ys, xs, upstream, by_graph=by_graph)
+
+
+def _push(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The tangents of the outputs."""
+    if isinstance(rule.push, str):
+        raise NotImplementedError(rule.push)
+    push = rule.push or (lambda *ts: _transposed(rule, ys, ts))
+    places: list[int] = []
+
+    def known(*some: Any) -> list[Any]:
+        given = iter(some)
+        pushed = push(*(None if t is None else next(given) for t in tangents))
+        places[:] = [i for i, t in enumerate(pushed) if t is not None]
+        return [pushed[i] for i in places]
+
+    ts = [t for t in tangents if t is not None]
+    with _devices.of(ys[0]):
+        function = _tensorflow.traced_apart(known, [tf.TensorSpec(t.shape, t.dtype) for t in ts])
+        found = dict(zip(places, function(*ts), strict=True))
+    return [found.get(i) for i in range(len(ys))]
+
+
+def _transposed(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The transpose of the pullback at `tangents`, which fails where it is not that."""
+    us = [adjoint.probe(y) if _leaves.is_differentiable(y.dtype) else None for y in ys]
+    at = [u for u in us if u is not None]
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(at)
+        gradients = rule.pull(*us)
+        pairs = [
+            (tf.convert_to_tensor(g), t)
+            for g, t in zip(gradients, tangents, strict=True)
+            if g is not None and t is not None
+        ]
+    gs, ts = [g for g, _ in pairs], [tf.cast(t, g.dtype) for g, t in pairs]
+    found = tape.gradient(gs, at, output_gradients=ts) if gs else [None] * len(at)
+    zero = loud.insist(adjoint.holds(gs, ts, found, at), _NOT_TRANSPOSED.format(rule.name))
+    pushed = iter(found)
+    return [
+        None if u is None else _plus(next(pushed), zero, u) for u in us
+    ]
+
+
+def _plus(tangent: Any, zero: Any, like: Any) -> Any:
+    tangent = tf.zeros_like(like) if tangent is None else tangent
+    return tangent + tf.cast(zero, tangent.dtype)
+
+
+_NOT_TRANSPOSED = (
+    "Forward mode transposes the gradient function of {0}, by differentiating it with respect to "
+    "the upstream gradient, and what came out is not the transpose: a part of it is a host call, "
+    "stopped, or not linear in the upstream gradient. Use sgtrick.custom_jvp, whose rule is for "
+    "forward mode; or reverse mode (tf.GradientTape)."
+)
+
+
+def _guarded(
+    rule: Rule, ys: Sequence[Any], xs: Sequence[Any], upstream: Sequence[Any], *, by_graph: bool
+) -> list[Any]:
+    """The gradients, whose own derivatives are those of the pullback, or errors.
+
+    An operation around the gradients passes derivatives on and adds nothing, but for errors:
+    with respect to the sources, where a gradient is not connected to any of them; with respect to
+    the upstream gradient, where the pullback cannot be transposed. TensorFlow transposes in forward
+    mode around a function, which cannot be told from a second derivative.
+    """
+    sources = xs if rule.sources is None else rule.sources
+    us = [None if u is None else tf.identity(u) for u in upstream]
+    at = [u for u in us if u is not None]
+    if tf.executing_eagerly():
+        tape = rule.tape or tf.GradientTape(persistent=True, watch_accessed_variables=False)
+        with tape:
+            tape.watch(sources)
+            tape.watch(at)
+            gradients = list(rule.pull(*us))
+    else:
+        gradients = list(rule.pull(*us))
+    places = [i for i, g in enumerate(gradients) if g is not None]
+    parts = [_values(gradients[i]) for i in places]
+    if not parts:
+        return gradients
+    if rule.lost is not None:
+        lost = any(rule.lost)
+    elif not tf.executing_eagerly():
+        lost = any(_is_lost(part, sources, at) for part in parts)
+
+    def is_lost() -> bool:
+        if rule.lost is not None or not tf.executing_eagerly():
+            return lost
+        return any(
+            all(d is None for d in tape.gradient(part, sources)) and not _is_constant(rule, us, i)
+            for i, part in zip(places, parts, strict=True)
+        )
+
+    def again(*z: Any) -> list[Any]:
+        points: list[Any] = [None] * len(xs)
+        if is_lost():
+            points = [
+                loud.failure(x, _LOST.format(rule.name)) if _leaves.is_differentiable(x.dtype) else None
+                for x in xs
+            ]
+        if not by_graph or callable(rule.push):
+            return [*z, *points]
+        if isinstance(rule.push, str):
+            zero = loud.insist(tf.constant(False), rule.push)
+        else:
+            found = _tensorflow.gradients_in(parts[0].graph, parts, at, z)
+            fits = adjoint.holds(parts, z, found, at)
+            zero = loud.insist(fits, _NOT_TRANSPOSED.format(rule.name))
+        return [*(z_i + tf.cast(zero, z_i.dtype) for z_i in z), *points]
+
+    def along(*tangents: Any) -> list[Any]:
+        z, points = tangents[: len(parts)], tangents[len(parts) :]
+        if is_lost():
+            moved = [tf.reduce_any(tf.not_equal(t, 0)) for t in points if t is not None]
+            still = tf.logical_not(tf.reduce_any(tf.stack(moved)))
+            zero = loud.insist(still, _LOST.format(rule.name))
+            z = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
+        return list(z)
+
+    guarded = _pass_on(parts, xs, again, along)
+    for i, part in zip(places, guarded, strict=True):
+        gradients[i] = _like(gradients[i], part)
+    return gradients
+
+
+def _pass_on(parts: list[Any], xs: Sequence[Any], pull: Pullback, push: Pullback) -> list[Any]:
+    """`parts`, with derivatives with respect to themselves and to `xs`."""
+    if tf.executing_eagerly():
+        with _tensorflow.not_recording():
+            outputs = [tf.identity(part) for part in parts]
+        _tensorflow.record_override(outputs, [*parts, *xs], pull, push)
+        return outputs
+    parts, xs = [here(p) for p in parts], [here(x) for x in xs]
+    inputs = [*parts, *xs]
+    rule = Rule("", pull, push, inputs)
+    meaning = _tensorflow.Override(pull, lambda batch: _vectorized(rule, len(parts), batch))
+    outputs = _tensorflow.override(parts, inputs, meaning)
+    _tensorflow.record_override(outputs, inputs, pull, push)
+    return outputs
+
+
+_LOST = (
+    "The gradient of {0} was differentiated again, and TensorFlow sees no connection from the "
+    "gradient to the point: it was computed by a host call or by NumPy, was stopped, or does not "
+    "depend on the point. If it is a constant, add 0 * x to it, which says so. Otherwise make "
+    "it of TensorFlow's operations, or give the call its own gradient by one of sgtrick's forms."
+)
+
+
+def _is_lost(gradient: Any, sources: Sequence[Any], us: Sequence[Any]) -> bool:
+    """Whether a gradient in a graph cannot be differentiated, and is not made of `us` alone."""
+    connected = ancestry.is_connected(gradient, sources, us)
+    return not connected and not ancestry.is_made_of(gradient, us)
+
+
+def _is_constant(rule: Rule, us: Sequence[Any], place: int) -> bool:
+    """Whether a gradient is made of the upstream gradient alone, as that of a linear function."""
+    at = [u for u in us if u is not None]
+
+    def gradient(*upstream: Any) -> Any:
+        some = iter(upstream)
+        return _values(rule.pull(*(None if u is None else next(some) for u in us))[place])
+
+    specs = [tf.TensorSpec(u.shape, u.dtype) for u in at]
+    try:
+        graph = _tensorflow.trace(gradient, specs).graph
+    except Exception:  # what cannot be traced looks at numbers
+        return False
+    return ancestry.is_made_of(graph.outputs[0], graph.inputs[: len(at)])
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _like(gradient: Any, part: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(part, gradient.indices, gradient.dense_shape)
+    return part
+
+
+def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[Any]:
+    """The batched outputs, with the mapped pullback.
+
+    What the pullback uses of the forward pass is found by tracing it, and then taken from the
+    batch as well.
+    """
+    live = [_leaves.is_differentiable(y.dtype) for y in batch.outputs[:count]]
+    places: list[int] = []
+    lost = [False] * (len(batch.inputs) - count)
+
+    def pull_member(*us: Any) -> list[Any]:
+        some = iter(us)
+        gradients = rule.pull(*(next(some) if is_live else None for is_live in live))
+        places[:] = [i for i, g in enumerate(gradients) if g is not None]
+        for i in places:
+            g = _values(gradients[i])
+            lost[i] = _is_lost(g, rule.sources, us)
+        return [tf.convert_to_tensor(gradients[i]) for i in places]
+
+    specs = [
+        tf.TensorSpec(y.shape, y.dtype)
+        for y, is_live in zip(batch.outputs, live, strict=False)
+        if is_live
+    ]
+    member = _tensorflow.Traced(pull_member, specs, batch.graph)
+    captured = [batch.convert(t) for t in member.captured]
+    ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
+    xs = batch.inputs[count:]
+
+    def pull(*upstream: Any) -> list[Any]:
+        def one(arguments: Any) -> Any:
+            us, stacked = arguments
+            some = iter(stacked)
+            return member(us, [next(some) if is_stacked else t for t, is_stacked in captured])
+
+        us = [u for u, is_live in zip(upstream, live, strict=True) if is_live]
+        mapped = tf.vectorized_map(one, (us, [t for t, is_stacked in captured if is_stacked]))
+        gradients: list[Any] = [None] * len(xs)
+        for i, g in zip(places, mapped, strict=True):
+            x, is_stacked = xs[i]
+            gradients[i] = g if is_stacked else tf.reduce_sum(g, 0)
+            gradients[i].set_shape(x.shape)
+        return gradients
+
+    push = rule.push if isinstance(rule.push, str) else None
+    of_batch = Rule(rule.name, pull, push, lost=lost)
+    return keep(ys, [x for x, _ in xs], of_batch, natural=ys)
