@@ -9,6 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick import _leaves, _shapes
+from sgtrick._core import _tensorflow
+from sgtrick._core._tensorflow import here
 
 
 @dataclasses.dataclass(frozen=True)  # of a named tuple, AutoGraph would not convert __call__
@@ -43,7 +45,8 @@ class Point:
     Attributes:
         call: The call.
         xs: Their leaves that have derivatives, as tensors.
-        stopped: The call with stopped leaves in their place.
+        stopped_xs: The same without a derivative.
+        stopped: The call with these in their place.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Point:
         differentiated = differentiated or has_derivatives
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
-        self.xs = [_leaves.to_tensor(leaves[i][1], leaves[i][0]) for i in self._places]
-        self.stopped = self.at([_stopped(x) for x in self.xs])
+        self.xs = [here(_leaves.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
+        self.stopped_xs = [_tensorflow.unrecorded(x) for x in self.xs]
+        self.stopped = self.at(self.stopped_xs)
 
     def others(self) -> "Point":
         """The other arguments of the stopped call, as far as someone may ask for their gradient."""
@@ -75,14 +79,14 @@ class Point:
         return Point(call, keys, [str(key) for key in keys], _is_live)
 
     def read(self) -> Call:
-        """The stopped call with the present values of variables, which may be assigned later."""
+        """The call with the present values of variables, which may be assigned later."""
+        call = self.at(self.xs)
         if len(self._keys) == len(self.call.args) + len(self.call.kwargs):
-            return self.stopped
-        args, kwargs = self.stopped.args, self.stopped.kwargs
+            return call
         return Call(
             *tf.nest.map_structure(
                 lambda leaf: tf.convert_to_tensor(leaf) if _leaves.is_dense(leaf) else leaf,
-                (args, kwargs),
+                (call.args, call.kwargs),
             )
         )
 
@@ -141,6 +145,7 @@ class Function:
     Attributes:
         f: The function itself.
         name: What errors call it.
+        own: How many of the positional arguments are the instance or class: 1 for a method.
     """
 
     def __init__(self, f: Callable[..., Any]) -> None:
@@ -150,6 +155,8 @@ class Function:
         self._parameters = list(self._signature.parameters.values()) if self._signature else []
         kinds = {parameter.kind for parameter in self._parameters}
         self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        # The instance that a method is called on is no argument of it.
+        self.own = int(bool(self._parameters) and self._parameters[0].name in ("self", "cls"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
@@ -181,14 +188,16 @@ class Function:
         for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
             if isinstance(key, bool) or not isinstance(key, (int, str)):
                 raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
+            if isinstance(key, int) and key >= 0:
+                key += self.own
             if isinstance(key, str) and key in parameters and key not in call.kwargs:
                 key = parameters.index(key)  # a positional parameter by its name
             count = len(call.args)
-            there = key in call.kwargs if isinstance(key, str) else -count <= key < count
+            there = key in call.kwargs if isinstance(key, str) else self.own - count <= key < count
             if not there:
                 raise ValueError(
-                    f"argnums has {key!r}, but the call of {self.name} has {count} positional "
-                    f"arguments and the keywords {list(call.kwargs)}; its parameters are "
+                    f"argnums has {key!r}, but the call of {self.name} has {count - self.own} "
+                    f"positional arguments and the keywords {list(call.kwargs)}; its parameters are "
                     f"{parameters}."
                 )
             if isinstance(key, int):
@@ -218,21 +227,6 @@ def _is_number(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
 
 
-def _stopped(x: Any) -> Any:
-    """`tf.stop_gradient` for the arguments of a function that need not have a derivative.
-
-    Before TensorFlow differentiates a graph, it looks for paths from `x`, stopped or not, and
-    insists on a derivative of every op on them. It follows floating tensors only.
-    """
-    x = tf.stop_gradient(x)
-    if tf.executing_eagerly() or x.dtype.size not in _BITS:
-        return x
-    return tf.bitcast(tf.bitcast(x, _BITS[x.dtype.size]), x.dtype)
-
-
-_BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-
-
 def _is_live(leaf: Any) -> bool:
     """Whether a tape may know a leaf: numbers and arrays are none's."""
     return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
@@ -253,9 +247,15 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     return form
 
 
-def bound(f: Any, instance: Any, owner: Any) -> Any:
-    """`f` as a method of `instance`, where it is a function and not merely callable."""
-    return f.__get__(instance, owner) if hasattr(f, "__get__") else f
+def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
+    """Returns `make(f)`, under a class method or static method if `f` is one."""
+    if not isinstance(f, (classmethod, staticmethod)):
+        return imitate(make(f), f)
+    inside = as_form(f.__func__, make)
+    method = type(f)(inside)
+    for attribute in attributes:
+        setattr(method, attribute, getattr(inside, attribute))
+    return method
 
 
 def name_of(f: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _comparison, _functions, _leaves
+from sgtrick import _arguments, _comparison, _with_gradient, _leaves
 from sgtrick._comparison import Function, Named
 from sgtrick._report import GradientCheckError, GradientReport
 
@@ -163,7 +163,7 @@ def _read(f: Callable[..., Any], x: Any, order: int) -> tuple[Function, Named, l
                 "If these are two outputs, return them as a list."
             )
         argnums = tuple(range(len(x))) if type(x) is tuple else 0
-        f = _functions.from_value_and_gradient(f, argnums=argnums)
+        f = _with_gradient.from_value_and_gradient(f, argnums=argnums)
         notes.append("f returns (value, gradient): this gradient is the embedded one.")
 
     def call(tensors: Named) -> Named:

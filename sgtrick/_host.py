@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # the only place that knows of XLA
 
-from sgtrick import _arguments, _leaves, _shapes, _trick
+from sgtrick import _arguments, _leaves, _shapes
+from sgtrick._core import embedding
 from sgtrick._engine import Engine
 from sgtrick._replies import Layout, too_few_dimensions
 
@@ -169,8 +170,7 @@ class HostFunction:
                     gx.set_shape(x.shape)
                     batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
                     leaves.append(_leaves.Leaf(path, x, gx, batch_ndims))
-            points = [leaf.x for leaf in leaves]
-            y = _trick.embed(value, points, lambda: leaves)
+            y = embedding.embed_constant(self._name, value, leaves, _NO_HESSIAN.format(self._name))
         return (y, aux) if self._has_aux else y
 
     def _arguments(
@@ -208,6 +208,11 @@ class HostFunction:
                 f"{len(names)} arguments ({', '.join(names)}), or be an int for all."
             )
         return self._event_ndims
+
+
+_NO_HESSIAN = (
+    "A second derivative of {0} was asked for, an engine that returns a value and a gradient."
+)
 
 
 def _with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, int]]:

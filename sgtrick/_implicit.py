@@ -5,31 +5,32 @@ Both have no derivative of their own, or one that is not wanted, and get that of
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes, _trick
+from sgtrick import _arguments, _leaves, _shapes
+from sgtrick._core import _tensorflow, ancestry
+from sgtrick._core.override import Rule, keep
 
 
 def implicit_root(
     residual: Callable[..., Any],
     x_star: Any,
     *theta: Any,
-    order: int = 2,
     batch_ndims: int = 0,
 ) -> Any:
     """The root `x_star` of `residual(x, *theta) = 0`, with its derivatives by `theta`.
 
-    However the root was found, in or outside TensorFlow, the equation tells how it moves. Newton's
-    step at the root is zero in value and has the derivative of the implicit function theorem::
+    However the root was found, in or outside TensorFlow, the equation tells how it moves: by the
+    implicit function theorem ::
 
-        x_star - J^-1 (r - stop(r)),    r = residual(x_star, *theta),
+        dx = -J^-1 dr,    J the Jacobian of residual with respect to x,
 
-    where `x_star` and the Jacobian `J` of `residual` by `x` are stopped. Repeated from where it
-    arrived, with the same `J`, each step gets one more order of derivatives right, since it takes
-    the error `e` to `(1 - J^-1 J(x)) e`, whose first factor is zero at the root.
+    where `dr` is the change of `residual(x, *theta)` at a fixed `x`. Reverse mode solves with the
+    transpose of `J` when a gradient is asked for. There the root is this function again, so that
+    derivatives of every order are exact.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -47,8 +48,6 @@ def implicit_root(
         x_star: The root: a floating tensor or a structure of these, all of one dtype. It is
             stopped. How well it solves the equation is how well the derivatives hold.
         *theta: Arguments by which the root is differentiated, of any structure.
-        order: Through which order derivatives are exact. Each order calls `residual` once more.
-            Beyond, as second derivatives with `order=1`, they lack terms.
         batch_ndims: How many leading dimensions of `x_star` count independent roots, the residual
             of each of which depends on no other. 0 is right for every residual, and solves all as
             one system; with a batch there is a small system for each.
@@ -62,11 +61,11 @@ def implicit_root(
     Raises:
         TypeError: `x_star` is not floating or of several dtypes, or the residual of another.
         ValueError: The residual does not have the structure or shapes of `x_star` or does not
-            depend on it, or `order` or `batch_ndims` is no such count.
+            depend on it, or `batch_ndims` is no such count.
     """
     if isinstance(batch_ndims, bool) or not isinstance(batch_ndims, int) or batch_ndims < 0:
         raise ValueError(f"batch_ndims must be an int of at least 0, got {batch_ndims!r}.")
-    return _root(residual, x_star, theta, order, batch_ndims, ("residual", "x_star"))
+    return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"))
 
 
 def implicit_reparameterize(
@@ -74,7 +73,6 @@ def implicit_reparameterize(
     sample: Any,
     *params: Any,
     event_ndims: int = 0,
-    order: int = 2,
 ) -> Any:
     """A sample with its derivatives by the parameters of its distribution.
 
@@ -103,7 +101,6 @@ def implicit_reparameterize(
         *params: What the sample is differentiated by, of any structure.
         event_ndims: How many trailing dimensions of `sample` are one event. Entries of an event may
             depend on each other; events may not.
-        order: Through which order derivatives are exact, as in `implicit_root`.
 
     Returns:
         The dtype and value of `sample`. Where the density is zero, what flows back into
@@ -112,7 +109,7 @@ def implicit_reparameterize(
     Raises:
         TypeError: `sample` is not floating, or `distribution_cdf` has another dtype.
         ValueError: `distribution_cdf` does not have the shape of `sample` or does not depend on it,
-            or `order` or `event_ndims` is no such count.
+            or `event_ndims` is no such count.
     """
     sample = _floating(sample, "sample")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
@@ -124,35 +121,91 @@ def implicit_reparameterize(
             f"sample has shape {shape}, fewer dimensions than event_ndims={event_ndims}."
         )
     names = ("distribution_cdf", "sample")
-    return _root(distribution_cdf, sample, params, order, rank - event_ndims, names)
+    return _root(distribution_cdf, sample, params, rank - event_ndims, names)
 
 
 def _root(
     residual: Callable[..., Any],
     x_star: Any,
     theta: Any,
-    order: int,
     batch_ndims: Any,
     names: tuple[str, str],
 ) -> Any:
-    if isinstance(order, bool) or not isinstance(order, int) or order < 1:
-        raise ValueError(f"order must be a positive int, got {order!r}.")
     rows = _Rows(x_star, batch_ndims, names[1])
+    flat = tf.nest.flatten(theta)
+    places = [i for i, t in enumerate(flat) if _arguments.has_derivatives(t)]
 
-    def r(x: Any, theta: Any) -> Any:
-        return rows.checked(residual(rows.unpack(x), *theta), f"what {names[0]} returns")
-
-    def r_of_x(x: Any) -> Any:
-        # Nobody wants the derivatives of J, and not every residual has second ones.
-        return r(x, tf.nest.map_structure(_stopped, theta))
+    def r(x: Any, *thetas: Any) -> Any:
+        others = list(flat)
+        for i, t in zip(places, thetas, strict=True):
+            others[i] = t
+        returned = residual(rows.unpack(x), *tf.nest.pack_sequence_as(theta, others))
+        return rows.checked(returned, f"what {names[0]} returns")
 
     x = rows.pack(rows.stars)
-    # Stopped again: TensorFlow looks for the derivatives of the inverse all the same.
-    minus_inverse = tf.stop_gradient(-_inverse(_jacobian(r_of_x, x, names)))
-    for _ in range(order):
-        z = _trick.zero(r(x, theta))
-        x = _trick.with_linear(x, [_trick.inner(minus_inverse, z, 1)])
-    return rows.unpack(x)
+    thetas = [_tensorflow.here(tf.convert_to_tensor(flat[i])) for i in places]
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in [x, *thetas]]
+    with tf.GradientTape() as tape:
+        traced = _tensorflow.Traced(r, specs)
+    if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):
+        raise ValueError(
+            f"What {names[0]} returns is not connected to its first argument, {names[1]}. "
+            "TensorFlow must be able to differentiate it; where it calls code outside TensorFlow, "
+            "give it derivatives by one of sgtrick's forms."
+        )
+    equation = _Equation(names[0], traced, list(tape.watched_variables()))
+    reads = [tf.convert_to_tensor(v) for v in equation.variables]
+    return rows.unpack(_solved(equation, x, thetas, traced.captured, reads))
+
+
+class _Equation(NamedTuple):
+    """`r(x, *thetas) = 0`, of rows.
+
+    Attributes:
+        name: What errors call it.
+        r: What it is made of besides is captured, and can be replaced.
+        variables: Those that it reads.
+    """
+
+    name: str
+    r: Any
+    variables: list[Any]
+
+
+def _solved(
+    equation: _Equation, x: Any, thetas: list[Any], captured: list[Any], reads: list[Any]
+) -> Any:
+    """The root `x`, as a function of all that the equation is made of."""
+    captured = [t if t.dtype in (tf.resource, tf.variant) else _tensorflow.here(t) for t in captured]
+    x, thetas = _tensorflow.here(x), list(map(_tensorflow.here, thetas))
+    floating = [t for t in captured if _leaves.is_differentiable(t.dtype)]
+    inputs = [*thetas, *floating, *reads]
+
+    def pull(upstream: Any) -> list[Any]:
+        root = _solved(equation, x, thetas, captured, reads)
+        j = _jacobian(lambda x: equation.r([x, *thetas], captured), root)
+        weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*thetas, *floating, *equation.variables])
+            r = equation.r([root, *thetas], captured)
+        sources = [*thetas, *floating, *equation.variables]
+        return list(tape.gradient(r, sources, output_gradients=weights))
+
+    rule = Rule(equation.name, pull, lost=[False] * len(inputs))
+    return keep([tf.stop_gradient(x)], inputs, rule)[0]
+
+
+def _solve(m: Any, b: Any) -> Any:
+    """Solutions `s` of `m s = b` for matrices `[roots, n, n]`, with derivatives of every order."""
+    m, b = _tensorflow.here(m), _tensorflow.here(b)
+    s = tf.linalg.matvec(_inverse(tf.stop_gradient(m)), tf.stop_gradient(b))
+
+    def pull(upstream: Any) -> list[Any]:
+        # m s = b: dm s + m ds = db
+        by_b = _solve(tf.linalg.matrix_transpose(m), upstream)
+        return [-by_b[..., tf.newaxis] * _solve(m, b)[..., tf.newaxis, :], by_b]
+
+    return keep([s], [m, b], Rule("implicit_root", pull, lost=[False, False]))[0]
 
 
 class _Rows:
@@ -219,30 +272,23 @@ def _check_batches(stars: list[Any], batch_ndims: int, name: str) -> None:
         )
 
 
-def _jacobian(r: Callable[[Any], Any], x: Any, names: tuple[str, str]) -> Any:
+def _jacobian(r: Callable[[Any], Any], x: Any) -> Any:
     """That of each row, `[roots, n, n]`."""
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(x)
         x_ = tf.identity(x)
         y = r(x_)
-    # Where recording is suspended (tf.recompute_grad), not even x_ is connected.
-    if tape.gradient(x_, x) is not None and tape.gradient(y, x) is None:
-        raise ValueError(
-            f"What {names[0]} returns is not connected to its first argument, {names[1]}. "
-            "TensorFlow must be able to differentiate it; where it calls code outside TensorFlow, "
-            "give it derivatives by one of sgtrick's forms."
-        )
     if x.shape[0] == 0:
         return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype)
     # pfor compiles its loop, which pays only where that is done once.
-    return tape.batch_jacobian(y, x, experimental_use_pfor=not _trick.eager())
+    return tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
 
 
 def _inverse(j: Any) -> Any:
     """The inverses of matrices `[roots, n, n]`, NaN for those that are singular or not finite."""
     dtype = j.dtype
     work = dtype if dtype == tf.float64 else tf.float32
-    j = tf.cast(tf.stop_gradient(j), work)
+    j = tf.cast(j, work)
     n = tf.shape(j)[-1]
     if j.shape[-1] == 1:
         inverse, solvable = 1 / j, tf.not_equal(j, 0)
@@ -272,10 +318,6 @@ def _floating(value: Any, name: str) -> Any:
             f"{name} has dtype {value.dtype.name}, expected a floating one. Pass {hint}."
         )
     return value
-
-
-def _stopped(argument: Any) -> Any:
-    return tf.stop_gradient(argument) if _leaves.is_dense(argument) else argument
 
 
 def _shape(x: Any) -> Any:

@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes, _trick
+from sgtrick import _leaves, _shapes
+from sgtrick._core import _tensorflow, formula
 
 
 class Reader:
@@ -24,23 +25,38 @@ class Reader:
             f: The call.
             arguments: Variables among these do not count.
         """
+        result, variables, _ = self._run(f, arguments, tf.GradientTape())
+        return result, variables
+
+    def recorded(
+        self, f: Callable[[], Any], arguments: Sequence[Any]
+    ) -> tuple[Any, list[Any], Any]:
+        """The same, with a persistent tape of how it was computed from the arguments, in eager."""
+        if not tf.executing_eagerly() or not _tensorflow.somebody_records():
+            return (*self(f, arguments), None)
+        return self._run(f, arguments, tf.GradientTape(persistent=True))
+
+    def _run(
+        self, f: Callable[[], Any], arguments: Sequence[Any], tape: Any
+    ) -> tuple[Any, list[Any], Any]:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
-        with tf.GradientTape() as tape:
+        with tape:
+            tape.watch([a for a in arguments if _leaves.is_dense(a) and not hasattr(a, "assign")])
             result = f()
         # A Keras variable wraps the variable that TensorFlow sees.
         known = {id(v) for a in arguments for v in (a, getattr(a, "value", None))}
         variables = [v for v in tape.watched_variables() if id(v) not in known]
         if len(variables) < 2:
-            return result, variables
+            return result, variables, tape
         if graph is not None:
-            return result, _in_order(variables, _used(graph, before), graph)
+            return result, _in_order(variables, _used(graph, before), graph), tape
         key = frozenset(v.ref() for v in variables)
         if key not in self._orders:
             if len(self._orders) == _KEPT:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[key] = _in_order(variables, _traced(f))
-        return result, self._orders[key]
+        return result, self._orders[key], tape
 
 
 # A method is called for many objects, each with variables of its own, that should not live on here.
@@ -75,7 +91,7 @@ def _pull(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
     what = f"the gradient by the variable {variable}"
     if not isinstance(gx, tf.IndexedSlices):
         names = _shapes.Names("the value", what, f"the variable {variable}")
-        return _trick.transpose(_leaves.make_leaf("", x, gx, y, 0, names), upstream)
+        return formula.transpose(_leaves.make_leaf("", x, gx, y, 0, names), upstream)
     if y.shape.rank != 0:
         raise ValueError(
             f"{what} is tf.IndexedSlices, expected a tensor since the value has shape {y.shape}: "
@@ -84,7 +100,7 @@ def _pull(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
     values = _leaves.to_dtype(gx.values, x.dtype, what, f"the variable is {x.dtype.name}")
     indices = tf.convert_to_tensor(gx.indices)
     values = _leaves.shaped_like(values, tf.gather(x, indices), what, "expected")
-    pulled = _trick.transpose(_leaves.Leaf("", values, values, 0), upstream)
+    pulled = formula.transpose(_leaves.Leaf("", values, values, 0), upstream)
     return tf.IndexedSlices(pulled, indices, tf.shape(x))
 
 

@@ -7,6 +7,7 @@ name of what is missing, should a version of TensorFlow take one of these away.
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import sys
 import weakref
@@ -80,6 +81,35 @@ def traced_apart(f: Callable[..., Any], specs: Sequence[Any]) -> Any:
                 return trace(f, specs)
 
         return thread.submit(run).result()
+
+
+def unrecorded(x: Any) -> Any:
+    """The value of a tensor, which no tape and no accumulator connects with it."""
+    with not_recording():
+        return tf.stop_gradient(x)
+
+
+def form(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function of `*args, **kwargs` that returns `call(converted, args, kwargs)`.
+
+    AutoGraph takes a second to rewrite what has nothing for it, so that it is kept out of `call`.
+    `converted` makes of a caller's function one that AutoGraph converts, where it converts callers.
+    """
+    call = tf.autograph.experimental.do_not_convert(call)
+
+    def form(*args: Any, **kwargs: Any) -> Any:
+        status = tf.__internal__.autograph.control_status_ctx()
+        return call(functools.partial(_converted, status), args, kwargs)
+
+    return form
+
+
+def _converted(status: Any, f: Callable[..., Any]) -> Callable[..., Any]:
+    if tf.executing_eagerly():
+        return f
+    return tf.__internal__.autograph.tf_convert(  # type: ignore[no-any-return]
+        f, status, convert_by_default=False
+    )
 
 
 def asked_for(x: Any) -> bool:
@@ -240,6 +270,19 @@ def unconvertible(y: Any, message: str) -> Any:
     return prevented
 
 
+def here(t: Any) -> Any:
+    """A tensor as one of the graph that is being traced, if any.
+
+    A pullback may be called while another graph is traced than the forward pass was. Of what it
+    calls in its turn, the arguments are tensors of the forward graph, out of reach for the graph
+    in which that is differentiated again.
+    """
+    if tf.executing_eagerly():
+        return t
+    graph = tf.compat.v1.get_default_graph()
+    return t if operation(t) is not None and t.graph is graph else tf.identity(t)
+
+
 def trace(f: Callable[..., Any], specs: Sequence[Any]) -> Any:
     """`f` as a concrete function for tensors like `specs`."""
     with recording():
@@ -259,12 +302,16 @@ class Traced:
 
     Attributes:
         captured: The tensors from outside that it uses.
+        inputs: The placeholders of its arguments.
+        outputs: The tensors that it returns.
     """
 
-    def __init__(self, f: Callable[..., Any], specs: Sequence[Any], graph: Any) -> None:
-        with graph.as_default():
+    def __init__(self, f: Callable[..., Any], specs: Sequence[Any], graph: Any = None) -> None:
+        with contextlib.nullcontext() if graph is None else graph.as_default():
             self._function = trace(f, specs)
         self.captured = list(self._function.captured_inputs)
+        self.inputs = self._function.graph.inputs[: len(specs)]
+        self.outputs = self._function.graph.outputs
 
     def __call__(self, arguments: Sequence[Any], captured: Sequence[Any]) -> Any:
         """Calls the function with `captured` in the place of the tensors that it captured."""
@@ -273,6 +320,24 @@ class Traced:
             return self._function(*arguments)
         finally:
             self._function.set_external_captures(self.captured)
+
+
+def carried(f: Callable[..., Any], specs: Sequence[Any], owner: Any) -> Callable[..., Any]:
+    """`f`, so that it can be called where the tensors that it uses are out of reach.
+
+    A gradient graph is differentiated in another one, which can take tensors of the former, and
+    none of the forward graph.
+
+    Args:
+        f: Takes and returns tensors.
+        specs: Of what it takes.
+        owner: A tensor of the graph to which those belong that `f` uses.
+    """
+    if operation(owner) is None or owner.graph is tf.compat.v1.get_default_graph():
+        return f
+    traced = Traced(f, specs, tf.compat.v1.get_default_graph())
+    captured = [t if t.dtype in (tf.resource, tf.variant) else here(t) for t in traced.captured]
+    return lambda *arguments: traced(arguments, captured)
 
 
 # Operations that call Python functions.

@@ -19,6 +19,20 @@ def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()
     return any(_tensorflow.identity_of(t) in wanted for t in _walk(tensor, differentiably=True, until=until))
 
 
+def has_sources(tensor: Any, others: Sequence[Any]) -> bool:
+    """Whether a tensor may have a derivative other than through `others`."""
+    until = set(map(_tensorflow.identity_of, others))
+    for t in _walk(tensor, differentiably=True, until=until):
+        op = _tensorflow.operation(t)
+        if op is None:
+            return True
+        if _tensorflow.identity_of(t) not in until and (
+            op.type == "Placeholder" or any(i.dtype == tf.resource for i in op.inputs)
+        ):
+            return True
+    return False
+
+
 def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
     """Whether a tensor takes no numbers from elsewhere than `sources`.
 

@@ -1,5 +1,8 @@
 """Errors for whoever asks for a derivative that is not known: when run, not when traced."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
@@ -7,7 +10,24 @@ import tensorflow as tf
 from sgtrick._core import _tensorflow
 
 
-def failure(like: Any, message: str) -> Any:
+_MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
+
+
+@contextlib.contextmanager
+def not_raising() -> Iterator[None]:
+    """A scope without errors, only NaN: for the gradient of a `tf.function` as a whole.
+
+    There, TensorFlow computes the gradients with respect to all arguments, and keeps those that
+    somebody asked for.
+    """
+    token = _MAY_RAISE.set(False)
+    try:
+        yield
+    finally:
+        _MAY_RAISE.reset(token)
+
+
+def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
     """NaN like a tensor, for who differentiates with respect to it; an error where one can be sent.
 
     Tapes call pullbacks, and graphs are traced, for derivatives that nobody asked for. In graphs
@@ -17,13 +37,19 @@ def failure(like: Any, message: str) -> Any:
     Args:
         like: The tensor.
         message: What the error says.
+        through: What a gradient would be linear in. So is the NaN, for forward mode transposes it.
 
     Raises:
         LookupError: In eager.
     """
-    if tf.executing_eagerly() and _tensorflow.asked_for(like):
+    if tf.executing_eagerly() and _MAY_RAISE.get() and _tensorflow.asked_for(like):
         raise LookupError(message)
-    return tf.fill(tf.shape(like), tf.cast(_nan(message), like.dtype))
+    nan = tf.constant(float("nan"), tf.float64)
+    if not tf.executing_eagerly() and _MAY_RAISE.get():
+        nan = tf.debugging.check_numerics(nan, message)
+    total = tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
+    shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
+    return tf.fill(shape, tf.cast(nan * total, like.dtype))
 
 
 def insist(holds: Any, message: str) -> Any:
@@ -32,14 +58,9 @@ def insist(holds: Any, message: str) -> Any:
     Raises:
         LookupError: In eager.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() and _MAY_RAISE.get():
         if not holds:
             raise LookupError(message)
         return tf.constant(0.0, tf.float64)
     nan = tf.where(holds, tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64))
-    return tf.debugging.check_numerics(nan, message)
-
-
-def _nan(message: str) -> Any:
-    nan = tf.constant(float("nan"), tf.float64)
-    return nan if tf.executing_eagerly() else tf.debugging.check_numerics(nan, message)
+    return tf.debugging.check_numerics(nan, message) if _MAY_RAISE.get() else nan

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from sgtrick import _devices, _leaves
 from sgtrick._core import _tensorflow, adjoint, ancestry, loud
-from sgtrick._core._tensorflow import Pullback
+from sgtrick._core._tensorflow import Pullback, here
 
 
 class Rule(NamedTuple):
@@ -44,7 +44,12 @@ class Rule(NamedTuple):
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def keep(
-    ys: Sequence[Any], xs: Sequence[Any], rule: Rule, natural: Sequence[Any] | None = None
+    ys: Sequence[Any],
+    xs: Sequence[Any],
+    rule: Rule,
+    natural: Sequence[Any] | None = None,
+    *,
+    in_graph: bool = True,
 ) -> list[Any]:
     """Returns `ys`, to the last bit, with the derivatives of a rule with respect to `xs`.
 
@@ -55,6 +60,8 @@ def keep(
         rule: The derivatives.
         natural: The same values by operations whose own derivatives are right to first order, for
             transformations that drop overrides from a stored model. Otherwise these raise.
+        in_graph: Whether a graph keeps the override. Otherwise tapes and accumulators within it
+            take the rule, and `natural` serves for all else.
     """
     ys, xs = list(ys), list(xs)
     if not any(_leaves.is_differentiable(x.dtype) for x in xs):
@@ -69,18 +76,7 @@ def keep(
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
         sources = xs if rule.sources is None else [*xs, *rule.sources]
         rule = rule._replace(sources=sources)
-        meaning = _tensorflow.Override(
-            lambda *upstream: _pull(rule, ys, xs, upstream, by_graph=True),
-            lambda batch: _vectorized(rule, len(ys), batch),
-        )
-        dropped = loud_if_dropped(rule.name)
-        natural = natural or [
-            _tensorflow.unconvertible(y, dropped) if _leaves.is_differentiable(y.dtype) else y
-            for y in ys
-        ]
-        outputs = _tensorflow.override(natural, xs, meaning)
-        for output, y in zip(outputs, ys, strict=True):
-            output.set_shape(y.shape)
+        outputs = _outputs(ys, xs, rule, natural, in_graph)
     _tensorflow.record_override(
         outputs,
         xs,
@@ -90,26 +86,33 @@ def keep(
     return outputs
 
 
-def loud_if_dropped(name: str) -> str:
-    """What is said where TensorFlow loses an override."""
-    return (
-        f"TensorFlow dropped the gradient of {name}: a loaded SavedModel is mapped by "
-        "tf.vectorized_map, or was stored with experimental_custom_gradients=False. Map with "
-        "tf.map_fn, or store with experimental_custom_gradients=True."
+def _outputs(
+    ys: list[Any], xs: list[Any], rule: Rule, natural: Sequence[Any] | None, in_graph: bool
+) -> list[Any]:
+    """The outputs of a graph, which no tape has seen."""
+    if not in_graph:
+        with _tensorflow.not_recording():
+            return [tf.identity(y) for y in natural or ys]
+    meaning = _tensorflow.Override(
+        lambda *upstream: _pull_for_graph(rule, ys, xs, upstream),
+        lambda batch: _vectorized(rule, len(ys), batch),
     )
+    dropped = _DROPPED.format(rule.name)
+    natural = natural or [
+        _tensorflow.unconvertible(y, dropped) if _leaves.is_differentiable(y.dtype) else y
+        for y in ys
+    ]
+    outputs = _tensorflow.override(natural, xs, meaning)
+    for output, y in zip(outputs, ys, strict=True):
+        output.set_shape(y.shape)
+    return outputs
 
 
-def here(t: Any) -> Any:
-    """A tensor as one of the graph that is being traced, if any.
-
-    A pullback may be called while another graph is traced than the forward pass was. Of what it
-    calls in its turn, the arguments are tensors of the forward graph, out of reach for the graph
-    in which that is differentiated again.
-    """
-    if tf.executing_eagerly():
-        return t
-    graph = tf.compat.v1.get_default_graph()
-    return t if _tensorflow.operation(t) is not None and t.graph is graph else tf.identity(t)
+_DROPPED = (
+    "TensorFlow dropped the gradient of {0}: a loaded SavedModel is mapped by tf.vectorized_map, "
+    "or was stored with experimental_custom_gradients=False. Map with tf.map_fn, or store with "
+    "experimental_custom_gradients=True."
+)
 
 
 def _pull(
@@ -124,6 +127,14 @@ def _pull(
         if tf.executing_eagerly() and not _tensorflow.somebody_records():
             return list(rule.pull(*upstream))
         return _guarded(rule, ys, xs, upstream, by_graph=by_graph)
+
+
+def _pull_for_graph(
+    rule: Rule, ys: Sequence[Any], xs: Sequence[Any], upstream: Sequence[Any]
+) -> list[Any]:
+    """The same for the gradient of a function as a whole."""
+    with loud.not_raising():
+        return _pull(rule, ys, xs, upstream, by_graph=True)
 
 
 def _push(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -190,6 +201,8 @@ def _guarded(
     the upstream gradient, where the pullback cannot be transposed. TensorFlow transposes in forward
     mode around a function, which cannot be told from a second derivative.
     """
+    if callable(rule.push) and rule.lost is not None and not any(rule.lost):
+        return list(rule.pull(*upstream))
     sources = xs if rule.sources is None else rule.sources
     us = [None if u is None else tf.identity(u) for u in upstream]
     at = [u for u in us if u is not None]
@@ -205,14 +218,16 @@ def _guarded(
     parts = [_values(gradients[i]) for i in places]
     if not parts:
         return gradients
+    xs = [here(x) for x in xs]
+    known = None
     if rule.lost is not None:
-        lost = any(rule.lost)
+        known = any(rule.lost)
     elif not tf.executing_eagerly():
-        lost = any(_is_lost(part, sources, at) for part in parts)
+        known = any(_is_lost(part, sources, at) for part in parts)
 
     def is_lost() -> bool:
-        if rule.lost is not None or not tf.executing_eagerly():
-            return lost
+        if known is not None:
+            return known
         return any(
             all(d is None for d in tape.gradient(part, sources)) and not _is_constant(rule, us, i)
             for i, part in zip(places, parts, strict=True)
@@ -222,7 +237,7 @@ def _guarded(
         points: list[Any] = [None] * len(xs)
         if is_lost():
             points = [
-                loud.failure(x, _LOST.format(rule.name)) if _leaves.is_differentiable(x.dtype) else None
+                loud.failure(x, lost(rule.name), z) if _leaves.is_differentiable(x.dtype) else None
                 for x in xs
             ]
         if not by_graph or callable(rule.push):
@@ -240,7 +255,7 @@ def _guarded(
         if is_lost():
             moved = [tf.reduce_any(tf.not_equal(t, 0)) for t in points if t is not None]
             still = tf.logical_not(tf.reduce_any(tf.stack(moved)))
-            zero = loud.insist(still, _LOST.format(rule.name))
+            zero = loud.insist(still, lost(rule.name))
             z = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return list(z)
 
@@ -266,12 +281,15 @@ def _pass_on(parts: list[Any], xs: Sequence[Any], pull: Pullback, push: Pullback
     return outputs
 
 
-_LOST = (
-    "The gradient of {0} was differentiated again, and TensorFlow sees no connection from the "
-    "gradient to the point: it was computed by a host call or by NumPy, was stopped, or does not "
-    "depend on the point. If it is a constant, add 0 * x to it, which says so. Otherwise make "
-    "it of TensorFlow's operations, or give the call its own gradient by one of sgtrick's forms."
-)
+def lost(name: str) -> str:
+    """What is said where a gradient cannot be differentiated again."""
+    return (
+        f"The gradient of {name} was differentiated again, and TensorFlow sees no connection from "
+        "the gradient to the point: it was computed by a host call or by NumPy, was stopped, or "
+        "does not depend on the point. If it is a constant, add 0 * x to it, which says so. "
+        "Otherwise make it of TensorFlow's operations, or give the call its own gradient by one of "
+        "sgtrick's forms."
+    )
 
 
 def _is_lost(gradient: Any, sources: Sequence[Any], us: Sequence[Any]) -> bool:
@@ -314,7 +332,7 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
     """
     live = [_leaves.is_differentiable(y.dtype) for y in batch.outputs[:count]]
     places: list[int] = []
-    lost = [False] * (len(batch.inputs) - count)
+    missing = [False] * (len(batch.inputs) - count)
 
     def pull_member(*us: Any) -> list[Any]:
         some = iter(us)
@@ -322,7 +340,7 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
         places[:] = [i for i, g in enumerate(gradients) if g is not None]
         for i in places:
             g = _values(gradients[i])
-            lost[i] = _is_lost(g, rule.sources, us)
+            missing[i] = _is_lost(g, rule.sources, us)
         return [tf.convert_to_tensor(gradients[i]) for i in places]
 
     specs = [
@@ -351,5 +369,5 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
         return gradients
 
     push = rule.push if isinstance(rule.push, str) else None
-    of_batch = Rule(rule.name, pull, push, lost=lost)
+    of_batch = Rule(rule.name, pull, push, lost=missing)
     return keep(ys, [x for x, _ in xs], of_batch, natural=ys)

@@ -7,7 +7,8 @@ import tensorflow as tf
 from keras import ops
 
 import sgtrick
-from sgtrick import _arguments, _dtypes, _vjp
+from sgtrick import _arguments, _dtypes
+from sgtrick import _custom_vjp as _vjp
 from sgtrick.keras import _backends, _symbolic, _trick
 
 

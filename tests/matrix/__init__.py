@@ -5,8 +5,8 @@ transformation. `Problem.expected` says what should come out, from the true func
 eager tape per member. `complaint` compares the two, for the tests as for the table in the docs.
 """
 
-from matrix.cells import CELLS, Cell, judge
+from matrix.cells import CELLS, Cell, judge, promised
 from matrix.pairs import pairs
 from matrix.problem import Case, Problem, complaint, configure
 
-__all__ = ["CELLS", "Case", "Cell", "Problem", "complaint", "configure", "judge", "pairs"]
+__all__ = ["CELLS", "Case", "Cell", "Problem", "complaint", "configure", "judge", "pairs", "promised"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from matrix.problem import Case, Function, Outcome, Problem, as_list, complaint
+from matrix.problem import Case, Function, Outcome, Problem, as_list, complaint, is_loud
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,21 @@ def cell(name: str, group: str, **options: Any) -> Callable[[Any], Any]:
     return register
 
 
+def promised(cell: Cell, case: Case) -> set[str]:
+    """What a form of this library may do in a cell."""
+    if cell.order > case.order or (cell.name == WITHOUT and not case.stored):
+        return {"raises", "NaN"}
+    return {"right"}
+
+
+WITHOUT = "SavedModel without custom gradients"
+
+
 def judge(cell: Cell, case: Case) -> str:
-    """What a form does in a cell: `right`, `raises`, `None` (no gradient) or `wrong`."""
+    """What a form does in a cell.
+
+    `right`, `raises`, `NaN` (nothing finite), `None` (no gradient) or `wrong`.
+    """
     problem = cell.problem(case)
     try:
         outcome = cell.run(case.form, problem)
@@ -51,6 +64,8 @@ def judge(cell: Cell, case: Case) -> str:
         return "raises"
     if complaint(outcome, problem.expected, cell.rtol) is None:
         return "right"
+    if is_loud({k: v for k, v in outcome.items() if k != "value"}):
+        return "NaN"
     return "None" if any(g is None for came in outcome.values() for g in as_list(came)) else "wrong"
 
 
@@ -382,6 +397,101 @@ def _(f: Function, p: Problem) -> Outcome:
     return {"hvp": _numpy(run(f, _tensors(p.args), _tensors(p.tangents), p.upstream))}
 
 
+@cell("inner tape inside a `tf.function`, outer around", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    args = _tensors(p.args)
+    inner = tf.function(lambda args: tape(f, args, p.upstream)[1])
+    return {"hvp": _numpy(tape(lambda *args: inner(args), args, _tensors(p.tangents))[1])}
+
+
+@cell("nested tapes around a `tf.function`", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    return {"hvp": _numpy(_hvp(tf.function(f), p)(_tensors(p.args)))}
+
+
+@cell("nested tapes over a square around a `tf.function`", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    run = _hvp(tf.function(f), p, square=True)
+    return {"hvp_of_square": _numpy(run(_tensors(p.args)))}
+
+
+@cell("nested tapes through `tf.while_loop`", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    def looped(*args: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            return i + 1, y + f(*args) / 3
+
+        start = tf.zeros(p.upstream.shape, tf.float64)
+        return tf.while_loop(lambda i, y: i < 3, body, (0, start), maximum_iterations=3)[1]
+
+    return {"hvp": _numpy(tf.function(_hvp(looped, p))(_tensors(p.args)))}
+
+
+@cell("nested tapes around `vectorized_map`", "second derivatives", order=2, takes_members=True)
+def _(f: Function, p: Problem) -> Outcome:
+    return {"hvp": _numpy(tf.function(_hvp(_vectorized(f), p))(_tensors(p.args)))}
+
+
+@cell("`vectorized_map` around nested tapes", "second derivatives", order=2, takes_members=True)
+def _(f: Function, p: Problem) -> Outcome:
+    def run(member: Any) -> Any:
+        n = len(p.args)
+        one = Problem(p.truth, (), member[n], tuple(member[n + 1 :]), mapped=False)
+        return _hvp(f, one)(member[:n])
+
+    members = [*_tensors(p.args), tf.constant(p.upstream), *_tensors(p.tangents)]
+    return {"hvp": _numpy(tf.vectorized_map(run, members))}
+
+
+@cell("`tf.gradients` twice in a TF1 graph", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        args = _tensors(p.args)
+        pulled = tf.gradients(f(*args), args, p.upstream)
+        directional = tf.add_n(
+            [tf.reduce_sum(g * t) for g, t in zip(pulled, p.tangents, strict=True) if g is not None]
+        )
+        return {"hvp": session.run(tf.gradients(directional, args))}
+
+
+@cell("reverse over forward", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    tangents = _tensors(p.tangents)
+    return {"hvp": _numpy(tape(lambda *a: _jvp(f, a, tangents), _tensors(p.args), p.upstream)[1])}
+
+
+@cell("reverse over forward in `tf.function`", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    tangents = _tensors(p.tangents)
+    run = tf.function(lambda args: tape(lambda *a: _jvp(f, a, tangents), args, p.upstream)[1])
+    return {"hvp": _numpy(run(_tensors(p.args)))}
+
+
+def _jvp(f: Function, args: Any, tangents: Any) -> Any:
+    return _forward(f, list(args), tangents)[1]
+
+
+def _twice(f: Function, args: Any, tangents: Any, upstream: Any) -> Any:
+    with tf.autodiff.ForwardAccumulator(args, tangents) as accumulator:
+        y = _jvp(f, args, tangents)
+    return tf.reduce_sum(upstream * accumulator.jvp(y))
+
+
+def _curvature(p: Problem, came: Any) -> Outcome:
+    return {"curvature": _numpy([came])[0]}
+
+
+@cell("forward over forward", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    return _curvature(p, _twice(f, _tensors(p.args), _tensors(p.tangents), p.upstream))
+
+
+@cell("forward over forward in `tf.function`", "second derivatives", order=2)
+def _(f: Function, p: Problem) -> Outcome:
+    run = tf.function(_twice)
+    return _curvature(p, run(f, _tensors(p.args), _tensors(p.tangents), p.upstream))
+
+
 def _reloaded(f: Function, p: Problem, *, custom_gradients: bool) -> Function:
     module = tf.Module()
     module.f = tf.function(f, input_signature=[tf.TensorSpec(a.shape, tf.float64) for a in p.args])
@@ -401,7 +511,7 @@ def _(f: Function, p: Problem) -> Outcome:
     return _reverse(*tape(loaded, _tensors(p.args), p.upstream))
 
 
-@cell("SavedModel without custom gradients", "stored and replicated")
+@cell(WITHOUT, "stored and replicated")
 def _(f: Function, p: Problem) -> Outcome:
     loaded = _reloaded(f, p, custom_gradients=False)
     return _reverse(*tape(loaded, _tensors(p.args), p.upstream))

@@ -11,7 +11,7 @@ from matrix.values import MATRICES, NUMBERS, POINTS
 
 
 def with_gradient_cases() -> list[Case]:
-    """Orders 1 and 2, several arguments, and one argument that keeps autodiff."""
+    """Several arguments, and one argument that keeps autodiff."""
     hidden = fn.misled(fn.scalar)
     vector = sgtrick.with_gradient(fn.misled(fn.vector), fn.vector_jacobian)
 
@@ -51,20 +51,6 @@ def with_gradient_cases() -> list[Case]:
             sgtrick.with_gradient(half_hidden, by_x, argnums="x"),
             (MATRICES, NUMBERS),
         ),
-        Case(
-            "gradient of order 2",
-            fn.scalar,
-            sgtrick.with_gradient(hidden, fn.scalar_gradient, order=2),
-            (POINTS,),
-            order=2,
-        ),
-        Case(
-            "gradient of order 2, autodiff by the other",
-            fn.two,
-            sgtrick.with_gradient(half_hidden, by_x, order=2),
-            (MATRICES, NUMBERS),
-            order=2,
-        ),
     ]
 
 
@@ -94,7 +80,7 @@ def from_value_and_gradient_cases() -> list[Case]:
 
 
 def custom_jvp_cases() -> list[Case]:
-    """Orders 1 and 2, one and two arguments, a vector."""
+    """One and two arguments, a vector."""
 
     def form(f: Any, jvp: Any, **options: Any) -> Any:
         form = sgtrick.custom_jvp(fn.misled(f), **options)
@@ -118,5 +104,4 @@ def custom_jvp_cases() -> list[Case]:
         Case("JVP of chains", fn.scalar, form(fn.scalar, scalar), (POINTS,)),
         Case("JVP of a vector", fn.vector, form(fn.vector, vector), (POINTS,)),
         Case("JVP of two", fn.two, form(fn.two, two), (MATRICES, NUMBERS)),
-        Case("JVP of order 2", fn.two, form(fn.two, two, order=2), (MATRICES, NUMBERS), order=2),
     ]

@@ -38,7 +38,7 @@ class Problem:
             members = [self.member(i).expected for i in range(len(self.upstream))]
             stacked = {
                 key: [np.stack(parts) for parts in zip(*(m[key] for m in members), strict=True)]
-                for key in ("vjp", "batch_jacobian", "hvp", "hvp_of_square", "first_order_part")
+                for key in ("vjp", "batch_jacobian", "hvp", "hvp_of_square")
             }
             block_diagonal = []
             for blocks in stacked["batch_jacobian"]:
@@ -50,6 +50,7 @@ class Problem:
             return stacked | {
                 "value": np.stack([m["value"] for m in members]),
                 "jvp": np.stack([m["jvp"] for m in members]),
+                "curvature": sum(m["curvature"] for m in members),
                 "jacobian": block_diagonal,
             }
         args = [tf.constant(a) for a in self.args]
@@ -68,6 +69,7 @@ class Problem:
             directional_q = sum(
                 tf.reduce_sum(g * t) for g, t in zip(pulled_q, self.tangents, strict=True)
             )
+        hvp = [g.numpy() for g in connected(outer.gradient(directional, args), args)]
         jacobian = [j.numpy() for j in inner.jacobian(y, args, experimental_use_pfor=False)]
         jvp = sum(np.tensordot(j, t, t.ndim) for j, t in zip(jacobian, self.tangents, strict=True))
         return {
@@ -76,13 +78,11 @@ class Problem:
             "jacobian": jacobian,
             "batch_jacobian": jacobian,
             "jvp": jvp,
-            "hvp": [g.numpy() for g in connected(outer.gradient(directional, args), args)],
+            "hvp": hvp,
             "hvp_of_square": [
                 g.numpy() for g in connected(outer.gradient(directional_q, args), args)
             ],
-            "first_order_part": [
-                np.tensordot(self.upstream * jvp, j, self.upstream.ndim) for j in jacobian
-            ],
+            "curvature": sum(np.sum(t * h) for t, h in zip(self.tangents, hvp, strict=True)),
         }
 
     def member(self, i: int) -> "Problem":
@@ -109,7 +109,10 @@ class Case:
         form: The same, by the form under test.
         args: One array per argument, the first axis being that of the members.
         batched: Whether `form` may be called with all members at once.
-        order: Through which order the derivatives of `form` are promised to be exact.
+        order: Through which order the derivatives of `form` are promised to be exact. Those of the
+            next one have to be loud.
+        stored: Whether `form` keeps its derivative in a SavedModel without custom gradients. If not,
+            that has to be loud.
     """
 
     name: str
@@ -117,7 +120,8 @@ class Case:
     form: Function
     args: tuple[np.ndarray, ...]
     batched: bool = True
-    order: int = 1
+    order: int = 2
+    stored: bool = False
     seed: int = field(default=0, repr=False)
 
     @cached_property
@@ -153,6 +157,15 @@ def complaint(outcome: Outcome, expected: Outcome, rtol: float) -> str | None:
             if not np.allclose(a, b, rtol=rtol, atol=rtol):
                 return f"{key}[{i}] is {np.asarray(a).tolist()} instead of {np.asarray(b).tolist()}"
     return None
+
+
+def is_loud(outcome: Outcome) -> bool:
+    """Whether nobody can take an outcome for the right one: all of it has something not finite."""
+    return all(
+        came is not None and not np.all(np.isfinite(came))
+        for value in outcome.values()
+        for came in as_list(value)
+    )
 
 
 def as_list(value: Any) -> list[Any]:

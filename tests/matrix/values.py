@@ -62,16 +62,16 @@ def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
         )
 
     return [
-        Case("scalar", fn.scalar, chains, (POINTS,), batched=False),
-        Case("chains", fn.scalar, chains, (POINTS,)),
-        Case("stopped by hand", fn.scalar, stopped_by_hand, (POINTS,)),
-        Case("elementwise", fn.elementwise, elementwise, (NUMBERS,)),
-        Case("Jacobian", fn.vector, vector, (POINTS,), batched=False),
-        Case("Jacobian per member", fn.vector, vectors, (POINTS,)),
-        Case("structure", fn.two, two, (MATRICES, NUMBERS)),
-        Case("Hessian blocks", fn.scalar, blocks, (POINTS,), order=2),
-        Case("Hessian product", fn.two, product, (MATRICES, NUMBERS), order=2),
-        Case("Hessian of a vector", fn.vector, jacobian_with_blocks, (POINTS,), False, order=2),
+        Case("scalar", fn.scalar, chains, (POINTS,), batched=False, order=1, stored=True),
+        Case("chains", fn.scalar, chains, (POINTS,), order=1, stored=True),
+        Case("stopped by hand", fn.scalar, stopped_by_hand, (POINTS,), order=1, stored=True),
+        Case("elementwise", fn.elementwise, elementwise, (NUMBERS,), order=1, stored=True),
+        Case("Jacobian", fn.vector, vector, (POINTS,), batched=False, order=1, stored=True),
+        Case("Jacobian per member", fn.vector, vectors, (POINTS,), order=1, stored=True),
+        Case("structure", fn.two, two, (MATRICES, NUMBERS), order=1, stored=True),
+        Case("Hessian blocks", fn.scalar, blocks, (POINTS,), stored=True),
+        Case("Hessian product", fn.two, product, (MATRICES, NUMBERS)),
+        Case("Hessian of a vector", fn.vector, jacobian_with_blocks, (POINTS,), False, stored=True),
     ]
 
 

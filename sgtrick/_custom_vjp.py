@@ -1,9 +1,4 @@
-"""Functions that bring their own vector-Jacobian product, by the protocol of `tf.custom_gradient`.
-
-Where TensorFlow honours an override of the gradient, the override is the caller's `grad_fn`. Where
-it drops one, the forward computation is differentiated instead, and that is the formula
-`stop(y) + L(x - stop(x))`, with `L` the transpose of `grad_fn`.
-"""
+"""Functions that bring their own vector-Jacobian product, by the protocol of `tf.custom_gradient`."""
 
 import functools
 import inspect
@@ -12,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves, _override, _shapes, _variables
+from sgtrick import _arguments, _leaves, _shapes, _variables
+from sgtrick._core import _tensorflow
+from sgtrick._core.override import Rule, keep
 
 
 def custom_vjp(f: Any = None) -> Any:
@@ -56,31 +53,26 @@ def custom_vjp(f: Any = None) -> Any:
         ValueError: `grad_fn` returned gradients of the wrong number or shape.
         LookupError: When a derivative is taken that needs the transpose of a `grad_fn` without one.
     """
-    return custom_vjp if f is None else _CustomVJP(f)
+    return custom_vjp if f is None else _arguments.as_form(f, _custom_vjp)
 
 
-class _CustomVJP:
-    """The decorated function: a callable, and a descriptor so that methods can be decorated."""
+def _custom_vjp(f: Any) -> Any:
+    function, read = _arguments.Function(f), _variables.Reader()
 
-    def __init__(self, f: Any, read: _variables.Reader | None = None) -> None:
-        self._f, self._read = f, read or _variables.Reader()
-        _arguments.imitate(self, f)
+    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = arguments_of(f, args, kwargs)
+        args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
+        own = function.own  # the instance of a method has no gradient
+        leaves = leaves_of(args[own:], kwargs)
+        run = functools.partial(converted(f), *args, **kwargs)
+        returned, variables, tape = read.recorded(run, [leaf for _, leaf in leaves])
+        y, grad_fn = value_and_rule(f, returned)
+        rule = _Rule(f, grad_fn, leaves, y, variables)
+        sources = [*rule.inputs, *variables]
+        kept = Rule(function.name, rule.pull, sources=sources, tape=tape)
+        return rule.pack(keep(rule.outputs, rule.inputs, kept))
 
-    def __get__(self, instance: Any, owner: Any = None) -> "_CustomVJP":
-        return _CustomVJP(_arguments.bound(self._f, instance, owner), self._read)
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = arguments_of(self._f, args, kwargs)
-        forward = _override.forward()
-        if forward is not _override.at_once:
-            args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
-        leaves = leaves_of(args, kwargs)
-        call = functools.partial(self._f, *args, **kwargs)
-        returned, variables = self._read(call, [leaf for _, leaf in leaves])
-        y, grad_fn = value_and_rule(self._f, returned)
-        rule = _Rule(self._f, grad_fn, leaves, y, variables)
-        return rule.pack(forward(rule.outputs, rule.inputs, rule.pull))
+    return _tensorflow.form(call)
 
 
 class _Rule:
@@ -217,12 +209,8 @@ def _takes_variables(grad_fn: Any) -> bool:
 
 
 def _here(leaf: Any) -> Any:
-    """A tensor of the graph that is being traced.
-
-    Where a grad_fn calls a custom_vjp function, arguments are of another graph, the forward's. What
-    another grad_fn then keeps of them would be out of reach when it is differentiated in turn.
-    """
-    return tf.identity(leaf) if tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable) else leaf
+    """A tensor of the graph that is being traced, composite ones and variables as they are."""
+    return _tensorflow.here(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
 
 def _is_input(leaf: Any) -> bool:

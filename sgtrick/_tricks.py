@@ -9,7 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices, _leaves, _shapes, _trick
+from sgtrick import _leaves, _shapes
+from sgtrick._core import formula
+from sgtrick._core.override import Rule, keep
 
 
 def stop_gradient(x: Any, where: Any = None) -> Any:
@@ -102,8 +104,8 @@ def straight_through(fx: Any, x: Any) -> Any:
                 "complex, or neither."
             )
         value = _leaves.shaped_like(value, point, f"fx{path}", f"x{path}")
-        z = tf.cast(_trick.zero(point), value.dtype)
-        leaves.append(_trick.with_linear(tf.stop_gradient(value), [z]))
+        minus_z = tf.cast(formula.minus_zero(point), value.dtype)
+        leaves.append(formula.with_linear(tf.stop_gradient(value), [minus_z]))
     return tf.nest.pack_sequence_as(fx, leaves)
 
 
@@ -143,9 +145,9 @@ def scale_gradient(x: Any, factor: Any) -> Any:
         x = _differentiable(x, name)
         factor = _leaves.to_dtype(factor, x.dtype, "factor", f"{name} is {x.dtype.name}")
         factor = tf.stop_gradient(_like(factor, x, "factor", name))
-        z = _trick.zero(stop_gradient(x, where=tf.equal(factor, 0)))
+        minus_z = formula.minus_zero(stop_gradient(x, where=tf.equal(factor, 0)))
         rank = tf.rank(x) if x.shape.rank is None else x.shape.rank
-        return _trick.with_linear(tf.stop_gradient(x), [_trick.inner(factor, z, rank)])
+        return formula.with_linear(tf.stop_gradient(x), [formula.inner(factor, minus_z, rank)])
 
     return _map(scaled, x, factor=factor)
 
@@ -269,46 +271,26 @@ def magic_box(log_prob: Any) -> Any:
         log_prob = _differentiable(log_prob, f"log_prob{path}")
         if log_prob.dtype.is_complex:
             raise TypeError(f"log_prob{path} has dtype {log_prob.dtype.name}, expected a real one.")
-        return tf.exp(_trick.zero(log_prob, guard=True))
+        return tf.exp(-formula.minus_zero(log_prob, guard=True))
 
     return _map(boxed, log_prob)
 
 
-_DROPPED = (
-    "clip_gradient clips the gradient that flows back, so it has no derivative in forward mode, "
-    "and tf.vectorized_map under a tape drops it: take the gradient inside of what is mapped, or "
-    "map with tf.map_fn."
+_FORWARD = (
+    "clip_gradient clips the gradient that flows back, so it has no derivative in forward mode: "
+    "use reverse mode (tf.GradientTape)."
 )
-_TWICE = (
-    "clip_gradient is of first order: the gradient that it clipped was differentiated again, by "
-    "nested tapes, or by forward mode around a tf.function."
-)
-
-
-# TensorFlow's error names the operation whose registered gradient was not stored.
-_IF_LOST = "clip_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
 
 
 def _clip(x: Any, lo: Any, hi: Any) -> Any:
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def override(refusing: Any, x: Any) -> Any:
-        del x
+    def pull(upstream: Any) -> list[Any]:
+        # An upstream of IndexedSlices may hold an entry in several parts: their sum is clipped.
+        upstream = tf.convert_to_tensor(upstream)
+        g = tf.clip_by_value(upstream, lo, hi)
+        return [tf.where(tf.equal(upstream, upstream), g, upstream)]  # some XLAs clip NaN too
 
-        def pullback(upstream: Any) -> Any:
-            # An upstream of IndexedSlices may hold an entry in several parts: their sum is clipped.
-            with _devices.of(y):
-                upstream = tf.convert_to_tensor(upstream)
-                g = tf.clip_by_value(upstream, lo, hi)
-                g = tf.where(tf.equal(upstream, upstream), g, upstream)  # some XLAs clip NaN too
-                # Forward mode around a tf.function is the derivative of this, which is wrong. It
-                # cannot be told from a second derivative, which would be right.
-                return None, tf.raw_ops.PreventGradient(input=g, message=_TWICE)
-
-        y = tf.identity(refusing)
-        return y, pullback
-
-    with tf.name_scope(_IF_LOST):
-        return override(tf.raw_ops.PreventGradient(input=x, message=_DROPPED), x)
+    rule = Rule("clip_gradient", pull, _FORWARD, lost=[False])
+    return keep([x], [x], rule)[0]
 
 
 def _map(f: Callable[..., Any], x: Any, **options: Any) -> Any:

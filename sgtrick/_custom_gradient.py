@@ -5,7 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices, _dtypes, _leaves, _trick
+from sgtrick import _devices, _dtypes, _leaves
+from sgtrick._core import embedding
+from sgtrick._core.formula import formula
+from sgtrick._core.hessian import Blocks, Product
+from sgtrick._core.override import keep
 from sgtrick._leaves import Leaf
 from sgtrick._shapes import Names
 
@@ -71,10 +75,12 @@ def custom_gradient(
         batch_ndims: `len(B)`, where it is not to be inferred.
         hx: The Hessian at `x`, for second derivatives: blocks in a structure of structures as
             `jax.hessian` returns it, each of shape `B + R + D_i + D_j`, None for a zero block; or a
-            callable `v -> H v` on the structure of `x`, linear and differentiable by TensorFlow.
-            Only the symmetric part counts. None: the result is of first order by construction. Its
-            second derivative by `x` is unconnected, and in that of a nonlinear function of it the
-            part with the Hessian is missing.
+            callable `v -> H v` on the structure of `x`, linear (and where `fx` has a range, that
+            is for several Hessians at once, differentiable by TensorFlow).
+            Only the symmetric part counts. 0: the Hessian is zero, so that the gradient is a
+            constant. None: the Hessian is not known, and a second derivative with respect to `x`,
+            of the result or of anything made of it, is an error or NaN. A third derivative is that
+            with any Hessian but zero. A callable is called when a second derivative is asked for.
         device: Where the ops of the trick are put: a name such as `"GPU:0"` or `"CPU"`, a
             `tf.DeviceSpec`, a list of these of which the first present is taken, or None for the
             surrounding `tf.device` scope.
@@ -89,8 +95,11 @@ def custom_gradient(
     Raises:
         TypeError: A dtype without derivatives, a complex `gx` of real `fx` and `x`, or something
             that is no number.
-        ValueError: Structures or shapes do not fit together, `hx` is not connected to its argument,
-            or no `device` is present.
+        ValueError: Structures or shapes do not fit together, or no `device` is present.
+        LookupError: When a derivative is taken that is not known, of second order without `hx` or
+            of third order with it. Inside of a `tf.function` this is a
+            `tf.errors.InvalidArgumentError` when it is run, and around it and in XLA, which cannot
+            raise, the derivative is NaN.
         tf.errors.InvalidArgumentError: At run time, for dimensions that were unknown while tracing.
 
     The name and the trick are those of `tfp.math.custom_gradient`; every call which that answers
@@ -104,18 +113,57 @@ def custom_gradient(
             for path, x, gx in pairs
             if gx is not None
         ]
-        with tf.name_scope(name or "custom_gradient"):
-            if hx is None and not fx_gx_manually_stopped:
-                xs = [leaf.x for leaf in leaves]
-                return _trick.embed(tf.stop_gradient(fx), xs, lambda: leaves)
+        name = name or "custom_gradient"
+        with tf.name_scope(name):
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
-            if hx is None:
-                hessian_times = None
-            elif callable(hx):
-                hessian_times = _from_product(hx, x, leaves)
-            else:
-                hessian_times = _from_blocks(hx, x, fx, leaves, stop)
-            return _trick.formula(fx, leaves, hessian_times, stop=stop)
+            hessian = None
+            if callable(hx):
+                hessian = Product(name, hx, x, fx, leaves)
+            elif hx is not None and not _is_zero(hx):
+                hessian = Blocks(name, hx, x, fx, leaves, stop)
+            order = None if _is_zero(hx) else 1 if hx is None else 2
+            if fx_gx_manually_stopped:
+                times = hessian and hessian.times
+                return formula(fx, leaves, times, stop=stop, order=order)
+            return _embed(name, tf.stop_gradient(fx), leaves, hessian, order)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _is_zero(hx: Any) -> bool:
+    return isinstance(hx, (int, float)) and hx == 0
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int | None) -> Any:
+    """One meaning twice: for tapes as a pullback, which takes less time, and as the formula.
+
+    Eager execution honours pullbacks, so there the formula is not computed. A graph keeps the
+    formula, which can be stored, loaded and differentiated where the pullback is not known. Only a
+    function for the Hessian has no place in it, since it would run in each forward pass.
+    """
+    leaves = [leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in leaves]
+    xs = [leaf.x for leaf in leaves]
+
+    def jacobians() -> list[Leaf]:
+        gxs = [leaf.gx for leaf in leaves]
+        if order is not None:
+            gxs = embedding.differentiable(name, gxs, xs, hessian or _FIRST_ORDER.format(name))
+        return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
+
+    rule = embedding.of_jacobians(name, fx, jacobians)._replace(lost=[False] * len(xs))
+    if tf.executing_eagerly():
+        return keep([fx], xs, rule)[0]
+    is_product = isinstance(hessian, Product)
+    times, known = (None, 1) if is_product else (hessian and hessian.times, order)
+    h = formula(fx, leaves, times, order=known)
+    return keep([h], xs, rule, natural=[h], in_graph=is_product)[0]
+
+
+_FIRST_ORDER = (
+    "A second derivative of {0} was asked for, which was given a value and a gradient. Pass the "
+    "Hessian or a function for Hessian-vector products as hx=, or hx=0 to take it for zero, as "
+    "first-order approximations do."
+)
 
 
 def _value(fx: Any, like: Any) -> Any:
@@ -127,76 +175,3 @@ def _value(fx: Any, like: Any) -> Any:
     fx = _leaves.to_tensor(fx, "fx", dtype=dtype)
     _dtypes.check_value(fx.dtype.name)
     return fx
-
-
-def _from_blocks(
-    hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf], stop: Callable[[Any], Any]
-) -> Callable[[list[Any]], list[Any]]:
-    """Returns `z -> H z` of Hessian blocks: each is the Jacobian of one `gx` by another `x`."""
-    blocks = _leaves.pair_hessian(hx, x, {leaf.path for leaf in leaves})
-    _dtypes.check_hessian(fx.dtype.name, [leaf.x.dtype.name for leaf in leaves])
-    rows = [
-        [
-            None
-            if blocks[p.path + q.path] is None
-            else _leaves.make_leaf(
-                p.path + q.path,
-                q.x,
-                blocks[p.path + q.path],
-                p.gx,
-                q.batch_ndims,
-                Names(f"gx{p.path}", f"hx{p.path}{q.path}", f"x{q.path}"),
-            )
-            for q in leaves
-        ]
-        for p in leaves
-    ]
-
-    def hessian_times(z: list[Any]) -> list[Any]:
-        return [
-            tf.add_n(
-                [tf.zeros_like(leaf.gx)]
-                + [
-                    _trick.cast(_trick.inner(stop(block.gx), z_q, block.batch_ndims), leaf.gx.dtype)
-                    for block, z_q in zip(row, z, strict=True)
-                    if block is not None
-                ]
-            )
-            for leaf, row in zip(leaves, rows, strict=True)
-        ]
-
-    return hessian_times
-
-
-def _from_product(
-    hx: Callable[[Any], Any], x: Any, leaves: Sequence[Leaf]
-) -> Callable[[list[Any]], list[Any]]:
-    """Returns `z -> H z` of the caller's Hessian-vector product, checked."""
-
-    def hessian_times(z: list[Any]) -> list[Any]:
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(z)
-            v = [tf.identity(z_i) for z_i in z]
-            by_path = {leaf.path: v_i for leaf, v_i in zip(leaves, v, strict=True)}
-            paths = [path for path, _ in _leaves.flatten(x)]
-            product = hx(tf.nest.pack_sequence_as(x, [by_path.get(path) for path in paths]))
-            products = {path: hv for path, _, hv in _leaves.pair(x, product, gx_name="hx(v)")}
-            hz = [_product(products[leaf.path], leaf) for leaf in leaves]
-        # Where recording is suspended (tf.recompute_grad), not even v is connected.
-        if _connected(tape, v, z) and not _connected(tape, hz, z):
-            raise ValueError(_leaves.NOT_CONNECTED.format("TensorFlow"))
-        return hz
-
-    return hessian_times
-
-
-def _connected(tape: Any, ys: list[Any], xs: list[Any]) -> bool:
-    return any(g is not None for g in tape.gradient(ys, xs))
-
-
-def _product(hv: Any, leaf: Leaf) -> Any:
-    name = f"hx(v){leaf.path}"
-    if hv is None:
-        return tf.zeros_like(leaf.gx)
-    hv = _leaves.to_dtype(hv, leaf.gx.dtype, name, f"x{leaf.path} is {leaf.x.dtype.name}")
-    return _leaves.shaped_like(hv, leaf.gx, name, "expected")

@@ -1,7 +1,8 @@
-"""The formula `stop(f) + L(x - stop(x))`, and the same meaning as a pullback.
+"""The formula `stop(f) + L(x - stop(x))`, and the maps that it is made of.
 
 `z = x - stop(x)` is zero in value and the identity in derivative, and `L` is linear in `z`. So the
-sum has the value of `f` and the derivative of `L`.
+sum has the value of `f` and the derivative of `L`. It is written as `stop(f) - L(stop(x) - x)`,
+since `-0.0 - 0.0` is `-0.0` and `-0.0 + 0.0` is not.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,50 +10,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices
 from sgtrick._leaves import Leaf
 
 
-def embed(
-    y: Any,
-    xs: Sequence[Any],
-    jacobians: Callable[[], Sequence[Leaf | None]],
-) -> Any:
-    """Returns `y + sum_i <stop(gx_i), z_i>`: `y`, its derivatives included, and Jacobians by `xs`.
-
-    One meaning twice: as the formula, which no transformation can drop, and as a pullback, which
-    takes less time, where TensorFlow honours it. Eager execution always does, so there the formula
-    is not computed, and the Jacobians are not asked for before a gradient is.
-
-    Args:
-        y: The value, shape `B + R`.
-        xs: The points.
-        jacobians: Returns a leaf for each of `xs`, None where it has no gradient.
-    """
-    if not xs:
-        return y
-    if eager():
-        return _with_pullback(tf.stop_gradient(y), y, xs, jacobians)
-    return _with_both(y, xs, jacobians())
-
-
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _with_both(y: Any, xs: Sequence[Any], leaves: Sequence[Leaf | None]) -> Any:
-    """Returns the formula, for a tape with its pullback.
-
-    AutoGraph would take a second to rewrite what has nothing for it. Callers' functions stay out.
-    """
-    leaves = [leaf and leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in leaves]
-    h = with_linear(y, linear(leaves, [zero(x) for x in xs], y.dtype))
-    return _with_pullback(h, y, xs, lambda: leaves)
-
-
 def formula(
     fx: Any,
     leaves: Sequence[Leaf],
     hessian_times: Callable[[list[Any]], list[Any]] | None = None,
     *,
     stop: Callable[[Any], Any] = tf.stop_gradient,
+    order: int | None,
 ) -> Any:
     """Returns `stop(fx) + sum_i <stop(gx_i) + 1/2 (H z)_i, z_i>`.
 
@@ -61,18 +29,41 @@ def formula(
         leaves: Points and Jacobians.
         hessian_times: Maps the `z_i` to the `(H z)_i`, each of the shape and dtype of its `gx_i`.
         stop: What is applied to `fx` and to the Jacobians.
+        order: Through which order derivatives are known. The next one is not finite, where the
+            formula alone would have zero. None: all are.
 
     Returns:
         A tensor of the shape and dtype of `fx`, and of its value whatever the leaves hold.
     """
+    if not leaves:
+        return stop(fx)
     # Where z is itself a factor of gradients, the guard of the sum comes too late.
     guard = hessian_times is not None or stop is not tf.stop_gradient
-    z = [zero(leaf.x, guard=guard) for leaf in leaves]
+    minus_z = [minus_zero(leaf.x, guard=guard) for leaf in leaves]
     g = [stop(leaf.gx) for leaf in leaves]
     if hessian_times is not None:
-        g = [g_i + hz_i / 2 for g_i, hz_i in zip(g, hessian_times(z), strict=True)]
+        g = [g_i - hz_i / 2 for g_i, hz_i in zip(g, hessian_times(minus_z), strict=True)]
     leaves = [leaf._replace(gx=g_i) for leaf, g_i in zip(leaves, g, strict=True)]
-    return with_linear(stop(fx), linear(leaves, z, fx.dtype))
+    terms = linear(leaves, minus_z, fx.dtype)
+    if order is not None:
+        terms = [_unknown_beyond(order, _zero_or_guarded(tf.add_n(terms)))]
+    return with_linear(stop(fx), terms)
+
+
+def _unknown_beyond(order: int, t: Any) -> Any:
+    """Returns `(1 + t^(order + 1/2)) t`, for a `t` that is zero.
+
+    The power adds nothing to derivatives through `order`, and `0 * inf` to the next one, whatever
+    the direction. The product counts as zero where `t` is, so that the first derivative is that of
+    `t` for infinite upstream gradients too.
+    """
+    if t.dtype.is_complex:
+        re, im = tf.math.real(t), tf.math.imag(t)
+        factor = 1 + (re + im) ** (order + 0.5)
+        return tf.complex(
+            tf.math.multiply_no_nan(factor, re), tf.math.multiply_no_nan(factor, im)
+        )
+    return tf.math.multiply_no_nan(1 + t ** (order + 0.5), t)
 
 
 def linear(leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: Any) -> list[Any]:
@@ -84,79 +75,20 @@ def linear(leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: Any) -> list[
     ]
 
 
-def zero(x: Any, *, guard: bool = False) -> Any:
-    """Returns `z = x - stop(x)`; NaN where `x` is not finite, or with `guard` cut off there."""
-    z = x - tf.stop_gradient(x)
-    return _zero_or_guarded(z) if guard else z
+def minus_zero(x: Any, *, guard: bool = False) -> Any:
+    """Returns `-z = stop(x) - x`; NaN where `x` is not finite, or with `guard` cut off there."""
+    minus_z = tf.stop_gradient(x) - x
+    return _zero_or_guarded(minus_z) if guard else minus_z
 
 
-def with_linear(y: Any, terms: Sequence[Any]) -> Any:
-    """Returns `y + sum(terms)` for terms that are zero, with the value of `y` even if they are NaN.
+def with_linear(y: Any, minus_terms: Sequence[Any]) -> Any:
+    """Returns `y - sum(minus_terms)` for terms that are zero, with the value of `y` to the last bit.
 
     The derivative of an entry with a NaN is cut off.
     """
-    if not terms:
-        return y
-    h = y + _zero_or_guarded(tf.add_n(terms))
+    h = y - _zero_or_guarded(tf.add_n(minus_terms))
     h.set_shape(y.shape)
     return h
-
-
-def _with_pullback(
-    value: Any,
-    y: Any,
-    xs: Sequence[Any],
-    jacobians: Callable[[], Sequence[Leaf | None]],
-) -> Any:
-    """Returns `value`, for a tape with the derivatives of `y` and the Jacobians by `xs`."""
-
-    def pullback(upstream: Any) -> list[Any]:
-        return [upstream, *(leaf and transpose(leaf, upstream) for leaf in jacobians())]
-
-    (h,) = overridden([value], [y, *xs], pullback)
-    if not tf.executing_eagerly():
-        # The tape has the pullback. The graph keeps the derivative of `value`, which is the same,
-        # so that it can be stored, loaded and differentiated where the pullback is not known.
-        h.op._clear_attr("_gradient_op_type")
-    return h
-
-
-def overridden(
-    values: Sequence[Any], inputs: Sequence[Any], pullback: Callable[..., Sequence[Any]]
-) -> list[Any]:
-    """Returns `values`, whose gradients by `inputs` are those that `pullback` returns.
-
-    Where TensorFlow drops the override, they are those of `values`. The pullback runs on the device
-    of the values.
-    """
-
-    def gradient(*upstream: Any) -> list[Any]:
-        with _devices.of(values[0]):
-            return [*[None] * len(values), *pullback(*upstream)]
-
-    if tf.executing_eagerly():
-        # Decorated once, and no list of one: either would cost a third to a half of the call.
-        outputs = _override(*values, *inputs, n=len(values), gradient=gradient)
-        return [outputs] if len(values) == 1 else list(outputs)
-    override = tf.custom_gradient(lambda *tensors: (list(tensors[: len(values)]), gradient))
-    return list(override(*values, *inputs))
-
-
-@tf.custom_gradient  # type: ignore[untyped-decorator]
-def _override(*tensors: Any, n: int, gradient: Any) -> Any:
-    return tensors[0] if n == 1 else list(tensors[:n]), gradient
-
-
-def refusing(y: Any, xs: Sequence[Any], message: str) -> Any:
-    """Returns `y`, with a `LookupError` for whoever differentiates it by `xs`."""
-    # A sum over nothing: zero whatever the points hold, and connected to them.
-    nothing = [cast(tf.reduce_sum(tf.reshape(x, [-1])[:0]), y.dtype) for x in xs]
-    return y + tf.raw_ops.PreventGradient(input=tf.add_n(nothing), message=message)
-
-
-def eager() -> bool:
-    """Whether ops run at once, so that overrides are safe."""
-    return bool(tf.executing_eagerly())
 
 
 def inner(c: Any, z: Any, batch_ndims: Any) -> Any:
@@ -178,8 +110,7 @@ def cast(t: Any, dtype: Any) -> Any:
 
 def transpose(leaf: Leaf, upstream: Any) -> Any:
     """The transpose of `z -> <gx, z>`: `B + R` to `B + D`, contracting the range."""
-    gx = tf.stop_gradient(leaf.gx)
-    b = leaf.batch_ndims
+    gx, b = leaf.gx, leaf.batch_ndims
     domain_ndims = _rank(leaf.x) - b
     last = _rank(gx) - domain_ndims
     u = _insert_ones(tf.cast(upstream, gx.dtype), last, domain_ndims)

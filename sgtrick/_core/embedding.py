@@ -1,0 +1,115 @@
+"""A value with a Jacobian: the kept override of the forms that know the Jacobian itself.
+
+A Jacobian multiplies, so that these forms are linear and complete in both modes. What may be
+missing is the Jacobian's own derivative, which is a Hessian or an error.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from sgtrick._core import _tensorflow, formula, loud
+from sgtrick._core.override import Rule, keep
+from sgtrick._leaves import Leaf
+
+
+def embed(
+    name: str, y: Any, xs: Sequence[Any], jacobians: Callable[[], Sequence[Leaf | None]]
+) -> Any:
+    """Returns `y`, its own derivatives included, with Jacobians with respect to `xs`.
+
+    Args:
+        name: What errors call the function.
+        y: The value, shape `B + R`.
+        xs: The points, which `y` itself does not depend on.
+        jacobians: Returns a leaf for each of `xs`, None where there is no gradient. Called when a
+            gradient is asked for.
+    """
+    rule = of_jacobians(name, y, jacobians)
+
+    def pull(upstream: Any) -> list[Any]:
+        return [upstream, *rule.pull(upstream)]
+
+    def push(tangent: Any, *tangents: Any) -> list[Any]:
+        assert callable(rule.push)
+        return [tangent + rule.push(*tangents)[0]]
+
+    return keep([y], [y, *xs], Rule(name, pull, push, sources=xs))[0]
+
+
+def of_jacobians(name: str, y: Any, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:
+    """The rule of a value `y` with these Jacobians."""
+
+    def pull(upstream: Any) -> list[Any]:
+        return [leaf and formula.transpose(leaf, upstream) for leaf in jacobians()]
+
+    def push(*tangents: Any) -> list[Any]:
+        return [tf.add_n([tf.zeros_like(y), *formula.linear(jacobians(), tangents, y.dtype)])]
+
+    return Rule(name, pull, push)
+
+
+def embed_constant(name: str, y: Any, leaves: Sequence[Leaf], hessian: "Product | str") -> Any:
+    """Returns `y` with gradients that came with it, without a derivative of their own.
+
+    Args:
+        name: What errors call the function.
+        y: The value.
+        leaves: The points with their gradients.
+        hessian: The derivative of the gradients, or what the error says of its absence.
+    """
+    xs = [leaf.x for leaf in leaves]
+
+    def jacobians() -> list[Leaf]:
+        gxs = differentiable(name, [leaf.gx for leaf in leaves], xs, hessian)
+        return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
+
+    return keep([y], xs, of_jacobians(name, y, jacobians)._replace(lost=[False] * len(xs)))[0]
+
+
+class Product(NamedTuple):
+    """A Hessian by what it multiplies.
+
+    Attributes:
+        pull: From what multiplies the gradients to what it makes of the points: `z -> H' z`.
+        push: From tangents of the points to tangents of the gradients: `t -> H t`.
+    """
+
+    pull: Callable[..., Sequence[Any]]
+    push: Callable[..., Sequence[Any]]
+
+
+def differentiable(
+    name: str, gxs: Sequence[Any], xs: Sequence[Any], hessian: Product | str
+) -> list[Any]:
+    """Returns gradients that were computed elsewhere, with a Hessian as their derivative.
+
+    Args:
+        name: What errors call the function.
+        gxs: The gradients.
+        xs: The points.
+        hessian: The Hessian, or what the error says of its absence.
+    """
+    n = len(gxs)
+    message = hessian if isinstance(hessian, str) else None
+    again = None
+    if not isinstance(hessian, str):
+        specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in gxs]
+        again = _tensorflow.carried(hessian.pull, specs, xs[0])
+    xs = [_tensorflow.here(x) for x in xs]
+
+    def pull(*z: Any) -> list[Any]:
+        if message is not None:
+            return [*z, *(loud.failure(x, message, z) for x in xs)]
+        return [*z, *again(*z)]
+
+    def push(*tangents: Any) -> list[Any]:
+        along, points = tangents[:n], tangents[n:]
+        if message is not None:
+            still = [tf.reduce_all(tf.equal(t, 0)) for t in points]
+            zero = loud.insist(tf.reduce_all(tf.stack(still)), message)
+            return [t + tf.cast(zero, t.dtype) for t in along]
+        return [t + ht for t, ht in zip(along, hessian.push(*points), strict=True)]
+
+    return keep(gxs, [*gxs, *xs], Rule(name, pull, push, lost=[False] * (n + len(xs))))

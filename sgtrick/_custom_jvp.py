@@ -1,0 +1,229 @@
+"""JAX's `custom_jvp` protocol, which TensorFlow does not have."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick import _arguments, _leaves
+from sgtrick._core import _tensorflow, adjoint, loud
+from sgtrick._core.override import Rule, keep
+
+
+def custom_jvp(f: Callable[..., Any] | None = None, *, nondiff_argnums: Any = ()) -> Any:
+    """Gives a function a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`.
+
+    The rule is linear in the tangents, so it serves forward and reverse mode alike.
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> @sgtrick.custom_jvp
+        ... def log1pexp(x):
+        ...     return tf.where(x > 50, x, tf.math.log(1 + tf.exp(x)))
+        >>> @log1pexp.defjvp
+        ... def _(primals, tangents):
+        ...     (x,), (t,) = primals, tangents
+        ...     return log1pexp(x), tf.sigmoid(x) * t
+        >>> x = tf.constant([0.0, 100.0])
+        >>> with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+        ...     y = log1pexp(x)
+        >>> accumulator.jvp(y).numpy()
+        array([0.5, 1. ], dtype=float32)
+
+    Args:
+        f: The function: positional arguments and outputs of any structure. On methods, `self` is
+            no argument, and the rule is called as a method too.
+        nondiff_argnums: Positions of arguments that have no derivatives. The rule gets them first.
+
+    Returns:
+        The function, with the decorator `defjvp` for its rule
+        `jvp(*nondiff, primals, tangents) -> (primal_out, tangent_out)`. `primals` is a tuple of the
+        other arguments, keywords as positions and defaults filled in; `tangents` has their
+        structure, with None for what has no derivatives (int, bool, string); `tangent_out` has the
+        structure, shapes and dtypes of the output, with None where there is no derivative. The
+        value is that of `f`, whatever the rule returns; `primal_out` is not used. The rule is
+        called when a derivative is asked for, and nowhere else. Reverse mode transposes it, and
+        tests the transpose at fixed pseudo-random tangents. Derivatives of higher order are those
+        of the rule. Variables that `f` reads keep autodiff.
+
+    Raises:
+        TypeError: `nondiff_argnums` holds no ints, the function is called before there is a rule or
+            with keyword-only arguments, or the rule does not return a pair or the dtypes of the
+            output.
+        ValueError: A position that is no argument, or tangents without the structure or shapes of
+            the output.
+        LookupError: When a derivative is taken that TensorFlow does not find in the rule: reverse
+            mode through a rule that is not linear in the tangents or calls the host with them, or
+            a derivative of higher order of a rule that is not connected to the primals. In graphs
+            this is a `tf.errors.InvalidArgumentError` when it is run; around a `tf.function` and in
+            XLA, the derivative is NaN.
+    """
+    if not isinstance(nondiff_argnums, (list, tuple)):
+        nondiff_argnums = (nondiff_argnums,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in nondiff_argnums):
+        raise TypeError(f"nondiff_argnums must be positions, got {nondiff_argnums!r}.")
+    if f is None:
+        return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
+    return _arguments.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
+
+
+def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callable[..., Any]:
+    function = _arguments.Function(f)
+    name = function.name
+    rule: Callable[..., Any] | None = None
+
+    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+        if rule is None:
+            raise TypeError(
+                f"{name} has no JVP rule. Define it with the decorator @{name}.defjvp: a function "
+                "jvp(primals, tangents) that returns (primal_out, tangent_out)."
+            )
+        nondiff, point = _point(function, nondiff_argnums, args, kwargs)
+        f, jvp = converted(function.f), converted(rule)
+        y = point.stopped(f)
+        if not point.xs:
+            return y
+        outputs = [
+            (path, _leaves.to_tensor(y_i, path)) for path, y_i in _leaves.flatten(y, f"{name}(...)")
+        ]
+        ys, at = [y_i for _, y_i in outputs], point.read()
+
+        def tangents_at(ts: Sequence[Any]) -> list[Any]:
+            before = [at.args[i] for i in nondiff]
+            result = jvp(*before, point.primals(at), point.tangents(ts))
+            return [
+                None if t is None else _checked(t, y_i, path)
+                for (path, y_i), t in zip(outputs, _tangents(result, y, name), strict=True)
+            ]
+
+        def pull(*upstream: Any) -> list[Any]:
+            if _is_transposing(form, nondiff, at):
+                return [*upstream, *_natural(at, point, f, upstream)]
+            ts = [adjoint.probe(x) for x in point.xs]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(ts)
+                moved = tangents_at(ts)
+            pairs = [
+                (t, u)
+                for t, u in zip(moved, upstream, strict=True)
+                if t is not None and u is not None
+            ]
+            lt, us = [t for t, _ in pairs], [u for _, u in pairs]
+            with _transposing(form, nondiff, at):
+                found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
+            fits = adjoint.holds(us, lt, found, ts)
+            zero = loud.insist(fits, _NOT_LINEAR.format(name))
+            pulled = [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
+            return [*upstream, *pulled]
+
+        def push(*tangents: Any) -> list[Any]:
+            along, ts = tangents[: len(ys)], tangents[len(ys) :]
+            return [
+                a if t is None else t if a is None else a + t
+                for a, t in zip(along, tangents_at(ts), strict=True)
+            ]
+
+        kept = keep(ys, [*ys, *point.xs], Rule(name, pull, push, sources=point.xs))
+        return tf.nest.pack_sequence_as(y, kept)
+
+    form = _tensorflow.form(call)
+
+    def defjvp(jvp: Callable[..., Any]) -> Callable[..., Any]:
+        """Sets the rule; a decorator."""
+        nonlocal rule
+        if not callable(jvp) and not hasattr(jvp, "__func__"):
+            raise TypeError(f"jvp must be a function, got {type(jvp).__name__}: {jvp!r}.")
+        rule = getattr(jvp, "__func__", jvp)
+        return jvp
+
+    form.defjvp = defjvp  # type: ignore[attr-defined]
+    return form
+
+
+def _point(
+    function: _arguments.Function, nondiff_argnums: Sequence[int], args: Any, kwargs: Any
+) -> tuple[list[int], _arguments.Point]:
+    """The positions of arguments without derivatives, and the others."""
+    name, call = function.name, function.bind(args, kwargs)
+    if call.kwargs:
+        raise TypeError(
+            f"{name} has the keyword-only arguments {list(call.kwargs)}, for which the "
+            "protocol of JVP rules has no place. Make them positional."
+        )
+    own, count = function.own, len(call.args) - function.own
+    for i in nondiff_argnums:
+        if not -count <= i < count:
+            raise ValueError(
+                f"nondiff_argnums has {i}, but the call of {name} has {count} positional arguments."
+            )
+    nondiff = [*range(own), *sorted(own + i % count for i in nondiff_argnums)]
+    argnums = [i for i in range(count) if own + i not in nondiff]
+    return nondiff, function.point(argnums, call.args, {})
+
+
+_NOT_LINEAR = (
+    "Reverse mode transposes the JVP rule of {0}, by differentiating it with respect to the "
+    "tangents, and what came out is not the transpose: the rule is not linear in the tangents, or "
+    "calls the host with them. Make it linear, or give the host call its own gradient by one of "
+    "sgtrick's forms."
+)
+
+
+# The functions whose rules are being transposed. A linear function's rule may call the function on
+# the tangents, whose rule would be transposed in its turn, and so on for ever.
+_NOW: ContextVar[frozenset[Any]] = ContextVar("_NOW", default=frozenset())
+
+
+def _key(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Any:
+    own = [id(at.args[i]) for i in nondiff if i == 0]
+    return form, *own
+
+
+def _is_transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> bool:
+    return _key(form, nondiff, at) in _NOW.get()
+
+
+@contextmanager
+def _transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Iterator[None]:
+    token = _NOW.set(_NOW.get() | {_key(form, nondiff, at)})
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+def _natural(
+    at: _arguments.Call, point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[Any]
+) -> list[Any]:
+    """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
+    xs = [tf.identity(x) for x in point.xs]
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(xs)
+        ys = tf.nest.flatten(point.at(xs)(f))
+    pairs = [(y, u) for y, u in zip(ys, upstream, strict=True) if u is not None]
+    found = tape.gradient([y for y, _ in pairs], xs, output_gradients=[u for _, u in pairs])
+    return list(found)
+
+
+def _tangents(result: Any, y: Any, name: str) -> list[Any]:
+    """The leaves of `tangent_out`."""
+    if not (isinstance(result, (list, tuple)) and len(result) == 2):
+        raise TypeError(
+            f"The JVP rule of {name} must return (primal_out, tangent_out), got "
+            f"{type(result).__name__}."
+        )
+    return [t for _, _, t in _leaves.pair(y, result[1], f"{name}(...)", "tangent_out")]
+
+
+def _checked(tangent: Any, y: Any, path: str) -> Any:
+    """A tangent like its output."""
+    tangent, y = _leaves.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
+    if tangent.dtype != y.dtype or not _leaves.is_differentiable(y.dtype):
+        raise TypeError(
+            f"The tangent of {path} has dtype {tangent.dtype.name}, the output {y.dtype.name}. "
+            "They must be equal and floating or complex; where there is no derivative, return None."
+        )
+    return _leaves.shaped_like(tangent, y, f"The tangent of {path}", "the output")

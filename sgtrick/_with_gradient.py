@@ -1,0 +1,338 @@
+"""Functions with gradients of their own; what the gradients are not by keeps autodiff."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick import _arguments, _devices, _leaves, _variables
+from sgtrick._core import _tensorflow, ancestry, embedding, formula, loud
+from sgtrick._core.override import Rule, keep, lost
+
+
+def with_gradient(
+    f: Callable[..., Any] | None = None,
+    grad: Callable[..., Any] | None = None,
+    *,
+    argnums: Any = 0,
+    batch_ndims: int | None = None,
+    device: Any = None,
+) -> Any:
+    """Gives a function the gradient that another function computes.
+
+    The result has the value of `f`. By the arguments `argnums` its gradient is what `grad` returns
+    for the same call; by all other arguments, and by the variables that `f` reads, it is what
+    autodiff finds in `f`. So a gradient can be stopped in part, without any bookkeeping.
+
+    As a function, as a decorator, and as a decorator whose rule is given later:
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> log1pexp = sgtrick.with_gradient(lambda x: tf.math.log(1 + tf.exp(x)), tf.sigmoid)
+        >>> @sgtrick.with_gradient(grad=tf.sigmoid)
+        ... def log1pexp(x):
+        ...     return tf.math.log(1 + tf.exp(x))
+        >>> @sgtrick.with_gradient
+        ... def log1pexp(x):
+        ...     return tf.where(x > 50, x, tf.math.log(1 + tf.exp(x)))
+        >>> @log1pexp.defgrad
+        ... def _(x):
+        ...     return tf.sigmoid(x)
+        >>> x = tf.constant([0.0, 100.0])
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = log1pexp(x)
+        >>> tape.gradient(y, x).numpy()  # autodiff has NaN for the second
+        array([0.5, 1. ], dtype=float32)
+
+    Args:
+        f: The function, of any arguments, structures included, and one tensor `B + R` as its value.
+            On methods, `argnums` does not count `self`, and `grad` is called as a method too.
+        grad: Called with the arguments of `f`, defaults filled in and keywords as positions where
+            `f` has them there. Returns the gradient for an int or name `argnums`, a tuple of them
+            for a tuple: a Jacobian `B + R + D` in the structure of its argument, with None where
+            there is none. With order 1 it is called once a backward pass in eager, with the values
+            that variables among the arguments had when `f` was called, and once while tracing. A
+            `grad` that takes a keyword `variables` is given the trainable variables that `f` read
+            and that are not among its arguments, each once, in the order read, and returns
+            `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape of the
+            value followed by that of the variable, for a scalar value also as `tf.IndexedSlices`.
+            That is then exactly their gradient. What else `f` closes over has none then.
+        argnums: The arguments whose gradients `grad` returns: positions or parameter names.
+        order: Through which order derivatives by these arguments are exact. 1: `grad` is stopped,
+            and second derivatives by these arguments are unconnected (and lack the part with the
+            Hessian in nonlinear functions of the result). `k`: `grad` is called at
+            `ceil(k / 2)` points and kept differentiable, mixed derivatives with other arguments
+            included; then the first backward pass differentiates it too.
+        batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
+        device: As in `custom_gradient`; `f` and `grad` run there too.
+
+    Returns:
+        The function, or the decorator if `f` is None. Under every transformation it has the
+        derivatives of ::
+
+            f(s, y) + sum_i w_i <grad(s + c_i z, y), z>,    s = stop(x), z = x - s
+
+        with the Gauss-Legendre nodes `c_i` and weights `w_i` on [0, 1]: the quadrature of the line
+        integral of the gradient from `s` to `x`. Order 1 has the one node 0, where `grad` is
+        stopped.
+
+    Raises:
+        TypeError: `f` does not return one floating tensor, or there is no `grad` when called.
+        ValueError: `argnums` names no argument, `order` is no positive int, or above 1 for a `grad`
+            that takes `variables`, or a gradient is missing or does not have the structure or shape
+            of its argument or variable; in eager with order 1 when the gradient is asked for.
+    """
+    options = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
+    if f is None:
+        return functools.partial(with_gradient, grad=grad, **options)
+    _insist_on_function(f, "f")
+    return _arguments.as_form(f, lambda f: _with_gradient(f, grad, **options), "defgrad")
+
+
+def _with_gradient(
+    f: Callable[..., Any], grad: Any, argnums: Any, batch_ndims: int | None, device: Any
+) -> Callable[..., Any]:
+    function = _arguments.Function(f)
+    read = _variables.Reader()
+    rule: _arguments.Function | None = None
+
+    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+        if rule is None:
+            raise TypeError(
+                f"{function.name} has no gradient function. Pass grad= to with_gradient, or define "
+                f"it with the decorator @{function.name}.defgrad."
+            )
+        with _devices.scope(device):
+            point = _point(function, argnums, args, kwargs)
+            f, grad = converted(function.f), converted(rule.f)
+
+            def jacobians(gradients: Any, y: Any) -> list[Any]:
+                what = f"the gradient function of {function.name}"
+                gradients = _as_tuple(gradients, argnums, what)
+                return point.jacobians(gradients, y, batch_ndims)
+
+            if rule.takes("variables") and not function.takes("variables"):
+                return _with_variables(function.name, point, f, grad, jacobians, read)
+            y = _value(point.stopped(f), function.name)
+            at = point.read()
+            return _embed(function.name, y, point, lambda: jacobians(at(grad), y))
+
+    form = _tensorflow.form(call)
+
+    def defgrad(grad: Callable[..., Any]) -> Callable[..., Any]:
+        """Sets the gradient function; a decorator."""
+        nonlocal rule
+        _insist_on_function(grad, "grad")
+        rule = _arguments.Function(getattr(grad, "__func__", grad))
+        return grad
+
+    if grad is not None:
+        defgrad(grad)
+    form.defgrad = defgrad  # type: ignore[attr-defined]
+    return form
+
+
+def _embed(
+    name: str, y: Any, point: _arguments.Point, jacobians: Callable[[], list[Any]]
+) -> Any:
+    """The value with its gradients; what else it depends on keeps autodiff."""
+    if not point.xs:
+        return y
+    if not tf.executing_eagerly() and not ancestry.has_sources(y, point.stopped_xs):
+        # TensorFlow would look for the derivatives of all of f, for nobody.
+        return keep([y], point.xs, embedding.of_jacobians(name, y, jacobians))[0]
+    return embedding.embed(name, y, point.xs, jacobians)
+
+
+def _with_variables(
+    name: str,
+    point: _arguments.Point,
+    f: Callable[..., Any],
+    grad: Callable[..., Any],
+    jacobians: Callable[[Any, Any], list[Any]],
+    read: _variables.Reader,
+) -> Any:
+    """The call where `grad` also returns the gradients by the variables that `f` reads.
+
+    All derivatives of `f` go through one pullback, since there is no other way to stop the
+    variables and nothing else.
+    """
+    others, at = point.others(), point.read()
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(others.xs)
+        y, variables = read(lambda: others.at(others.xs)(f), point.call.leaves())
+    y = _value(y, name)
+    reads = [tf.convert_to_tensor(v) for v in variables]
+
+    def pull(upstream: Any) -> list[Any]:
+        gradients, by_variables = _pair(
+            grad(*at.args, **at.kwargs, variables=variables),
+            f"The gradient function of {name} takes variables, so it must return "
+            "(gradients, variable_gradients)",
+        )
+        return [
+            *(leaf and formula.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),
+            *tape.gradient(y, others.xs, upstream),
+            *_variables.pull(by_variables, variables, reads, y, upstream, name),
+        ]
+
+    xs = [*point.xs, *others.xs, *reads]
+    return keep([y], xs, Rule(name, pull, sources=[*xs, *variables]))[0]
+
+
+def from_value_and_gradient(
+    fn: Callable[..., Any],
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    batch_ndims: int | None = None,
+    device: Any = None,
+) -> Callable[..., Any]:
+    """Embeds a function that returns its value and its gradient together.
+
+    For engines that compute both at once, in the manner of `tfp.math.value_and_gradient` and
+    `jax.value_and_grad`. What other arguments and variables contribute to the value keeps autodiff.
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> def normal(x, scale):
+        ...     return -0.5 * tf.reduce_sum((x / scale) ** 2, -1), -x / scale**2
+        >>> log_prob = sgtrick.from_value_and_gradient(normal)
+        >>> x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = log_prob(x, 2.0)
+        >>> tape.gradient(y, x).numpy()
+        array([[-0.25, -0.5 ],
+               [-0.75, -1.  ]], dtype=float32)
+
+    Args:
+        fn: Returns `(value, gradient)`: a tensor `B + R`, and for an int or name `argnums` a
+            Jacobian `B + R + D` in the structure of the argument, for a tuple a tuple of these.
+            With `has_aux` it returns `((value, aux), gradient)`.
+        argnums: The arguments by which the gradient is: positions or parameter names.
+        has_aux: Whether there is something else beside the value.
+        batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
+        device: As in `custom_gradient`; `fn` runs there too.
+
+    Returns:
+        A function with the arguments of `fn` that returns the value, or `(value, aux)`, with the
+        gradient, of first order: `value + <stop(gradient), x - stop(x)>`, where `fn` is given
+        `stop(x)`.
+
+    Raises:
+        TypeError: `fn` returns something else; a function in the gradient's place belongs to
+            `custom_vjp`.
+        ValueError: `argnums` names no argument, or the gradient does not have the structure or
+            shape of its argument.
+    """
+    _insist_on_function(fn, "fn")
+    return _arguments.as_form(  # type: ignore[no-any-return]
+        fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
+    )
+
+
+def _from_value_and_gradient(
+    fn: Callable[..., Any], argnums: Any, has_aux: bool, batch_ndims: int | None, device: Any
+) -> Callable[..., Any]:
+    function = _arguments.Function(fn)
+
+    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+        name, f = function.name, converted(function.f)
+
+        def jacobians(gradients: Any, y: Any) -> list[Any]:
+            if callable(gradients):
+                raise TypeError(
+                    f"{name} returned a function in the place of the gradient. A value with the "
+                    "function that pulls back is the protocol of sgtrick.custom_vjp."
+                )
+            return point.jacobians(_as_tuple(gradients, argnums, name), y, batch_ndims)
+
+        with _devices.scope(device):
+            point = _point(function, argnums, args, kwargs)
+            y, gradients = _pair(point.stopped(f), f"{name} must return (value, gradient)")
+            if has_aux:
+                y, aux = _pair(y, f"{name} must return ((value, aux), gradient)")
+            y = _value(y, name)
+            leaves = jacobians(gradients, y)
+            at = point.read()
+
+            def evaluated() -> list[Any]:
+                return [leaf and leaf.gx for leaf in jacobians(at(f)[1], y)]
+
+            y = _embed(name, y, point, lambda: _differentiable(name, leaves, point.xs, evaluated))
+            return (y, aux) if has_aux else y
+
+    return _tensorflow.form(call)
+
+
+def _differentiable(
+    name: str, leaves: list[Any], xs: list[Any], evaluated: Callable[[], list[Any]]
+) -> list[Any]:
+    """The gradients that came with the value, whose derivatives are those of another evaluation."""
+    known = [leaf.gx for leaf in leaves if leaf is not None]
+
+    def again(*z: Any) -> list[Any]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(xs)
+            gxs = [gx for gx in evaluated() if gx is not None]
+        found = tape.gradient(gxs, xs, output_gradients=z)
+        if all(g is None for g in found):
+            return [loud.failure(x, lost(name), z) for x in xs]
+        return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
+
+    specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in known]
+    again = _tensorflow.carried(again, specs, xs[0])
+    rule = Rule(name, lambda *z: [*z, *again(*z)], sources=xs)
+    gxs = iter(keep(known, [*known, *map(_tensorflow.here, xs)], rule))
+    return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
+
+
+def _point(
+    f: _arguments.Function, argnums: Any, args: Any, kwargs: dict[str, Any]
+) -> _arguments.Point:
+    point = f.point(argnums, args, kwargs)
+    if not point.xs:
+        point.insist_on_numbers(f.name)
+    return point
+
+
+def _insist_on_function(f: Any, name: str) -> None:
+    if not callable(f) and not hasattr(f, "__get__"):
+        raise TypeError(f"{name} must be a function, got {type(f).__name__}: {f!r}.")
+
+
+def _value(y: Any, name: str) -> Any:
+    if isinstance(y, (tuple, list)):  # which would be stacked
+        raise TypeError(
+            f"{name} must return one tensor, got a {type(y).__name__} of {len(y)}. For several "
+            "outputs there are sgtrick.custom_jvp and sgtrick.custom_vjp."
+        )
+    y = _leaves.to_tensor(y, f"what {name} returns")
+    if not _leaves.is_differentiable(y.dtype):
+        raise TypeError(
+            f"{name} returned dtype {y.dtype.name}, which has no derivatives. Cast it to a "
+            "floating dtype."
+        )
+    return y
+
+
+def _pair(result: Any, what: str) -> Any:
+    if not (isinstance(result, (list, tuple)) and len(result) == 2):
+        raise TypeError(f"{what}, got {type(result).__name__}: {result!r}.")
+    return result
+
+
+def _as_tuple(gradients: Any, argnums: Any, name: str) -> Any:
+    """One gradient for one argument, a tuple of them for a tuple `argnums`."""
+    if not isinstance(argnums, (list, tuple)):
+        return (gradients,)
+    if not (isinstance(gradients, (list, tuple)) and len(gradients) == len(argnums)):
+        raise ValueError(
+            f"{name} must return a tuple of {len(argnums)} gradients, one for each of "
+            f"argnums={argnums!r}, got {type(gradients).__name__}"
+            + (f" of {len(gradients)}." if isinstance(gradients, (list, tuple)) else ".")
+        )
+    return gradients
