@@ -78,6 +78,10 @@ class Point:
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
         return Point(call, keys, [str(key) for key in keys], _is_live)
 
+    def on(self, call: Call, xs: Sequence[Any]) -> Call:
+        """Another call with leaves in the place of `xs`."""
+        return call.replace(self._keys, self._pack(xs, self._flat))
+
     def read(self) -> Call:
         """The call with the present values of variables, which may be assigned later."""
         call = self.at(self.xs)

@@ -122,10 +122,8 @@ def custom_gradient(
             elif hx is not None and not _is_zero(hx):
                 hessian = Blocks(name, hx, x, fx, leaves, stop)
             order = None if _is_zero(hx) else 1 if hx is None else 2
-            if fx_gx_manually_stopped:
-                times = hessian and hessian.times
-                return formula(fx, leaves, times, stop=stop, order=order)
-            return _embed(name, tf.stop_gradient(fx), leaves, hessian, order)
+            leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
+            return _embed(name, stop(fx), leaves, hessian, order)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -141,7 +139,6 @@ def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int 
     formula, which can be stored, loaded and differentiated where the pullback is not known. Only a
     function for the Hessian has no place in it, since it would run in each forward pass.
     """
-    leaves = [leaf._replace(gx=tf.stop_gradient(leaf.gx)) for leaf in leaves]
     xs = [leaf.x for leaf in leaves]
 
     def jacobians() -> list[Leaf]:
@@ -150,13 +147,14 @@ def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int 
             gxs = embedding.differentiable(name, gxs, xs, hessian or _FIRST_ORDER.format(name))
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
-    rule = embedding.of_jacobians(name, fx, jacobians)._replace(lost=[False] * len(xs))
-    if tf.executing_eagerly():
-        return keep([fx], xs, rule)[0]
+    rule = embedding.beside(embedding.of_jacobians(name, fx, jacobians))
+    rule = rule._replace(lost=[False] * (1 + len(xs)))
+    if tf.executing_eagerly() or not xs:
+        return keep([fx], [fx, *xs], rule)[0]
     is_product = isinstance(hessian, Product)
     times, known = (None, 1) if is_product else (hessian and hessian.times, order)
     h = formula(fx, leaves, times, order=known)
-    return keep([h], xs, rule, natural=[h], in_graph=is_product)[0]
+    return keep([fx], [fx, *xs], rule, natural=[h], in_graph=is_product)[0]
 
 
 _FIRST_ORDER = (

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick import _arguments, _devices, _leaves, _variables
-from sgtrick._core import _tensorflow, ancestry, embedding, formula, loud
+from sgtrick._core import _tensorflow, ancestry, embedding, formula, loud, mixed
 from sgtrick._core.override import Rule, keep, lost
 
 
@@ -115,9 +115,9 @@ def _with_gradient(
 
             if rule.takes("variables") and not function.takes("variables"):
                 return _with_variables(function.name, point, f, grad, jacobians, read)
+            before = _tensorflow.version()
             y = _value(point.stopped(f), function.name)
-            at = point.read()
-            return _embed(function.name, y, point, lambda: jacobians(at(grad), y))
+            return _embed(function.name, y, point, lambda call: jacobians(call(grad), y), before)
 
     form = _tensorflow.form(call)
 
@@ -135,15 +135,43 @@ def _with_gradient(
 
 
 def _embed(
-    name: str, y: Any, point: _arguments.Point, jacobians: Callable[[], list[Any]]
+    name: str,
+    y: Any,
+    point: _arguments.Point,
+    jacobians: Callable[[_arguments.Call], list[Any]],
+    before: int,
 ) -> Any:
-    """The value with its gradients; what else it depends on keeps autodiff."""
-    if not point.xs:
+    """The value with its gradients; what else it depends on keeps autodiff.
+
+    Args:
+        name: What errors call the function.
+        y: The value.
+        point: The arguments.
+        jacobians: The gradients of another call.
+        before: The version of the graph before the value was computed.
+    """
+    xs, others, at = point.xs, point.others(), point.read()
+    if not xs:
         return y
-    if not tf.executing_eagerly() and not ancestry.has_sources(y, point.stopped_xs):
+    if not tf.executing_eagerly() and not ancestry.has_sources(y, point.stopped_xs, before):
         # TensorFlow would look for the derivatives of all of f, for nobody.
-        return keep([y], point.xs, embedding.of_jacobians(name, y, jacobians))[0]
-    return embedding.embed(name, y, point.xs, jacobians)
+        return keep([y], xs, embedding.of_jacobians(name, y, lambda: jacobians(at)))[0]
+    if not others.xs:
+        return embedding.embed(name, y, xs, lambda: jacobians(at))
+    rule = embedding.beside(embedding.of_jacobians(name, y, lambda: jacobians(at)))
+
+    def pull(upstream: Any) -> list[Any]:
+        def gradients(xs: Any, values: Any) -> list[Any]:
+            leaves = jacobians(others.on(point.at(xs), values))
+            return [leaf and formula.transpose(leaf, upstream) for leaf in leaves]
+
+        return [*rule.pull(upstream), *mixed.zeros(name, gradients, xs, others.xs)]
+
+    def push(*tangents: Any) -> Any:
+        assert callable(rule.push)
+        return rule.push(*tangents[: 1 + len(xs)])
+
+    return keep([y], [y, *xs, *others.xs], Rule(name, pull, push, sources=xs))[0]
 
 
 def _with_variables(
@@ -252,17 +280,17 @@ def _from_value_and_gradient(
 
         with _devices.scope(device):
             point = _point(function, argnums, args, kwargs)
+            before = _tensorflow.version()
             y, gradients = _pair(point.stopped(f), f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = _pair(y, f"{name} must return ((value, aux), gradient)")
             y = _value(y, name)
             leaves = jacobians(gradients, y)
-            at = point.read()
 
-            def evaluated() -> list[Any]:
-                return [leaf and leaf.gx for leaf in jacobians(at(f)[1], y)]
+            def again(call: _arguments.Call) -> list[Any]:
+                return _differentiable(name, leaves, point.xs, lambda: jacobians(call(f)[1], y))
 
-            y = _embed(name, y, point, lambda: _differentiable(name, leaves, point.xs, evaluated))
+            y = _embed(name, y, point, again, before)
             return (y, aux) if has_aux else y
 
     return _tensorflow.form(call)
@@ -277,7 +305,7 @@ def _differentiable(
     def again(*z: Any) -> list[Any]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(xs)
-            gxs = [gx for gx in evaluated() if gx is not None]
+            gxs = [leaf.gx for leaf in evaluated() if leaf is not None]
         found = tape.gradient(gxs, xs, output_gradients=z)
         if all(g is None for g in found):
             return [loud.failure(x, lost(name), z) for x in xs]
@@ -285,7 +313,7 @@ def _differentiable(
 
     specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in known]
     again = _tensorflow.carried(again, specs, xs[0])
-    rule = Rule(name, lambda *z: [*z, *again(*z)], sources=xs)
+    rule = Rule(name, lambda *z: [*z, *again(*z)], lost=[False] * (len(known) + len(xs)))
     gxs = iter(keep(known, [*known, *map(_tensorflow.here, xs)], rule))
     return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 

@@ -67,20 +67,34 @@ def record_override(
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
 
 
-def traced_apart(f: Callable[..., Any], specs: Sequence[Any]) -> Any:
-    """`f` as a concrete function, traced where no tape and no accumulator is active.
+def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Returns `f(*arguments)`, traced where no tape and no accumulator is active.
 
     While an accumulator computes a JVP, it silences all tapes that are younger than itself, those
     within `f` too.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in arguments]
+
+    def run() -> tuple[Any, list[Any]]:
+        with contextlib.nullcontext() if graph is None else graph.as_default():
+            traced = Traced(f, specs)
+            moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
+
+            # Forward mode over a function fails if what the function captures has a tangent.
+            def explicit(*tensors: Any) -> Any:
+                some = iter(tensors[len(specs) :])
+                captured = [
+                    t if t.dtype in (tf.resource, tf.variant) else next(some)
+                    for t in traced.captured
+                ]
+                return traced(tensors[: len(specs)], captured)
+
+            return trace(explicit, [*specs, *(tf.TensorSpec(t.shape, t.dtype) for t in moving)]), moving
+
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tapes are a thread's own
-
-        def run() -> Any:
-            with graph.as_default() if graph is not None else contextlib.nullcontext():
-                return trace(f, specs)
-
-        return thread.submit(run).result()
+        function, moving = thread.submit(run).result()
+    return function(*arguments, *moving)
 
 
 def unrecorded(x: Any) -> Any:
@@ -333,9 +347,10 @@ def carried(f: Callable[..., Any], specs: Sequence[Any], owner: Any) -> Callable
         specs: Of what it takes.
         owner: A tensor of the graph to which those belong that `f` uses.
     """
-    if operation(owner) is None or owner.graph is tf.compat.v1.get_default_graph():
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or (operation(owner) is not None and owner.graph is graph):
         return f
-    traced = Traced(f, specs, tf.compat.v1.get_default_graph())
+    traced = Traced(f, specs)
     captured = [t if t.dtype in (tf.resource, tf.variant) else here(t) for t in traced.captured]
     return lambda *arguments: traced(arguments, captured)
 
@@ -347,6 +362,16 @@ HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 def operation(tensor: Any) -> Any:
     """The operation that makes a tensor, None for an eager tensor."""
     return None if isinstance(tensor, ops.EagerTensor) else tensor.op
+
+
+def version() -> int:
+    """A number that grows with the operations of the graph that is being traced."""
+    return 0 if tf.executing_eagerly() else int(tf.compat.v1.get_default_graph().version)
+
+
+def was_made_since(op: Any, before: int) -> bool:
+    """Whether an operation is younger than a version of its graph."""
+    return bool(op._id > before + 1)
 
 
 def has_no_gradient(op: Any) -> bool:
@@ -368,11 +393,18 @@ def called_function(op: Any) -> Any:
 
 
 def captured_from(tensor: Any) -> Any:
-    """What a placeholder stands for that a function captured from outside, None for another."""
-    if tensor.op.type != "Placeholder":
-        return None
-    captures = getattr(tensor.graph, "captures", ())
-    return next((outer for outer, inner in captures if inner.name == tensor.name), None)
+    """What a tensor stands for that a graph captured from outside of it, None for another."""
+    graph = tensor.graph
+    if tensor.op.type == "Placeholder":
+        captures = getattr(graph, "captures", ())
+        return next((outer for outer, inner in captures if inner.name == tensor.name), None)
+    # The gradient of a loop pops what the loop pushed.
+    for number, inner in getattr(graph, "_indirect_captures", {}).items():
+        if inner.name == tensor.name:
+            operations = graph._forward_graph.get_operations()
+            outer = [t for op in operations for t in op.outputs if ops.tensor_id(t) == number]
+            return outer[0] if outer else None
+    return None
 
 
 def identity_of(tensor: Any) -> Any:

@@ -14,21 +14,39 @@ def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()
 
     Loops and branches count as connected to all that they take. Ways through `others` do not count.
     """
-    wanted = set(map(_tensorflow.identity_of, sources))
+    wanted = {_tensorflow.identity_of(t) for s in sources for t in _same(s)}
     until = set(map(_tensorflow.identity_of, others))
     return any(_tensorflow.identity_of(t) in wanted for t in _walk(tensor, differentiably=True, until=until))
 
 
-def has_sources(tensor: Any, others: Sequence[Any]) -> bool:
-    """Whether a tensor may have a derivative other than through `others`."""
+def _same(tensor: Any) -> Iterator[Any]:
+    """Yields a tensor and those that it is another name of, within this graph and outside."""
+    while tensor is not None:
+        yield tensor
+        op = _tensorflow.operation(tensor) if isinstance(tensor, tf.Tensor) else None
+        if op is None:
+            return
+        outside = _tensorflow.captured_from(tensor)
+        tensor = outside if op.type != "Identity" else op.inputs[0]
+
+
+def has_sources(tensor: Any, others: Sequence[Any], before: int) -> bool:
+    """Whether a tensor may have a derivative other than through `others`.
+
+    Constants count that were there before the graph had a later version: somebody may watch them.
+    """
     until = set(map(_tensorflow.identity_of, others))
     for t in _walk(tensor, differentiably=True, until=until):
         op = _tensorflow.operation(t)
         if op is None:
             return True
-        if _tensorflow.identity_of(t) not in until and (
-            op.type == "Placeholder" or any(i.dtype == tf.resource for i in op.inputs)
-        ):
+        if _tensorflow.identity_of(t) in until:
+            continue
+        if op.type == "Const" and not _tensorflow.was_made_since(op, before):
+            return True
+        # A placeholder, what is read from a variable, or from a list of tensors.
+        begins = not any(_leaves.is_differentiable(i.dtype) for i in op.inputs)
+        if begins and (op.type == "Placeholder" or not _tensorflow.has_no_gradient(op)):
             return True
     return False
 

@@ -26,16 +26,22 @@ def embed(
         jacobians: Returns a leaf for each of `xs`, None where there is no gradient. Called when a
             gradient is asked for.
     """
-    rule = of_jacobians(name, y, jacobians)
+    rule = beside(of_jacobians(name, y, jacobians))
+    return keep([y], [y, *xs], rule._replace(sources=xs))[0]
+
+
+def beside(rule: Rule) -> Rule:
+    """The rule of a value whose own derivatives are added to those of `rule`."""
 
     def pull(upstream: Any) -> list[Any]:
         return [upstream, *rule.pull(upstream)]
 
     def push(tangent: Any, *tangents: Any) -> list[Any]:
         assert callable(rule.push)
-        return [tangent + rule.push(*tangents)[0]]
+        (along,) = rule.push(*tangents)
+        return [along if tangent is None else tangent + along]
 
-    return keep([y], [y, *xs], Rule(name, pull, push, sources=xs))[0]
+    return rule._replace(pull=pull, push=push)
 
 
 def of_jacobians(name: str, y: Any, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:

@@ -19,51 +19,43 @@ def formula(
     leaves: Sequence[Leaf],
     hessian_times: Callable[[list[Any]], list[Any]] | None = None,
     *,
-    stop: Callable[[Any], Any] = tf.stop_gradient,
     order: int | None,
 ) -> Any:
-    """Returns `stop(fx) + sum_i <stop(gx_i) + 1/2 (H z)_i, z_i>`.
+    """Returns `fx + sum_i <gx_i + 1/2 (H z)_i, z_i>`, where the caller has stopped `fx` and `gx_i`.
 
     Args:
         fx: The value, shape `B + R`.
         leaves: Points and Jacobians.
         hessian_times: Maps the `z_i` to the `(H z)_i`, each of the shape and dtype of its `gx_i`.
-        stop: What is applied to `fx` and to the Jacobians.
         order: Through which order derivatives are known. The next one is not finite, where the
             formula alone would have zero. None: all are.
 
     Returns:
         A tensor of the shape and dtype of `fx`, and of its value whatever the leaves hold.
     """
-    if not leaves:
-        return stop(fx)
     # Where z is itself a factor of gradients, the guard of the sum comes too late.
-    guard = hessian_times is not None or stop is not tf.stop_gradient
-    minus_z = [minus_zero(leaf.x, guard=guard) for leaf in leaves]
-    g = [stop(leaf.gx) for leaf in leaves]
+    minus_z = [minus_zero(leaf.x, guard=True) for leaf in leaves]
+    g = [leaf.gx for leaf in leaves]
     if hessian_times is not None:
         g = [g_i - hz_i / 2 for g_i, hz_i in zip(g, hessian_times(minus_z), strict=True)]
     leaves = [leaf._replace(gx=g_i) for leaf, g_i in zip(leaves, g, strict=True)]
     terms = linear(leaves, minus_z, fx.dtype)
     if order is not None:
         terms = [_unknown_beyond(order, _zero_or_guarded(tf.add_n(terms)))]
-    return with_linear(stop(fx), terms)
+    return with_linear(fx, terms)
 
 
 def _unknown_beyond(order: int, t: Any) -> Any:
-    """Returns `(1 + t^(order + 1/2)) t`, for a `t` that is zero.
+    """Returns `t + t^(order + 1/2)`, for a `t` that is zero.
 
-    The power adds nothing to derivatives through `order`, and `0 * inf` to the next one, whatever
-    the direction. The product counts as zero where `t` is, so that the first derivative is that of
-    `t` for infinite upstream gradients too.
+    The power adds nothing to derivatives through `order`. To the next one it adds what is not
+    finite, in every direction: `0^(-1/2)` times the derivative of `t`, which is infinite or NaN.
     """
     if t.dtype.is_complex:
         re, im = tf.math.real(t), tf.math.imag(t)
-        factor = 1 + (re + im) ** (order + 0.5)
-        return tf.complex(
-            tf.math.multiply_no_nan(factor, re), tf.math.multiply_no_nan(factor, im)
-        )
-    return tf.math.multiply_no_nan(1 + t ** (order + 0.5), t)
+        power = (re + im) ** (order + 0.5)
+        return tf.complex(re + power, im + power)
+    return t + t ** (order + 0.5)
 
 
 def linear(leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: Any) -> list[Any]:

@@ -152,8 +152,8 @@ def _push(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 
     ts = [t for t in tangents if t is not None]
     with _devices.of(ys[0]):
-        function = _tensorflow.traced_apart(known, [tf.TensorSpec(t.shape, t.dtype) for t in ts])
-        found = dict(zip(places, function(*ts), strict=True))
+        moved = _tensorflow.call_apart(known, ts)
+        found = dict(zip(places, moved, strict=True))
     return [found.get(i) for i in range(len(ys))]
 
 
@@ -231,6 +231,7 @@ def _guarded(
         return any(
             all(d is None for d in tape.gradient(part, sources)) and not _is_constant(rule, us, i)
             for i, part in zip(places, parts, strict=True)
+            if all(part is not u for u in at)
         )
 
     def again(*z: Any) -> list[Any]:
