@@ -89,7 +89,7 @@ class Point:
             return call
         return Call(
             *tf.nest.map_structure(
-                lambda leaf: tf.convert_to_tensor(leaf) if _leaves.is_dense(leaf) else leaf,
+                lambda leaf: here(tf.convert_to_tensor(leaf)) if _leaves.is_dense(leaf) else leaf,
                 (call.args, call.kwargs),
             )
         )

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from sgtrick import _devices, _dtypes, _leaves
 from sgtrick._core import embedding
+from sgtrick._core._tensorflow import here, not_recording
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
@@ -139,6 +140,8 @@ def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int 
     formula, which can be stored, loaded and differentiated where the pullback is not known. Only a
     function for the Hessian has no place in it, since it would run in each forward pass.
     """
+    fx = here(fx)
+    leaves = [leaf._replace(x=here(leaf.x), gx=here(leaf.gx)) for leaf in leaves]
     xs = [leaf.x for leaf in leaves]
 
     def jacobians() -> list[Leaf]:
@@ -153,7 +156,8 @@ def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int 
         return keep([fx], [fx, *xs], rule)[0]
     is_product = isinstance(hessian, Product)
     times, known = (None, 1) if is_product else (hessian and hessian.times, order)
-    h = formula(fx, leaves, times, order=known)
+    with not_recording():
+        h = formula(fx, leaves, times, order=known)
     return keep([fx], [fx, *xs], rule, natural=[h], in_graph=is_product)[0]
 
 

@@ -182,13 +182,17 @@ def _solved(
     inputs = [*thetas, *floating, *reads]
 
     def pull(upstream: Any) -> list[Any]:
-        root = _solved(equation, x, thetas, captured, reads)
-        j = _jacobian(lambda x: equation.r([x, *thetas], captured), root)
+        # What a graph captured before is not recorded when it is used again.
+        ts = list(map(_tensorflow.here, thetas))
+        cs = [t if t.dtype in (tf.resource, tf.variant) else _tensorflow.here(t) for t in captured]
+        fs = [t for t in cs if _leaves.is_differentiable(t.dtype)]
+        root = _solved(equation, x, ts, cs, reads)
+        j = _jacobian(lambda x: equation.r([x, *ts], cs), root)
         weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
+        sources = [*ts, *fs, *equation.variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*thetas, *floating, *equation.variables])
-            r = equation.r([root, *thetas], captured)
-        sources = [*thetas, *floating, *equation.variables]
+            tape.watch(sources)
+            r = equation.r([root, *ts], cs)
         return list(tape.gradient(r, sources, output_gradients=weights))
 
     rule = Rule(equation.name, pull, lost=[False] * len(inputs))

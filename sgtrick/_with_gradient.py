@@ -160,16 +160,19 @@ def _embed(
         return embedding.embed(name, y, xs, lambda: jacobians(at))
     rule = embedding.beside(embedding.of_jacobians(name, y, lambda: jacobians(at)))
 
+    def gradients(upstream: Any, xs: Any, values: Any) -> list[Any]:
+        leaves = jacobians(others.on(point.at(xs), values))
+        return [leaf and formula.transpose(leaf, upstream) for leaf in leaves]
+
     def pull(upstream: Any) -> list[Any]:
-        def gradients(xs: Any, values: Any) -> list[Any]:
-            leaves = jacobians(others.on(point.at(xs), values))
-            return [leaf and formula.transpose(leaf, upstream) for leaf in leaves]
+        zeros = mixed.zeros(name, gradients, upstream, xs, others.xs)
+        return [*rule.pull(upstream), *zeros]
 
-        return [*rule.pull(upstream), *mixed.zeros(name, gradients, xs, others.xs)]
-
-    def push(*tangents: Any) -> Any:
+    def push(*tangents: Any) -> list[Any]:
         assert callable(rule.push)
-        return rule.push(*tangents[: 1 + len(xs)])
+        (y_dot,) = rule.push(*tangents[: 1 + len(xs)])
+        along = tangents[1 + len(xs) :]
+        return [y_dot + mixed.tangent(name, gradients, y, xs, others.xs, along)]
 
     return keep([y], [y, *xs, *others.xs], Rule(name, pull, push, sources=xs))[0]
 
@@ -288,7 +291,10 @@ def _from_value_and_gradient(
             leaves = jacobians(gradients, y)
 
             def again(call: _arguments.Call) -> list[Any]:
-                return _differentiable(name, leaves, point.xs, lambda: jacobians(call(f)[1], y))
+                def evaluated(xs: list[Any]) -> list[Any]:
+                    return jacobians(point.on(call, xs)(f)[1], y)
+
+                return _differentiable(name, leaves, point.xs, evaluated)
 
             y = _embed(name, y, point, again, before)
             return (y, aux) if has_aux else y
@@ -297,16 +303,17 @@ def _from_value_and_gradient(
 
 
 def _differentiable(
-    name: str, leaves: list[Any], xs: list[Any], evaluated: Callable[[], list[Any]]
+    name: str, leaves: list[Any], xs: list[Any], evaluated: Callable[[list[Any]], list[Any]]
 ) -> list[Any]:
     """The gradients that came with the value, whose derivatives are those of another evaluation."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
 
     def again(*z: Any) -> list[Any]:
+        at = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(xs)
-            gxs = [leaf.gx for leaf in evaluated() if leaf is not None]
-        found = tape.gradient(gxs, xs, output_gradients=z)
+            tape.watch(at)
+            gxs = [leaf.gx for leaf in evaluated(at) if leaf is not None]
+        found = tape.gradient(gxs, at, output_gradients=z)
         if all(g is None for g in found):
             return [loud.failure(x, lost(name), z) for x in xs]
         return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]

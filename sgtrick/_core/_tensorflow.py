@@ -12,7 +12,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -22,6 +22,7 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 Pullback = Callable[..., Sequence[Any]]
+T = TypeVar("T")
 
 
 def somebody_records() -> bool:
@@ -67,33 +68,55 @@ def record_override(
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
 
 
-def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Returns `f(*arguments)`, traced where no tape and no accumulator is active.
+def apart(f: Callable[[], T]) -> T:
+    """Calls a function where no tape and no accumulator is active, for they are a thread's own.
 
-    While an accumulator computes a JVP, it silences all tapes that are younger than itself, those
-    within `f` too.
+    While an accumulator computes a JVP, it silences all tapes that are younger than itself.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def run() -> T:
+        with contextlib.nullcontext() if graph is None else graph.as_default():
+            return f()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+def tapes_are_silenced() -> bool:
+    """Whether a tape that begins now would record nothing, since an accumulator is at work."""
+    a, b = _ends()
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(a)
+        record.record_operation_backprop_only("sgtrick", [b], [a], lambda upstream: [upstream])
+        return not record.should_record_backprop([b])
+
+
+@functools.cache
+def _ends() -> tuple[Any, Any]:
+    with tf.init_scope():
+        return tf.constant(0.0), tf.constant(0.0)
+
+
+def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Returns `f(*arguments)`, traced apart and called here, where it is recorded as a whole."""
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in arguments]
 
     def run() -> tuple[Any, list[Any]]:
-        with contextlib.nullcontext() if graph is None else graph.as_default():
-            traced = Traced(f, specs)
-            moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
+        traced = Traced(f, specs)
+        moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
 
-            # Forward mode over a function fails if what the function captures has a tangent.
-            def explicit(*tensors: Any) -> Any:
-                some = iter(tensors[len(specs) :])
-                captured = [
-                    t if t.dtype in (tf.resource, tf.variant) else next(some)
-                    for t in traced.captured
-                ]
-                return traced(tensors[: len(specs)], captured)
+        # Forward mode over a function fails if what the function captures has a tangent.
+        def explicit(*tensors: Any) -> Any:
+            some = iter(tensors[len(specs) :])
+            captured = [
+                t if t.dtype in (tf.resource, tf.variant) else next(some) for t in traced.captured
+            ]
+            return traced(tensors[: len(specs)], captured)
 
-            return trace(explicit, [*specs, *(tf.TensorSpec(t.shape, t.dtype) for t in moving)]), moving
+        return trace(explicit, [*specs, *(tf.TensorSpec(t.shape, t.dtype) for t in moving)]), moving
 
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # tapes are a thread's own
-        function, moving = thread.submit(run).result()
+    function, moving = apart(run)
     return function(*arguments, *moving)
 
 
@@ -370,8 +393,8 @@ def version() -> int:
 
 
 def was_made_since(op: Any, before: int) -> bool:
-    """Whether an operation is younger than a version of its graph."""
-    return bool(op._id > before + 1)
+    """Whether an operation is of the graph that is being traced, and younger than that version."""
+    return op.graph is tf.compat.v1.get_default_graph() and bool(op._id > before + 1)
 
 
 def has_no_gradient(op: Any) -> bool:

@@ -125,7 +125,7 @@ def _zero_or_guarded(t: Any) -> Any:
     if t.dtype.is_complex:
         return tf.where(tf.equal(t, 0), t, tf.zeros([], t.dtype))
     # The same in kernels that TensorFlow runs at once and does not hand to another thread.
-    return tf.math.multiply_no_nan(t, tf.cast(tf.math.is_finite(t), t.dtype))
+    return tf.math.multiply_no_nan(t, tf.cast(tf.math.is_finite(tf.stop_gradient(t)), t.dtype))
 
 
 def _sum(t: Any, first: Any, last: Any) -> Any:

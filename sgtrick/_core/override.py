@@ -133,8 +133,12 @@ def _pull_for_graph(
     rule: Rule, ys: Sequence[Any], xs: Sequence[Any], upstream: Sequence[Any]
 ) -> list[Any]:
     """The same for the gradient of a function as a whole."""
-    with loud.not_raising():
-        return _pull(rule, ys, xs, upstream, by_graph=True)
+
+    def pull() -> list[Any]:
+        with loud.not_raising():
+            return _pull(rule, ys, xs, upstream, by_graph=True)
+
+    return _tensorflow.apart(pull) if _tensorflow.tapes_are_silenced() else pull()
 
 
 def _push(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -253,7 +257,7 @@ def _guarded(
 
     def along(*tangents: Any) -> list[Any]:
         z, points = tangents[: len(parts)], tangents[len(parts) :]
-        if is_lost():
+        if _tensorflow.apart(is_lost):
             moved = [tf.reduce_any(tf.not_equal(t, 0)) for t in points if t is not None]
             still = tf.logical_not(tf.reduce_any(tf.stack(moved)))
             zero = loud.insist(still, lost(rule.name))
