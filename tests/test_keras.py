@@ -27,7 +27,7 @@ def test_backend(backend, tmp_path):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: pip install sgtrick[keras-{backend}]")
     # Named one by one: pytest does not collect files of these names by itself.
-    files = [HERE / f"{name}.py" for name in ("values", "rules", "models")]
+    files = [HERE / f"{name}.py" for name in ("values", "rules", "models", "storage")]
     run = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"),

@@ -12,7 +12,7 @@ def is_tensorflow() -> bool:
 
 
 def native() -> Any:
-    """The module of this backend, of jax and torch, with three functions.
+    """The module of this backend with `with_vjp`, and on jax and torch two functions more.
 
     * `times(c, z, once)`: the product of tensors of one shape, bilinear, and zero where `z` is zero
       even if `c` is not finite. With `once`, its second derivative by `z` raises.
@@ -21,7 +21,7 @@ def native() -> Any:
     * `depends(f, xs)`: whether the derivative of `f(xs)` by `xs` is connected.
     """
     name = keras.backend.backend()
-    if name not in ("jax", "torch"):
+    if name not in ("tensorflow", "jax", "torch"):
         raise NotImplementedError(
             f"sgtrick.keras has the Keras backends tensorflow, jax and torch, got {name}, which "
             "has no derivatives. Set KERAS_BACKEND before Keras is imported."
