@@ -12,12 +12,20 @@ def is_tensorflow() -> bool:
 
 
 def native() -> Any:
-    """The module of this backend with `with_vjp`, and on jax and torch two functions more.
+    """The module of this backend, with what `keras.ops` lacks.
 
-    * `times(c, z, once)`: the product of tensors of one shape, bilinear, and zero where `z` is zero
-      even if `c` is not finite. With `once`, its second derivative by `z` raises.
+    Each has
+
     * `with_vjp(f, xs, refusal)`: the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as the
-      derivative. By what is not among `xs`, the derivative raises `refusal`.
+      derivative. By what is not among `xs`, the derivative raises `refusal`;
+
+    and jax and torch have, for the value form,
+
+    * `embed(fx, gs, xs, batch_ndims, product)`: `fx` with the gradients `gs`, theirs being
+      `product`, or, if that is None, `NO_SECOND` raised. Of third order, `NO_THIRD` is;
+    * `zero(x)`: zero, with the identity as its derivative, whatever `x` is;
+    * `times(c, z)`: the product of tensors of one shape, bilinear, and zero where `z` is zero even
+      if `c` is not finite;
     * `depends(f, xs)`: whether the derivative of `f(xs)` by `xs` is connected.
     """
     name = keras.backend.backend()
@@ -31,5 +39,10 @@ def native() -> Any:
 
 NO_SECOND = (
     "A second derivative was asked for of sgtrick.keras.custom_gradient, which was given none. "
-    "Pass hx, the Hessian; None in the place of its blocks says that these are zero."
+    "Pass hx, the Hessian, or a product with it, or hx=0 which says that it is zero; None in the "
+    "place of a block says that this one is."
+)
+NO_THIRD = (
+    "A third derivative was asked for of sgtrick.keras.custom_gradient, which was given the second "
+    "by hx and none beyond. Stop the gradient of what must not be differentiated again."
 )

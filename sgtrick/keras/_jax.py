@@ -8,58 +8,116 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from sgtrick import _dtypes
-from sgtrick.keras import _backends
+from sgtrick.keras import _backends, _trick
 
 
-def times(c: Any, z: Any, once: bool) -> Any:
-    """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
-    return _times_p.bind(c, z, once=once)
+def embed(
+    fx: Any, gs: list[Any], xs: list[Any], batch_ndims: list[int], product: _trick.Product | None
+) -> Any:
+    """Returns `fx` with the gradients `gs`, and `product` as their derivative."""
+    # The derivative may be taken after the trace in which product was made has ended. So it is
+    # traced now, and what it closes over becomes an argument. Nothing of it is computed here.
+    hessian = None if product is None else jax.make_jaxpr(product)(xs)
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def h(constants: Any, fx: Any, gs: Any, xs: Any) -> Any:
+        del constants, gs, xs
+        return fx
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        constants, fx, gs, xs = primals
+        gs = _known(hessian, constants, gs, xs)
+        z = [_instantiated(t) for t in tangents[3]]
+        return h(*primals), _trick.push(gs, z, batch_ndims, like=fx)
+
+    h.defjvp(rule, symbolic_zeros=True)
+    return h([] if hessian is None else hessian.consts, fx, gs, xs)
 
 
-def _times(c: Any, z: Any, **_: Any) -> Any:
+def _known(hessian: Any, constants: Any, gs: Any, xs: Any) -> Any:
+    """Returns `gs`, whose derivative by `xs` is the Hessian, once."""
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def known(constants: Any, gs: Any, xs: Any) -> Any:
+        del constants, xs
+        return gs
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        constants, gs, xs = primals
+        if all(isinstance(t, SymbolicZero) for t in tangents[2]):
+            return known(*primals), [jnp.zeros_like(g) for g in gs]
+        if hessian is None:
+            raise LookupError(_backends.NO_SECOND)
+        z = [_instantiated(t) for t in tangents[2]]
+        products = jaxpr_as_fun(ClosedJaxpr(hessian.jaxpr, list(constants)))(*z)
+        one = _last(xs)
+        return known(*primals), [one.astype(hz.dtype) * hz for hz in products]
+
+    known.defjvp(rule, symbolic_zeros=True)
+    return known(constants, gs, xs)
+
+
+@jax.custom_jvp  # type: ignore[untyped-decorator]
+def _last(xs: Any) -> Any:
+    """One, whose derivative raises."""
+    del xs
+    return jnp.ones((), "float32")
+
+
+def _last_rule(primals: Any, tangents: Any) -> Any:
+    if not all(isinstance(t, SymbolicZero) for t in tangents[0]):
+        raise LookupError(_backends.NO_THIRD)
+    return _last(*primals), jnp.zeros((), "float32")
+
+
+_last.defjvp(_last_rule, symbolic_zeros=True)
+
+
+@jax.custom_jvp  # type: ignore[untyped-decorator]
+def zero(x: Any) -> Any:
+    """Zero, with the identity as its derivative: `x - stop(x)` would be NaN at infinity."""
+    return jnp.zeros_like(x)
+
+
+zero.defjvp(lambda primals, tangents: (zero(*primals), *tangents))
+
+
+def times(c: Any, z: Any) -> Any:
+    """Returns `c * z`, and zero where `z` is zero even if `c` is not finite.
+
+    `jnp.where` says the same, but its transpose would ask for zeros of `z`, not of what comes back.
+    """
+    return _times_p.bind(c, z)
+
+
+def _times(c: Any, z: Any) -> Any:
     return jnp.where(z == 0, jnp.zeros_like(z), c * z)
 
 
-def _times_aval(c: Any, z: Any, *, once: bool) -> Any:
-    del c, once
-    return z
-
-
-def _times_jvp(primals: Any, tangents: Any, *, once: bool) -> Any:
+def _times_jvp(primals: Any, tangents: Any) -> Any:
     (c, z), (dc, dz) = primals, tangents
-    terms = []
-    if not isinstance(dc, ad.Zero):
-        terms.append(times(z, dc, False))
-    if not isinstance(dz, ad.Zero):
-        terms.append(times(_refuse_p.bind(c, z) if once else c, dz, False))
-    return times(c, z, once), sum(terms[1:], terms[0])
+    terms = [] if isinstance(dc, ad.Zero) else [times(z, dc)]
+    terms += [] if isinstance(dz, ad.Zero) else [times(c, dz)]
+    return times(c, z), sum(terms[1:], terms[0])
 
 
-def _times_transpose(u: Any, c: Any, z: Any, *, once: bool) -> Any:
+def _times_transpose(u: Any, c: Any, z: Any) -> Any:
     assert not ad.is_undefined_primal(c), "tangents are the second factor"
-    return None, ad.Zero(z.aval) if isinstance(u, ad.Zero) else times(c, u, once)
+    return None, ad.Zero(z.aval) if isinstance(u, ad.Zero) else times(c, u)
 
 
-def _times_batch(args: Any, dims: Any, *, once: bool) -> Any:
-    c, z = _in_front(args, dims)
-    return times(c, z, once), 0
+def _times_batch(args: Any, dims: Any) -> Any:
+    return times(*_in_front(args, dims)), 0
 
 
-def _refuse_jvp(primals: Any, tangents: Any) -> Any:
-    if not isinstance(tangents[1], ad.Zero):
-        raise LookupError(_backends.NO_SECOND)
-    return _refuse_p.bind(*primals), tangents[0]
-
-
-def _refuse_batch(args: Any, dims: Any) -> Any:
-    return _refuse_p.bind(*args), dims[0]
+def _instantiated(t: Any) -> Any:
+    return jnp.zeros(t.shape, t.dtype) if isinstance(t, SymbolicZero) else t
 
 
 def with_vjp(
@@ -92,13 +150,13 @@ def with_vjp(
         (constants, xs), (by_constants, z) = primals, tangents
         if not all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(by_constants)):
             raise refusal
-        z = [jnp.zeros(t.shape, t.dtype) if isinstance(t, SymbolicZero) else t for t in z]
+        z = [_instantiated(t) for t in z]
         arguments = [*constants[1], *xs]
         pushed = iter(_pushed_p.bind(*arguments, *z, n=len(arguments), pull=pull, outs=outs))
-        nothing = [np.zeros(y.shape, jax.dtypes.float0) for y in ys]
-        dy = [next(pushed) if s else t for s, t in zip(smooth, nothing, strict=True)]
         # h again, so that derivatives of the value are those of the rule at every level.
-        return h(constants, xs), dy
+        values = h(constants, xs)
+        dy = [next(pushed) if s else _no_tangent(y) for s, y in zip(smooth, values, strict=True)]
+        return values, dy
 
     h.defjvp(rule, symbolic_zeros=True)
     return list(h((list(forward.consts), list(backward.consts)), list(xs)))
@@ -160,30 +218,27 @@ def _aval(y: Any) -> Any:
     return jax.ShapeDtypeStruct(y.shape, y.dtype)
 
 
-def _size(args: Any, dims: Any) -> int:
-    return int(next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None))
+def _no_tangent(y: Any) -> Any:
+    return zero_from_primal(y, symbolic_zeros=True)
 
 
-def _in_front(args: Any, dims: Any, size: int | None = None) -> list[Any]:
+def _size(args: Any, dims: Any) -> Any:
+    """An int, or an expression in symbolic dimensions."""
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def _in_front(args: Any, dims: Any, size: Any = None) -> list[Any]:
     size = _size(args, dims) if size is None else size
     return [batching.bdim_at_front(a, d, size) for a, d in zip(args, dims, strict=True)]
 
 
 _times_p = Primitive("sgtrick_times")
-_times_p.def_impl(jax.jit(_times, static_argnames="once"))
-_times_p.def_abstract_eval(_times_aval)
+_times_p.def_impl(jax.jit(_times))
+_times_p.def_abstract_eval(lambda _, z: z)
 ad.primitive_jvps[_times_p] = _times_jvp
 ad.primitive_transposes[_times_p] = _times_transpose
 batching.primitive_batchers[_times_p] = _times_batch
 mlir.register_lowering(_times_p, mlir.lower_fun(_times, multiple_results=False))
-
-# The first factor; its derivative by the second raises.
-_refuse_p = Primitive("sgtrick_refuse")
-_refuse_p.def_impl(lambda c, _: c)
-_refuse_p.def_abstract_eval(lambda c, _: c)
-ad.primitive_jvps[_refuse_p] = _refuse_jvp
-batching.primitive_batchers[_refuse_p] = _refuse_batch
-mlir.register_lowering(_refuse_p, mlir.lower_fun(lambda c, _: c, multiple_results=False))
 
 _pushed_p = Primitive("sgtrick_pushed")
 _pushed_p.multiple_results = True

@@ -4,24 +4,168 @@ They are autograd functions with rules for every transformation of `torch.func`.
 they are without a rule for forward mode, which it does not take.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from sgtrick.keras import _backends
+from sgtrick.keras import _backends, _trick
 
 Rule = Callable[..., tuple[list[Any], Callable[..., list[Any]]]]
 
 
-def times(c: Any, z: Any, once: bool) -> Any:
+def embed(
+    fx: Any, gs: list[Any], xs: list[Any], batch_ndims: list[int], product: _trick.Product | None
+) -> Any:
+    """Returns `fx` with the gradients `gs`, and `product` as their derivative."""
+    compiling = torch.compiler.is_compiling()  # which takes no second derivatives at all
+    if not compiling:
+        _insist_on_one_forward_mode()
+    known = _as_they_are if compiling else _without_second
+    if product is not None and _one_level(xs) and not compiling:
+        known = functools.partial(_added, product)
+    elif product is not None:
+        gs, known = _added(product, gs, xs), _as_they_are
+    form = _CompiledEmbedded if compiling else _Embedded
+    return form.apply(_Known(known, batch_ndims), fx, *gs, *xs)
+
+
+def _one_level(xs: list[Any]) -> bool:
+    """Whether the one derivative in sight is that of a tape.
+
+    Only then can `product`, with whatever it closes over, wait until it is asked for.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return all(forward_ad.unpack_dual(x).tangent is None for x in xs)
+
+
+def _as_they_are(gs: Any, xs: Any) -> Any:
+    del xs
+    return gs
+
+
+def _without_second(gs: Any, xs: Any) -> Any:
+    return [_refused(g, _backends.NO_SECOND, xs) for g in gs]
+
+
+def _added(product: _trick.Product, gs: Any, xs: Any) -> Any:
+    return [g + hz for g, hz in zip(gs, product([_Once.apply(x) for x in xs]), strict=True)]
+
+
+class _Known:
+    """The gradients of a value: `known(gs, xs)`, which have derivatives in turn."""
+
+    def __init__(self, known: Callable[[Any, Any], Any], batch_ndims: list[int]) -> None:
+        self._known, self._batch_ndims = known, batch_ndims
+
+    def at(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns gradients and points."""
+        n = len(self._batch_ndims)
+        gs, xs = list(tensors[:n]), list(tensors[n:])
+        return self._known(gs, xs), xs
+
+    def pull(self, tensors: Sequence[Any], u: Any) -> list[Any]:
+        """From a gradient of the value to gradients of the points."""
+        gs, xs = self.at(tensors)
+        return [_pulled(u, *leaf) for leaf in zip(gs, xs, self._batch_ndims, strict=True)]
+
+    def push(self, tensors: Sequence[Any], z: Sequence[Any], like: Any) -> Any:
+        """From tangents of the points to that of the value."""
+        gs, xs = self.at(tensors)
+        return _trick.push(gs, _zeros_for_none(z, xs), self._batch_ndims, like)
+
+
+def _pulled(u: Any, g: Any, x: Any, batch_ndims: int) -> Any:
+    domain = g.ndim - u.ndim
+    u = _trick.cast(u, _trick.dtype_of(g)).reshape((*u.shape, *[1] * domain)).expand(g.shape)
+    in_range = tuple(range(batch_ndims, g.ndim - domain))
+    product = times(g.conj(), u)
+    return _trick.cast(product.sum(in_range) if in_range else product, _trick.dtype_of(x))
+
+
+class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(known: _Known, fx: Any, *tensors: Any) -> Any:
+        del known, tensors
+        return fx.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.known, fx, *tensors = inputs
+        ctx.save_for_backward(*tensors, fx)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        *tensors, _ = ctx.saved_tensors
+        pulled = ctx.known.pull(tensors, u)
+        return None, None, *[None] * len(pulled), *pulled
+
+
+class _Embedded(_CompiledEmbedded):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _CompiledEmbedded.setup_context(ctx, inputs, output)
+        _, fx, *tensors = inputs
+        ctx.save_for_forward(*tensors, fx)  # vmap insists that these are the same
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        if u is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return _CompiledEmbedded.backward(ctx, u)
+
+    @staticmethod
+    def jvp(ctx: Any, _known: Any, _fx: Any, *dt: Any) -> Any:
+        *tensors, fx = ctx.saved_tensors
+        return ctx.known.push(tensors, dt[len(dt) // 2 :], like=fx)
+
+
+class _Once(torch.autograd.Function):  # type: ignore[misc]
+    """Zero, with the identity as its derivative, that of which raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any) -> Any:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        return None if u is None else _refused(u, _backends.NO_THIRD, ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Any) -> Any:
+        return _refused(dx, _backends.NO_THIRD, ctx.saved_tensors)
+
+
+def zero(x: Any) -> Any:
+    """Zero, with the identity as its derivative: `x - stop(x)` would be NaN at infinity."""
+    z = x - x.detach()
+    return torch.where(z == 0, z, torch.zeros_like(z))
+
+
+def times(c: Any, z: Any) -> Any:
     """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
     if torch.compiler.is_compiling():
         return _CompiledTimes.apply(c, z)
     _insist_on_one_forward_mode()
-    return _Times.apply(c, z, once)
+    return _Times.apply(c, z)
 
 
 class _CompiledTimes(torch.autograd.Function):  # type: ignore[misc]
@@ -39,72 +183,62 @@ class _CompiledTimes(torch.autograd.Function):  # type: ignore[misc]
         c, z = ctx.saved_tensors
         by_c, by_z = ctx.needs_input_grad
         return (
-            _CompiledTimes.apply(z.conj(), u) if by_c else None,
-            _CompiledTimes.apply(c.conj(), u) if by_z else None,
+            times(z.conj(), u) if by_c else None,
+            times(c.conj(), u) if by_z else None,
         )
 
 
-class _Times(torch.autograd.Function):  # type: ignore[misc]
+class _Times(_CompiledTimes):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(c: Any, z: Any, once: bool) -> Any:
-        del once
-        return torch.where(z == 0, torch.zeros_like(z), c * z)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        c, z, ctx.once = inputs
-        ctx.save_for_backward(c, z)
-        ctx.save_for_forward(c, z)
+        _CompiledTimes.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, u: Any) -> Any:
-        if u is None:
-            return None, None, None
-        c, z = ctx.saved_tensors
-        by_c, by_z, _ = ctx.needs_input_grad
-        by_c = _Times.apply(z.conj(), u, False) if by_c else None
-        by_z = _Times.apply(_once(c, z, ctx.once).conj(), u, False) if by_z else None
-        return by_c, by_z, None
+        return (None, None) if u is None else _CompiledTimes.backward(ctx, u)
 
     @staticmethod
-    def jvp(ctx: Any, dc: Any, dz: Any, _: Any) -> Any:
+    def jvp(ctx: Any, dc: Any, dz: Any) -> Any:
         c, z = ctx.saved_tensors
-        terms = [] if dc is None else [_Times.apply(z, dc, False)]
-        terms += [] if dz is None else [_Times.apply(_once(c, z, ctx.once), dz, False)]
+        terms = [] if dc is None else [times(z, dc)]
+        terms += [] if dz is None else [times(c, dz)]
         return sum(terms[1:], terms[0])
 
 
-def _once(c: Any, z: Any, once: bool) -> Any:
-    return _Refuse.apply(c, z, LookupError(_backends.NO_SECOND)) if once else c
+def _refused(kept: Any, message: str, by: Any) -> Any:
+    return _Refuse.apply(kept, LookupError(message), *by)
 
 
 class _Refuse(torch.autograd.Function):  # type: ignore[misc]
-    """The first argument; its derivative by the second raises."""
+    """The first argument; its derivative by those after the error raises it."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(kept: Any, by: Any, error: Exception) -> Any:
+    def forward(kept: Any, error: Exception, *by: Any) -> Any:
         del by, error
         return kept.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
-        _, _, ctx.error = inputs
+        _, ctx.error, *_ = inputs
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise ctx.error
+    def backward(ctx: Any, u: Any) -> Any:
+        _, _, *by = ctx.needs_input_grad
+        if any(by):
+            raise ctx.error
+        return u, None, *[None] * len(by)
 
     @staticmethod
-    def jvp(ctx: Any, kept: Any, by: Any, _: Any) -> Any:
-        if by is not None:
+    def jvp(ctx: Any, kept: Any, _error: Any, *by: Any) -> Any:
+        if any(t is not None for t in by):
             raise ctx.error
         return kept
 
@@ -121,7 +255,7 @@ def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
             pull(*map(_upstream, ys))
     call = _Call(f, list(outside.found), None if transformed else (ys, pull))
     # They are arguments, so that every transformation sees them.
-    constants = [_Refuse.apply(t.detach(), t, refusal) for t in outside.found.values()]
+    constants = [_Refuse.apply(t.detach(), refusal, t) for t in outside.found.values()]
     return list(_Pulled.apply(call, len(xs), *xs, *constants))
 
 
