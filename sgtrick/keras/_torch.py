@@ -27,7 +27,7 @@ def embed(
         _insist_on_one_forward_mode()
     known = _as_they_are if compiling else _without_second
     if product is not None and _one_level(xs) and not compiling:
-        known = functools.partial(_added, product)
+        known = functools.partial(_added_if_asked_for, product)
     elif product is not None:
         gs, known = _added(product, gs, xs), _as_they_are
     form = _CompiledEmbedded if compiling else _Embedded
@@ -51,6 +51,10 @@ def _as_they_are(gs: Any, xs: Any) -> Any:
 
 def _without_second(gs: Any, xs: Any) -> Any:
     return [_refused(g, _backends.NO_SECOND, xs) for g in gs]
+
+
+def _added_if_asked_for(product: _trick.Product, gs: Any, xs: Any) -> Any:
+    return _added(product, gs, xs) if torch.is_grad_enabled() else gs
 
 
 def _added(product: _trick.Product, gs: Any, xs: Any) -> Any:
