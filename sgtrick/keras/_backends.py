@@ -1,6 +1,5 @@
 """Which backend Keras runs on, and what `keras.ops` lacks there."""
 
-import importlib
 from typing import Any
 
 import keras
@@ -28,13 +27,24 @@ def native() -> Any:
       if `c` is not finite;
     * `depends(f, xs)`: whether the derivative of `f(xs)` by `xs` is connected.
     """
+    # By statements, since torch.compile cannot read importlib.
     name = keras.backend.backend()
-    if name not in ("tensorflow", "jax", "torch"):
-        raise NotImplementedError(
-            f"sgtrick.keras has the Keras backends tensorflow, jax and torch, got {name}, which "
-            "has no derivatives. Set KERAS_BACKEND before Keras is imported."
-        )
-    return importlib.import_module(f"sgtrick.keras._{name}")
+    if name == "tensorflow":
+        from sgtrick.keras import _tensorflow
+
+        return _tensorflow
+    if name == "jax":
+        from sgtrick.keras import _jax
+
+        return _jax
+    if name == "torch":
+        from sgtrick.keras import _torch
+
+        return _torch
+    raise NotImplementedError(
+        f"sgtrick.keras has the Keras backends tensorflow, jax and torch, got {name}, which "
+        "has no derivatives. Set KERAS_BACKEND before Keras is imported."
+    )
 
 
 NO_SECOND = (

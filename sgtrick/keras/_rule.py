@@ -1,5 +1,6 @@
 """A call of a function that returns `(y, grad)`, between flat lists of tensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -16,8 +17,11 @@ class Rule:
         inputs: The arguments' tensors that have derivatives.
     """
 
-    def __init__(self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_bound: bool
+    ) -> None:
         args, kwargs = _vjp.arguments_of(f, args, kwargs)
+        self._owner, args = args[:is_bound], args[is_bound:]  # of a method, which has no gradient
         leaves = _vjp.leaves_of(args, kwargs)
         self.__name__ = _arguments.name_of(f)
         self._f, self._keywords = f, list(kwargs)
@@ -30,6 +34,17 @@ class Rule:
 
     def __call__(self, *xs: Any) -> tuple[list[Any], Any]:
         """Returns the outputs at `xs`, and what pulls back from them to `xs`."""
+        with _Uses() as uses:
+            self._y, pull = self._at(xs)
+        uses.insist_on_none(self.__name__)
+        return _outputs(self._y), pull
+
+    def again(self, *xs: Any) -> tuple[list[Any], Any]:
+        """The same after a first call, without a trace of it in any state: for torch.compile."""
+        y, pull = self._at(xs)
+        return _outputs(y), pull
+
+    def _at(self, xs: Sequence[Any]) -> tuple[Any, Any]:
         some = iter(xs)
         leaves = [
             leaf if x is None else next(some)
@@ -37,10 +52,7 @@ class Rule:
         ]
         args, values = _structures.pack(self._call, leaves)
         kwargs = dict(zip(self._keywords, values, strict=True))
-        with _Uses() as uses:
-            returned = self._f(*args, **kwargs)
-        uses.insist_on_none(self.__name__)
-        self._y, grad = _vjp.value_and_rule(self._f, returned)
+        y, grad = _vjp.value_and_rule(self._f, self._f(*self._owner, *args, **kwargs))
 
         def pull(*us: Any) -> list[Any]:
             kept = _vjp.gradients_of(self._primals, grad(*us), self._paths, self.__name__)
@@ -48,7 +60,7 @@ class Rule:
                 self._checked(g, x, path) for (g, path), x in zip(kept, self.inputs, strict=True)
             ]
 
-        return [_tensor(leaf) for leaf in _structures.leaves(self._y)], pull
+        return y, pull
 
     def pack(self, outputs: list[Any]) -> Any:
         """Other tensors in the structure of the value."""
@@ -98,6 +110,10 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
 
     def add_update(self, update: Any) -> None:
         self._assigned.append(update[0])
+
+
+def _outputs(y: Any) -> list[Any]:
+    return [_tensor(leaf) for leaf in _structures.leaves(y)]
 
 
 def _value_of(leaf: Any) -> Any:

@@ -14,24 +14,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from sgtrick.keras import _backends, _trick
-
-Rule = Callable[..., tuple[list[Any], Callable[..., list[Any]]]]
+from sgtrick.keras._rule import Rule
 
 
 def embed(
     fx: Any, gs: list[Any], xs: list[Any], batch_ndims: list[int], product: _trick.Product | None
 ) -> Any:
     """Returns `fx` with the gradients `gs`, and `product` as their derivative."""
-    compiling = torch.compiler.is_compiling()  # which takes no second derivatives at all
-    if not compiling:
-        _insist_on_one_forward_mode()
-    known = _as_they_are if compiling else _without_second
-    if product is not None and _one_level(xs) and not compiling:
+    if _compiling():  # which takes no second derivatives
+        return _CompiledEmbedded.apply(_Known(_as_they_are, batch_ndims), fx, *gs, *xs)
+    _insist_on_one_forward_mode()
+    if product is None:
+        known = _without_second
+    elif _one_level(xs):
         known = functools.partial(_added_if_asked_for, product)
-    elif product is not None:
+    else:
         gs, known = _added(product, gs, xs), _as_they_are
-    form = _CompiledEmbedded if compiling else _Embedded
-    return form.apply(_Known(known, batch_ndims), fx, *gs, *xs)
+    return _Embedded.apply(_Known(known, batch_ndims), fx, *gs, *xs)
 
 
 def _one_level(xs: list[Any]) -> bool:
@@ -108,6 +107,10 @@ class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, u: Any) -> Any:
         *tensors, _ = ctx.saved_tensors
         pulled = ctx.known.pull(tensors, u)
+        xs = tensors[len(pulled) :]
+        # torch.compile refuses second derivatives, if it sees that the first depend on x.
+        never = [torch.zeros_like(x, dtype=torch.bool) for x in xs]
+        pulled = [torch.where(*leaf) for leaf in zip(never, xs, pulled, strict=True)]
         return None, None, *[None] * len(pulled), *pulled
 
 
@@ -125,7 +128,9 @@ class _Embedded(_CompiledEmbedded):
     def backward(ctx: Any, u: Any) -> Any:
         if u is None:
             return (None,) * len(ctx.needs_input_grad)
-        return _CompiledEmbedded.backward(ctx, u)
+        *tensors, _ = ctx.saved_tensors
+        pulled = ctx.known.pull(tensors, u)
+        return None, None, *[None] * len(pulled), *pulled
 
     @staticmethod
     def jvp(ctx: Any, _known: Any, _fx: Any, *dt: Any) -> Any:
@@ -249,8 +254,12 @@ class _Refuse(torch.autograd.Function):  # type: ignore[misc]
 
 def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
-    if torch.compiler.is_compiling():
-        return list(_CompiledPulled.apply(f, *xs))
+    if _compiling():
+        # What a compiled Function closes over gets no gradient, without a word.
+        outputs, _ = f(*[x.detach() for x in xs])
+        if any(y.requires_grad for y in outputs):
+            raise refusal
+        return list(_CompiledPulled.apply(f.again, *xs))
     _insist_on_one_forward_mode()
     transformed = torch._C._are_functorch_transforms_active()
     with torch.no_grad(), _Outside(xs) as outside:
@@ -392,7 +401,7 @@ class _Outside(TorchFunctionMode):  # type: ignore[misc]
 
 class _CompiledPulled(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, f: Rule, *xs: Any) -> Any:
+    def forward(ctx: Any, f: Any, *xs: Any) -> Any:
         ctx.f = f
         ctx.save_for_backward(*xs)
         return tuple(y.detach() for y in f(*xs)[0])
@@ -413,6 +422,18 @@ def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
 
     torch.func.vjp(probed, *[torch.zeros_like(x) for x in xs])
     return any(found)
+
+
+def _compiling() -> bool:
+    """Whether torch.compile reads this; it loses derivatives inside what `torch.func` makes."""
+    if not torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "torch.compile loses custom derivatives inside transformations of torch.func. Compile "
+            "the function that is transformed, not the transformed one."
+        )
+    return True
 
 
 def _insist_on_one_forward_mode() -> None:

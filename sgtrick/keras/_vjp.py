@@ -1,6 +1,5 @@
 """Functions that bring their own vector-Jacobian product: one signature on every backend."""
 
-import types
 from typing import Any
 
 import keras
@@ -59,10 +58,12 @@ def custom_vjp(f: Any = None) -> Any:
     if isinstance(f, (classmethod, staticmethod)):
         return type(f)(custom_vjp(f.__func__))
 
+    home = _home(f)
+
     def h(*args: Any, **kwargs: Any) -> Any:
         if _symbolic.any_symbolic((args, kwargs)):
             return CustomVJPCall(h)(*args, **kwargs)
-        rule = Rule(*_bound(f, args), kwargs)
+        rule = Rule(f, args, kwargs, is_bound=_is_bound(home, args))
         return rule.pack(_backends.native().with_vjp(rule, rule.inputs, rule.reads()))
 
     if _backends.is_tensorflow():
@@ -79,15 +80,18 @@ def _named(h: Any, f: Any) -> Any:
     return h
 
 
-def _bound(f: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """`f` as a method of its first argument, where it stands in the body of that one's class."""
+def _home(f: Any) -> tuple[str, str] | None:
+    """Module and name of the class in whose body `f` stands."""
     body = getattr(f, "__qualname__", "").rpartition(".")[0]
-    if not args or not body or body.endswith("<locals>"):
-        return f, args
+    return (f.__module__, body) if body and not body.endswith("<locals>") else None
+
+
+def _is_bound(home: tuple[str, str] | None, args: tuple[Any, ...]) -> bool:
+    """Whether the first argument is one of that class, or the class, and `f` a method of it."""
+    if home is None or not args:
+        return False
     owner = args[0] if isinstance(args[0], type) else type(args[0])
-    if (f.__module__, body) in {(c.__module__, c.__qualname__) for c in owner.__mro__}:
-        return types.MethodType(f, args[0]), args[1:]
-    return f, args
+    return any((c.__module__, c.__qualname__) == home for c in owner.__mro__)
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")
