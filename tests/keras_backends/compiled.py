@@ -111,5 +111,5 @@ def test_a_tensor_that_a_rule_closes_over_is_refused():
         return x * WEIGHT, lambda u: u * WEIGHT
 
     # In compiled code it would have no gradient, and no error could be raised for who wants one.
-    with pytest.raises((LookupError, torch._dynamo.exc.Unsupported), match="refusal|reads a tens"):
+    with pytest.raises((LookupError, torch._dynamo.exc.Unsupported), match=r"refusal|reads a tens"):
         compiled(closing)(point())
