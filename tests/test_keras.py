@@ -21,6 +21,7 @@ FILES = {  # which files of tests run on which backends
     "storage": BACKENDS,
     "exported": BACKENDS,
     "compiled": ["torch"],
+    "hosts": BACKENDS,
 }
 HELPERS = {"transformations", "stored"}
 
