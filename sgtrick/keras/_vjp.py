@@ -58,12 +58,12 @@ def custom_vjp(f: Any = None) -> Any:
     if isinstance(f, (classmethod, staticmethod)):
         return type(f)(custom_vjp(f.__func__))
 
-    home = _home(f)
+    body = _body(f)
 
     def h(*args: Any, **kwargs: Any) -> Any:
         if _symbolic.any_symbolic((args, kwargs)):
             return CustomVJPCall(h)(*args, **kwargs)
-        rule = Rule(f, args, kwargs, is_bound=_is_bound(home, args))
+        rule = Rule(f, args, kwargs, is_bound=_is_bound(f, body, args))
         return rule.pack(_backends.native().with_vjp(rule, rule.inputs, rule.reads()))
 
     if _backends.is_tensorflow():
@@ -80,18 +80,18 @@ def _named(h: Any, f: Any) -> Any:
     return h
 
 
-def _home(f: Any) -> tuple[str, str] | None:
-    """Module and name of the class in whose body `f` stands."""
+def _body(f: Any) -> str | None:
+    """The name of the class in whose body `f` stands."""
     body = getattr(f, "__qualname__", "").rpartition(".")[0]
-    return (f.__module__, body) if body and not body.endswith("<locals>") else None
+    return body if body and not body.endswith("<locals>") else None
 
 
-def _is_bound(home: tuple[str, str] | None, args: tuple[Any, ...]) -> bool:
+def _is_bound(f: Any, body: str | None, args: tuple[Any, ...]) -> bool:
     """Whether the first argument is one of that class, or the class, and `f` a method of it."""
-    if home is None or not args:
+    if body is None or not args:
         return False
     owner = args[0] if isinstance(args[0], type) else type(args[0])
-    return any((c.__module__, c.__qualname__) == home for c in owner.__mro__)
+    return any(c.__qualname__ == body and f.__name__ in vars(c) for c in owner.__mro__)
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")
