@@ -27,9 +27,8 @@ def custom_gradient(
 
     `sgtrick.custom_gradient`, with the same rules for shapes, structures, values that are not
     finite, dtypes and second derivatives. On the tensorflow backend it is that function. On jax and
-    torch it is the same formula, made of what these differentiate, map and compile::
-
-        stop(fx) + <stop(gx), x - stop(x)>
+    torch it is an override of the derivative, which these keep when they differentiate, map and
+    compile.
 
     Two members of a batch, each with its own upstream gradient:
 
@@ -51,24 +50,26 @@ def custom_gradient(
         gx: The Jacobian at `x`, in the structure of `x`, leaves of shape `B + R + D`. None in the
             place of a leaf: no gradient there.
         x: The point, leaves of shape `B + D`.
-        fx_gx_manually_stopped: Stops nothing but `x - stop(x)`.
+        fx_gx_manually_stopped: Stops neither `fx` nor `gx`, whose own derivatives are added.
         name: Prefix of TensorFlow's ops, and name of the operation in functional models.
         batch_ndims: `len(B)`, where it is not to be inferred.
         hx: The Hessian at `x`: blocks in a structure of structures, each `B + R + D_i + D_j`, None
-            for a zero block; or a callable `v -> H v`, linear and differentiable by the backend.
+            for a zero block; or a callable `v -> H v`, linear and differentiable by the backend,
+            computed only for a second derivative (on torch, inside transformations of `torch.func`,
+            in each forward pass); or 0: the gradient is a constant.
 
     Returns:
         A tensor with the dtype, shape and value of `fx`, of first order, or of second with `hx`.
-        Without `hx` its second derivative is unconnected on tensorflow; jax and torch, where that
-        may read as zero, raise a LookupError. `KerasTensor` if an argument is one.
+        `KerasTensor` if an argument is one.
 
     Raises:
         TypeError: A dtype without derivatives, a complex `gx` of real `fx` and `x`, or something
             that is no number.
         ValueError: Structures or shapes do not fit together, or `hx` is not connected to its
             argument.
-        NotImplementedError: The backend has no derivatives; or, on torch, forward mode over forward
-            mode, in which it loses derivatives.
+        LookupError: On jax and torch, a second derivative without `hx`, or a third with it.
+        NotImplementedError: The backend has no derivatives; or, on torch, where it loses custom
+            ones: forward mode over forward mode, and `torch.func` inside `torch.compile`.
     """
     if _symbolic.any_symbolic((fx, gx, x, None if callable(hx) else hx)):
         product = hx if callable(hx) else None

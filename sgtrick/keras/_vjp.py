@@ -51,7 +51,8 @@ def custom_vjp(f: Any = None) -> Any:
         LookupError: A derivative is taken by a tensor that `f` reads and that is no argument. (On
             tensorflow the tensor is unconnected.)
         NotImplementedError: On jax, forward mode with a `grad` that cannot be transposed; on torch,
-            forward mode over forward mode; or the backend has no derivatives.
+            forward mode over forward mode, and `torch.func` inside `torch.compile`; or the backend
+            has no derivatives.
     """
     if f is None:
         return custom_vjp
