@@ -277,6 +277,14 @@ else:
             first = gradient(f, args, u)
         return outer.gradient(first, args, z)
 
+    def tapes(n, f, x):
+        if n == 0:
+            return f(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tapes(n - 1, f, x)
+        return tape.gradient(y, x)
+
     FIRST = {
         "value": lambda f, args, u, z: [f(*args)],
         "tape": lambda f, args, u, z: gradient(f, args, u),
@@ -295,7 +303,7 @@ else:
         ),
     }
     SECOND = {"nested tapes": hessian_times}
-    THIRD = {}
+    THIRD = {"nested tapes": lambda f, x: tapes(3, f, x)}
     MAPPED_SECOND = {}
 
 
