@@ -1,0 +1,175 @@
+"""Functions with their own vector-Jacobian product, under every transformation of torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from sgtrick.keras._rule import Rule
+from sgtrick.keras._torch import modes
+from sgtrick.keras._torch.refusal import Refuse, zeros_for_none
+
+
+def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
+    """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
+    if modes.compiling():
+        # What a compiled Function closes over gets no gradient, without a word.
+        outputs, _ = f(*[x.detach() for x in xs])
+        if any(y.requires_grad for y in outputs):
+            raise refusal
+        return list(_CompiledPulled.apply(f.again, *xs))
+    modes.insist_on_one_forward_mode()
+    transformed = modes.transformed()
+    with torch.no_grad(), _Outside(xs) as outside:
+        ys, pull = f(*xs)
+        if transformed:
+            pull(*map(_upstream, ys))
+    call = _Call(f, list(outside.found), None if transformed else (ys, pull))
+    # They are arguments, so that every transformation sees them.
+    constants = [Refuse.apply(t.detach(), refusal, t) for t in outside.found.values()]
+    return list(_Pulled.apply(call, len(xs), *xs, *constants))
+
+
+class _Pulled(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(call: Any, n: int, *tensors: Any) -> Any:
+        # What pull keeps must not be what is returned: a cycle, that would never be freed.
+        return tuple(y.detach() for y in call.outputs(tensors[:n], tensors[n:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, ctx.n, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.upstream = [_upstream(y) for y in output]
+        ctx.mark_non_differentiable(
+            *[y for y, u in zip(output, ctx.upstream, strict=True) if u is None]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *us: Any) -> Any:
+        tensors = ctx.saved_tensors
+        smooth = [u if like is not None else None for u, like in zip(us, ctx.upstream, strict=True)]
+        pulled = ctx.call.pull(tensors[: ctx.n], tensors[ctx.n :], smooth)
+        return None, None, *pulled, *[None] * (len(tensors) - ctx.n)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, n: Any, *z: Any) -> Any:
+        del n
+        tensors = ctx.saved_tensors
+        xs, constants = tensors[: ctx.n], tensors[ctx.n :]
+        smooth = [u for u in ctx.upstream if u is not None]
+
+        def pull(*us: Any) -> Any:
+            some = iter(us)
+            all_us = [u if u is None else next(some) for u in ctx.upstream]
+            return tuple(zeros_for_none(ctx.call.pull(xs, constants, all_us), xs))
+
+        # pull is linear, so that its derivative is the same at any upstream.
+        pushed = iter(torch.func.vjp(pull, *smooth)[1](tuple(zeros_for_none(z[: ctx.n], xs))))
+        return tuple(u if u is None else next(pushed) for u in ctx.upstream)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Any, n: int, *tensors: Any) -> Any:
+        ys = _Pulled.apply(_Mapped(call, n, in_dims[2:], info.batch_size), n, *tensors)
+        return ys, (0,) * len(ys)
+
+
+class _Call:
+    """A rule of which nothing depends on what is not an argument."""
+
+    def __init__(self, f: Rule, outside: list[int], at_once: Any) -> None:
+        self._f, self._outside, self._at_once = f, outside, at_once
+
+    def outputs(self, xs: Any, constants: Any) -> Any:
+        if self._at_once is not None:
+            return self._at_once[0]
+        with _Outside(xs, dict(zip(self._outside, constants, strict=True))):
+            return self._f(*xs)[0]
+
+    def pull(self, xs: Any, constants: Any, us: Any) -> Any:
+        if self._at_once is not None:
+            # With a graph, for higher derivatives, it has to be computed from these xs.
+            pull = self._f(*xs)[1] if torch.is_grad_enabled() else self._at_once[1]
+            return pull(*us)
+        with _Outside(xs, dict(zip(self._outside, constants, strict=True))) as inside:
+            pull = self._f(*xs)[1]
+            inside.know(us)
+            return pull(*us)
+
+
+class _Mapped:
+    """The call of every member of a batch."""
+
+    def __init__(self, call: Any, n: int, dims: Any, size: int) -> None:
+        self._call, self._x_dims, self._constant_dims = call, dims[:n], dims[n:]
+        self._size = size
+
+    def outputs(self, xs: Any, constants: Any) -> Any:
+        return self._vmap(lambda xs, c: tuple(self._call.outputs(xs, c)))(xs, constants)
+
+    def pull(self, xs: Any, constants: Any, us: Any) -> Any:
+        def pull(xs: Any, constants: Any, us: Any) -> Any:
+            return tuple(zeros_for_none(self._call.pull(xs, constants, us), xs))
+
+        us_dims = tuple(None if u is None else 0 for u in us)
+        pulled = self._vmap(pull, us_dims)(xs, constants, tuple(us))
+        return [
+            g.sum(0) if d is None else g.movedim(0, d)
+            for g, d in zip(pulled, self._x_dims, strict=True)
+        ]
+
+    def _vmap(self, f: Any, *more: Any) -> Any:
+        in_dims = (self._x_dims, self._constant_dims, *more)
+        if all(d is None for d in _pytree.tree_leaves(in_dims)):
+            return f
+        return torch.func.vmap(f, in_dims=in_dims)
+
+
+class _Outside(TorchFunctionMode):  # type: ignore[misc]
+    """Finds the tensors that enter a computation from elsewhere, and puts others in their place."""
+
+    def __init__(self, known: Sequence[Any], instead: dict[int, Any] | None = None) -> None:
+        super().__init__()
+        self.found: dict[int, Any] = {}
+        self._instead = instead or {}
+        self._known: dict[int, Any] = {}
+        self.know(known)
+
+    def know(self, tensors: Any) -> None:
+        """Tensors that do not come from elsewhere."""
+        for t in _pytree.tree_leaves(tensors):
+            if isinstance(t, torch.Tensor):
+                self._known[id(t)] = t  # not the id alone, which may be used again
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+
+        def enter(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor) or id(t) in self._known:
+                return t
+            self.found[id(t)] = t
+            return self._instead.get(id(t), t)
+
+        args, kwargs = _pytree.tree_map(enter, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        self.know(result)
+        return result
+
+
+class _CompiledPulled(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, f: Any, *xs: Any) -> Any:
+        ctx.f = f
+        ctx.save_for_backward(*xs)
+        return tuple(y.detach() for y in f(*xs)[0])
+
+    @staticmethod
+    def backward(ctx: Any, *us: Any) -> Any:
+        return None, *ctx.f(*ctx.saved_tensors)[1](*us)
+
+
+def _upstream(y: Any) -> Any:
+    return torch.ones_like(y) if y.is_floating_point() or y.is_complex() else None
