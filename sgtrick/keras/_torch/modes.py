@@ -1,4 +1,4 @@
-"""What is being done to a function of torch, as far as its private names tell."""
+"""What is being done to a function of torch. No public name of torch tells."""
 
 import torch
 
@@ -21,6 +21,7 @@ def compiling() -> bool:
 
 
 def insist_on_one_forward_mode() -> None:
+    """Raises where the tangents of an autograd function would themselves get none."""
     levels = torch._C._functorch.get_interpreter_stack() or []
     forward = torch._C._functorch.TransformType.Jvp
     if sum(level.key() == forward for level in levels) > 1:

@@ -7,6 +7,7 @@ import torch
 
 
 def refused(kept: Any, message: str, by: Any) -> Any:
+    """Returns `kept`, whose derivative by the tensors `by` raises a LookupError."""
     return Refuse.apply(kept, LookupError(message), *by)
 
 
