@@ -254,7 +254,10 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
 def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
     """Returns `make(f)`, under a class method or static method if `f` is one."""
     if not isinstance(f, (classmethod, staticmethod)):
-        return imitate(make(f), f)
+        form = imitate(make(f), f)
+        if form.__name__ == "<lambda>":  # of which Keras stores the code, which is that of the form
+            form.__name__ = "sgtrick(<lambda>)"
+        return form
     inside = as_form(f.__func__, make)
     method = type(f)(inside)
     for attribute in attributes:

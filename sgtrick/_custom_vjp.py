@@ -160,7 +160,7 @@ def gradients_of(
     primals: Sequence[Any], returned: Any, paths: Sequence[str], name: str
 ) -> list[tuple[Any, str]]:
     """Returns `(gradient, path)` for each argument that is not None, of what a grad_fn returned."""
-    gradients = tf.nest.flatten(returned)
+    gradients = [leaf for _, leaf in _leaves.flatten(returned)]
     omitted = primals[len(gradients) :]
     if len(gradients) > len(primals) or any(x is not None for x in omitted):
         raise ValueError(

@@ -3,13 +3,13 @@
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # the only place that knows of XLA
 
-from sgtrick import _arguments, _leaves, _shapes
+from sgtrick import _arguments, _foreign, _leaves, _shapes
 from sgtrick._core import embedding
 from sgtrick._engine import Engine
 from sgtrick._replies import Layout, too_few_dimensions
@@ -148,6 +148,8 @@ class HostFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value, with the gradient that the engine returned; with aux `(value, aux)`."""
         args, names = self._arguments(args, kwargs)
+        for name, argument in zip(names, args, strict=True):
+            _foreign.refuse_tensors(self._name, name, argument)
         # Scopes begin with an ASCII letter or digit, and names may begin with "_" or be Greek.
         with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
             flat = [
@@ -172,6 +174,10 @@ class HostFunction:
                     leaves.append(_leaves.Leaf(path, x, gx, batch_ndims))
             y = embedding.embed_constant(self._name, value, leaves, _NO_HESSIAN.format(self._name))
         return (y, aux) if self._has_aux else y
+
+    def get_config(self) -> NoReturn:
+        """Called by Keras where it stores a model; it would store what it cannot load."""
+        raise _foreign.not_stored(self._name)
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

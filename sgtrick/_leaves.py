@@ -25,10 +25,15 @@ def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(structure, (list, tuple)):
         for i, child in enumerate(structure):
             yield from flatten(child, f"{path}[{i}]")
-    elif tf.nest.is_nested(structure):  # attrs classes, dataclasses
+    elif is_object(structure):
         yield from flatten(tf.nest.flatten(structure), path)
     else:
         yield path, structure
+
+
+def is_object(structure: Any) -> bool:
+    """Whether `tf.nest` takes this object apart: attrs classes, dataclasses that say how."""
+    return hasattr(structure, "__attrs_attrs__") or hasattr(structure, "__tf_flatten__")
 
 
 def pair(x: Any, gx: Any, x_name: str = "x", gx_name: str = "gx") -> list[tuple[str, Any, Any]]:

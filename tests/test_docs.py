@@ -24,6 +24,7 @@ def is_installed(module):
     return importlib.util.find_spec(module) is not None
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # model.save
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)

@@ -13,6 +13,18 @@ import sgtrick.keras
 
 HERE = Path(__file__).parent / "keras_backends"
 
+BACKENDS = ["tensorflow", "jax", "torch"]
+FILES = {  # which files of tests run on which backends
+    "values": BACKENDS,
+    "rules": BACKENDS,
+    "models": BACKENDS,
+    "storage": BACKENDS,
+    "exported": BACKENDS,
+    "compiled": ["torch"],
+    "hosts": BACKENDS,
+}
+HELPERS = {"transformations", "stored"}
+
 # Warnings of Keras and torch about themselves; torch.compile makes some while it looks at code.
 OF_THE_BACKENDS = [
     "__array__ implementation doesn't accept a copy keyword:DeprecationWarning",
@@ -22,17 +34,17 @@ OF_THE_BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_backend(backend, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "file"), [(backend, file) for file in FILES for backend in FILES[file]]
+)
+def test_backend(backend, file, tmp_path):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: pip install sgtrick[keras-{backend}]")
-    # Named one by one: pytest does not collect files of these names by itself.
-    files = [HERE / f"{name}.py" for name in ("values", "rules", "models")]
     run = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"),
             *(f"-W=ignore:{warning}" for warning in OF_THE_BACKENDS),
-            *files,
+            HERE / f"{file}.py",  # named, since pytest does not collect this name by itself
         ],
         cwd=HERE.parents[1],
         env={
@@ -49,6 +61,10 @@ def test_backend(backend, tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_no_file_is_forgotten():
+    assert {path.stem for path in HERE.glob("*.py")} == FILES.keys() | HELPERS
 
 
 def test_a_backend_without_derivatives_is_refused(monkeypatch):

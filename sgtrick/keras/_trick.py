@@ -1,4 +1,4 @@
-"""The formula `stop(f) + L(x - stop(x))` on `keras.ops`, for the backends jax and torch."""
+"""The value form on `keras.ops`, for the backends jax and torch, which keep overrides."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,40 +9,46 @@ from sgtrick import _dtypes
 from sgtrick._leaves import Leaf
 from sgtrick.keras import _backends
 
+Product = Callable[[list[Any]], list[Any]]
 
-def formula(
-    fx: Any,
-    leaves: Sequence[Leaf],
-    hessian_times: Callable[[list[Any]], list[Any]] | None,
-    *,
-    stop: Callable[[Any], Any],
-) -> Any:
-    """Returns `stop(fx) + sum_i <stop(gx_i) + 1/2 (H z)_i, z_i>`.
+
+def embed(fx: Any, leaves: Sequence[Leaf], product: Product | None) -> Any:
+    """Returns `fx` with the derivative `sum_i <gx_i, dx_i>`, that of `gx` being `product`.
 
     Args:
         fx: The value, shape `B + R`.
         leaves: Points and Jacobians.
-        hessian_times: Maps the `z_i` to the `(H z)_i`, each of the shape and dtype of its `gx_i`.
-        stop: What is applied to `fx` and to the Jacobians.
-
-    Returns:
-        A tensor of the shape and dtype of `fx`, and of its value whatever the leaves hold.
+        product: Maps the `z_i` to the `(H z)_i`, each of the shape and dtype of its `gx_i`. Nothing
+            is known of what comes after: its derivative raises. None: that of `gx` does.
     """
-    once = hessian_times is None and stop is ops.stop_gradient
-    # Where z is itself a factor of gradients, the guard of the sum comes too late.
-    z = [leaf.x - ops.stop_gradient(leaf.x) for leaf in leaves]
-    z = z if once else [_zero_or_guarded(z_i) for z_i in z]
-    g = [stop(leaf.gx) for leaf in leaves]
-    if hessian_times is not None:
-        g = [g_i + hz_i / 2 for g_i, hz_i in zip(g, hessian_times(z), strict=True)]
-    h = stop(fx)
-    for g_i, z_i, leaf in zip(g, z, leaves, strict=True):
-        term = inner(g_i, z_i, leaf.batch_ndims, once=once)
-        h = h + _zero_or_guarded(cast(term, dtype_of(fx)))
-    return h
+    batch_ndims = [leaf.batch_ndims for leaf in leaves]
+    fx, gs = ops.stop_gradient(fx), [ops.stop_gradient(leaf.gx) for leaf in leaves]
+    return _backends.native().embed(fx, gs, [leaf.x for leaf in leaves], batch_ndims, product)
 
 
-def inner(c: Any, z: Any, batch_ndims: int, *, once: bool = False) -> Any:
+def unstopped(fx: Any, leaves: Sequence[Leaf], product: Product | None) -> Any:
+    """Returns `fx + sum_i <gx_i, x_i - stop(x_i)>`, in which `fx` and `gx` keep their derivatives.
+
+    `product` is as in `embed`, and adds to the derivative of `gx`.
+    """
+    for leaf in leaves:
+        term = inner(leaf.gx, _backends.native().zero(leaf.x), leaf.batch_ndims)
+        fx = fx + cast(term, dtype_of(fx))
+    if product is None:
+        return fx
+    nothing = [leaf._replace(gx=ops.zeros_like(leaf.gx)) for leaf in leaves]
+    return fx + embed(ops.zeros_like(fx), nothing, product)
+
+
+def push(gs: Sequence[Any], zs: Sequence[Any], batch_ndims: Sequence[int], like: Any) -> Any:
+    """Returns `sum_i <g_i, z_i>`, of the shape and dtype of `like`."""
+    y = ops.zeros_like(like)
+    for g, z, b in zip(gs, zs, batch_ndims, strict=True):
+        y = y + cast(inner(g, z, b), dtype_of(y))
+    return y
+
+
+def inner(c: Any, z: Any, batch_ndims: int) -> Any:
     """Returns `<c, z>` over the domain of `z`, its dimensions after the batch.
 
     Shapes `B + E + D` and `B + D` give `B + E`. Zero entries of `z` count as zero and pull
@@ -53,7 +59,7 @@ def inner(c: Any, z: Any, batch_ndims: int, *, once: bool = False) -> Any:
     ones = [1] * (len(c.shape) - len(shape))
     z = ops.broadcast_to(ops.reshape(z, [*shape[:b], *ones, *shape[b:]]), c.shape)
     domain = tuple(range(len(c.shape) - (len(shape) - b), len(c.shape)))
-    product = _backends.native().times(c, z, once)
+    product = _backends.native().times(c, z)
     return ops.sum(product, domain) if domain else product
 
 
@@ -67,8 +73,3 @@ def cast(t: Any, dtype: str) -> Any:
 def dtype_of(t: Any) -> str:
     """The name of a dtype."""
     return str(backend.standardize_dtype(t.dtype))
-
-
-def _zero_or_guarded(t: Any) -> Any:
-    """A tensor that is zero by construction, cut off where it came out NaN."""
-    return ops.where(ops.equal(t, 0), t, ops.zeros_like(t))

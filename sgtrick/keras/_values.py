@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import ops
 
 import sgtrick
 from sgtrick import _dtypes, _leaves, _shapes
 from sgtrick._leaves import Leaf
 from sgtrick._shapes import Names
-from sgtrick.keras import _backends, _symbolic, _trick
+from sgtrick.keras import _backends, _structures, _symbolic, _trick
 
 
 def custom_gradient(
@@ -28,9 +27,8 @@ def custom_gradient(
 
     `sgtrick.custom_gradient`, with the same rules for shapes, structures, values that are not
     finite, dtypes and second derivatives. On the tensorflow backend it is that function. On jax and
-    torch it is the same formula, made of what these differentiate, map and compile::
-
-        stop(fx) + <stop(gx), x - stop(x)>
+    torch it is an override of the derivative, which these keep when they differentiate, map and
+    compile.
 
     Two members of a batch, each with its own upstream gradient:
 
@@ -52,24 +50,26 @@ def custom_gradient(
         gx: The Jacobian at `x`, in the structure of `x`, leaves of shape `B + R + D`. None in the
             place of a leaf: no gradient there.
         x: The point, leaves of shape `B + D`.
-        fx_gx_manually_stopped: Stops nothing but `x - stop(x)`.
+        fx_gx_manually_stopped: Stops neither `fx` nor `gx`, whose own derivatives are added.
         name: Prefix of TensorFlow's ops, and name of the operation in functional models.
         batch_ndims: `len(B)`, where it is not to be inferred.
         hx: The Hessian at `x`: blocks in a structure of structures, each `B + R + D_i + D_j`, None
-            for a zero block; or a callable `v -> H v`, linear and differentiable by the backend.
+            for a zero block; or a callable `v -> H v`, linear and differentiable by the backend,
+            computed only for a second derivative (on torch, inside transformations of `torch.func`,
+            in each forward pass); or 0: the gradient is a constant.
 
     Returns:
         A tensor with the dtype, shape and value of `fx`, of first order, or of second with `hx`.
-        Without `hx` its second derivative is unconnected on tensorflow; jax and torch, where that
-        may read as zero, raise a LookupError. `KerasTensor` if an argument is one.
+        `KerasTensor` if an argument is one.
 
     Raises:
         TypeError: A dtype without derivatives, a complex `gx` of real `fx` and `x`, or something
             that is no number.
         ValueError: Structures or shapes do not fit together, or `hx` is not connected to its
             argument.
-        NotImplementedError: The backend has no derivatives; or, on torch, forward mode over forward
-            mode, in which it loses derivatives.
+        LookupError: On jax and torch, a second derivative without `hx`, or a third with it.
+        NotImplementedError: The backend has no derivatives; or, on torch, where it loses custom
+            ones: forward mode over forward mode, and `torch.func` inside `torch.compile`.
     """
     if _symbolic.any_symbolic((fx, gx, x, None if callable(hx) else hx)):
         product = hx if callable(hx) else None
@@ -85,14 +85,14 @@ def custom_gradient(
         for path, x, gx in pairs
         if gx is not None
     ]
-    stop = _identity if fx_gx_manually_stopped else ops.stop_gradient
     if hx is None:
-        hessian_times = None
+        product = None
     elif callable(hx):
-        hessian_times = _from_product(hx, x, leaves)
+        product = _from_product(hx, x, leaves)
     else:
-        hessian_times = _from_blocks(hx, x, fx, leaves, stop)
-    return _trick.formula(fx, leaves, hessian_times, stop=stop)
+        product = _from_blocks(hx, x, fx, leaves)
+    embed = _trick.unstopped if fx_gx_manually_stopped else _trick.embed
+    return embed(fx, leaves, product)
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")
@@ -145,10 +145,6 @@ class CustomGradient(keras.Operation):  # type: ignore[misc]
         return cls(**{**config, "product": product})
 
 
-def _identity(t: Any) -> Any:
-    return t
-
-
 def _value(fx: Any, like: Any) -> Any:
     """Converts `fx`; a bare Python float has no dtype of its own and takes the precision of x."""
     dtype = None
@@ -185,13 +181,14 @@ def _check_cast(came: str, dtype: str, fx: Any, x: Any, names: Names) -> None:
     _dtypes.check_cast(came, dtype, names.gx, f"{names.fx} is {fx}, {names.x} {x}")
 
 
-def _from_blocks(
-    hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf], stop: Callable[[Any], Any]
-) -> Callable[[list[Any]], list[Any]]:
+def _from_blocks(hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf]) -> _trick.Product:
     """Returns `z -> H z` of Hessian blocks: each is the Jacobian of one `gx` by another `x`."""
-    blocks = _leaves.pair_hessian(hx, x, {leaf.path for leaf in leaves})
+    if _is_zero(hx):
+        rows: list[list[Any]] = [[None for _ in leaves] for _ in leaves]
+    else:
+        blocks = _leaves.pair_hessian(hx, x, {leaf.path for leaf in leaves})
+        rows = [[blocks[p.path + q.path] for q in leaves] for p in leaves]
     _dtypes.check_hessian(_trick.dtype_of(fx), [_trick.dtype_of(leaf.x) for leaf in leaves])
-    rows = [[blocks[p.path + q.path] for q in leaves] for p in leaves]
     rows = [
         [
             block
@@ -210,32 +207,44 @@ def _from_blocks(
     ]
 
     def hessian_times(z: list[Any]) -> list[Any]:
-        products = [ops.zeros_like(leaf.gx) for leaf in leaves]
+        products = [_connected_zero(leaf.gx, z) for leaf in leaves]
         for i, row in enumerate(rows):
             for block, z_q in zip(row, z, strict=True):
                 if block is not None:
-                    term = _trick.inner(stop(block.gx), z_q, block.batch_ndims)
+                    term = _trick.inner(ops.stop_gradient(block.gx), z_q, block.batch_ndims)
                     products[i] = products[i] + _trick.cast(term, _trick.dtype_of(products[i]))
         return products
 
     return hessian_times
 
 
-def _from_product(
-    hx: Callable[[Any], Any], x: Any, leaves: Sequence[Leaf]
-) -> Callable[[list[Any]], list[Any]]:
+def _is_zero(hx: Any) -> bool:
+    """Whether that is said of the whole Hessian."""
+    return type(hx) in (int, float) and hx == 0
+
+
+def _connected_zero(like: Any, z: list[Any]) -> Any:
+    """Zero, of which torch knows that it depends on `z`: no derivative is not one that is zero."""
+    total = sum(ops.sum(_trick.cast(z_i, "float32")) for z_i in z)
+    return ops.zeros_like(like) + ops.cast(0 * total, _trick.dtype_of(like))
+
+
+def _from_product(hx: Callable[[Any], Any], x: Any, leaves: Sequence[Leaf]) -> _trick.Product:
     """Returns `z -> H z` of the caller's Hessian-vector product, checked."""
 
     def hessian_times(z: list[Any]) -> list[Any]:
         by_path = {leaf.path: z_i for leaf, z_i in zip(leaves, z, strict=True)}
         v = [by_path.get(path) for path, _ in _leaves.flatten(x)]
-        product = hx(tf.nest.pack_sequence_as(x, v))
+        product = hx(_structures.pack(x, v))
         products = {path: hv for path, _, hv in _leaves.pair(x, product, gx_name="hx(v)")}
         return [_product(products[leaf.path], leaf) for leaf in leaves]
 
-    if leaves and not _backends.native().depends(hessian_times, [leaf.x for leaf in leaves]):
-        raise ValueError(_leaves.NOT_CONNECTED.format(keras.backend.backend()))
-    return hessian_times
+    def insisting(z: list[Any]) -> list[Any]:
+        if not _backends.native().depends(hessian_times, z):
+            raise ValueError(_leaves.NOT_CONNECTED.format(keras.backend.backend()))
+        return hessian_times(z)
+
+    return insisting if leaves else hessian_times
 
 
 def _product(hv: Any, leaf: Leaf) -> Any:

@@ -4,6 +4,8 @@
 A law holds when the form under test and the true function give the same arrays.
 """
 
+import functools
+
 import keras
 import numpy as np
 from keras import ops
@@ -22,6 +24,11 @@ def array(t):
 def pulled(f, u):
     """A scalar function whose gradient is what `u` is pulled back to."""
     return lambda *args: ops.sum(u * f(*args))
+
+
+def inner(gradients, z):
+    """The derivative along `z` of what has these gradients."""
+    return sum(ops.sum(g * t) for g, t in zip(gradients, z, strict=True))
 
 
 def by_member(f):
@@ -93,9 +100,28 @@ if BACKEND == "jax":
         for a, outer in _orders.items()
         for b, inner in _orders.items()
     } | {
-        "hessian of a square": lambda f, args, u, z: jax.tree.leaves(
-            jax.jit(jax.hessian(lambda *a: ops.sum(f(*a) ** 2), all_of(args)))(*args)
-        ),
+        "grad of grad": lambda f, args, u, z: jax.jit(
+            jax.grad(lambda *a: inner(jax.grad(pulled(f, u), all_of(a))(*a), z), all_of(args))
+        )(*args),
+        "jvp of grad": lambda f, args, u, z: jax.jvp(
+            jax.grad(pulled(f, u), all_of(args)), tuple(args), tuple(z)
+        )[1],
+        "grad of jvp, not compiled": lambda f, args, u, z: jax.grad(
+            lambda *a: jax.jvp(pulled(f, u), a, tuple(z))[1], all_of(args)
+        )(*args),
+        "grad of checkpoint of grad": lambda f, args, u, z: jax.grad(
+            lambda *a: inner(jax.checkpoint(jax.grad(pulled(f, u), all_of(a)))(*a), z),
+            all_of(args),
+        )(*args),
+    }
+    THIRD = {
+        f"jac{a} of jac{b} of jac{c}": lambda f, x, names=(a, b, c): functools.reduce(
+            lambda g, name: _orders[name](g), names, f
+        )(x)
+        for a, b, c in [("fwd",) * 3, ("rev",) * 3, ("fwd", "rev", "rev"), ("rev", "fwd", "rev")]
+    } | {
+        "jit of hessian of grad": lambda f, x: jax.jit(jax.hessian(jax.grad(f)))(x),
+        "vmap of jacrev of hessian": lambda f, x: jax.vmap(jax.jacrev(jax.hessian(f)))(x[None]),
     }
     MAPPED_SECOND = {
         "vmap of hessian": lambda f, args, u, z: jax.tree.leaves(
@@ -133,6 +159,22 @@ elif BACKEND == "torch":
         args = [a.clone().requires_grad_() for a in args]
         first = torch.autograd.grad(f(*args), args, u, create_graph=True)
         return torch.autograd.grad(first, args, z)
+
+    def forward_over_reverse(f, args, u, z):
+        with forward_ad.dual_level():
+            args = [
+                forward_ad.make_dual(a.clone().requires_grad_(), t)
+                for a, t in zip(args, z, strict=True)
+            ]
+            first = torch.autograd.grad(f(*args), args, u)
+            return [forward_ad.unpack_dual(g).tangent for g in first]
+
+    def autograd_times(n, f, x):
+        x = x.clone().requires_grad_()
+        y = f(x)
+        for _ in range(n):
+            (y,) = torch.autograd.grad(ops.sum(y), x, create_graph=True)
+        return y
 
     fn = torch.func
     FIRST = {
@@ -174,9 +216,26 @@ elif BACKEND == "torch":
         "jacrev of jacrev": _second(fn.jacrev, fn.jacrev),
         "jacrev of jacfwd": _second(fn.jacrev, fn.jacfwd),
         "double backward": double_backward,
-        "hessian of a square": lambda f, args, u, z: keras.tree.flatten(
-            fn.hessian(lambda *a: ops.sum(f(*a) ** 2), all_of(args))(*args)
+        "func.jvp of func.grad": lambda f, args, u, z: fn.jvp(
+            fn.grad(pulled(f, u), all_of(args)), tuple(args), tuple(z)
+        )[1],
+        "func.grad of func.jvp": lambda f, args, u, z: fn.grad(
+            lambda *a: fn.jvp(pulled(f, u), a, tuple(z))[1], all_of(args)
+        )(*args),
+        "forward_ad of backward": forward_over_reverse,
+        "autograd of func.grad": lambda f, args, u, z: gradient(
+            lambda *a: inner(fn.grad(pulled(f, u), all_of(a))(*a), z), args, None
         ),
+    }
+    _orders = {"fwd": fn.jacfwd, "rev": fn.jacrev}
+    THIRD = {
+        f"jac{a} of jac{b} of jac{c}": lambda f, x, names=(a, b, c): functools.reduce(
+            lambda g, name: _orders[name](g), names, f
+        )(x)
+        for a, b, c in [("rev",) * 3, ("fwd", "rev", "rev"), ("rev", "fwd", "rev")]
+    } | {
+        "autograd three times": lambda f, x: autograd_times(3, f, x),
+        "vmap of jacrev of hessian": lambda f, x: fn.vmap(fn.jacrev(fn.hessian(f)))(x[None]),
     }
     MAPPED_SECOND = {
         "vmap of hessian": lambda f, args, u, z: keras.tree.flatten(
@@ -218,8 +277,13 @@ else:
             first = gradient(f, args, u)
         return outer.gradient(first, args, z)
 
-    def square(f, args, u, z):
-        return hessian_times(lambda *a: f(*a) ** 2, args, u, z)
+    def tapes(n, f, x):
+        if n == 0:
+            return f(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tapes(n - 1, f, x)
+        return tape.gradient(y, x)
 
     FIRST = {
         "value": lambda f, args, u, z: [f(*args)],
@@ -238,8 +302,19 @@ else:
             lambda a: gradient(f, list(a[1:]), a[0]), (u, *args)
         ),
     }
-    SECOND = {"nested tapes": hessian_times, "nested tapes of a square": square}
+    SECOND = {"nested tapes": hessian_times}
+    THIRD = {"nested tapes": lambda f, x: tapes(3, f, x)}
     MAPPED_SECOND = {}
+
+
+TWICE = SECOND[{"jax": "grad of grad", "torch": "double backward"}.get(BACKEND, "nested tapes")]
+
+# What second derivatives are taken of: everything that has the result in it.
+OF = {
+    "itself": lambda f: f,
+    "its square": lambda f: lambda *args: f(*args) ** 2,
+    "a sum with native terms": lambda f: lambda *args: f(*args) + sum(ops.sum(a**3) for a in args),
+}
 
 
 def check(transformation, form, truth, args, seed=0):

@@ -1,127 +1,34 @@
-"""What `keras.ops` lacks on torch: linear maps with a transpose that torch would not find.
+"""Functions with their own vector-Jacobian product, under every transformation of torch."""
 
-They are autograd functions with rules for every transformation of `torch.func`. Under torch.compile
-they are without a rule for forward mode, which it does not take.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from sgtrick.keras import _backends
-
-Rule = Callable[..., tuple[list[Any], Callable[..., list[Any]]]]
-
-
-def times(c: Any, z: Any, once: bool) -> Any:
-    """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
-    if torch.compiler.is_compiling():
-        return _CompiledTimes.apply(c, z)
-    _insist_on_one_forward_mode()
-    return _Times.apply(c, z, once)
-
-
-class _CompiledTimes(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(c: Any, z: Any) -> Any:
-        return torch.where(z == 0, torch.zeros_like(z), c * z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, u: Any) -> Any:
-        c, z = ctx.saved_tensors
-        by_c, by_z = ctx.needs_input_grad
-        return (
-            _CompiledTimes.apply(z.conj(), u) if by_c else None,
-            _CompiledTimes.apply(c.conj(), u) if by_z else None,
-        )
-
-
-class _Times(torch.autograd.Function):  # type: ignore[misc]
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(c: Any, z: Any, once: bool) -> Any:
-        del once
-        return torch.where(z == 0, torch.zeros_like(z), c * z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        c, z, ctx.once = inputs
-        ctx.save_for_backward(c, z)
-        ctx.save_for_forward(c, z)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, u: Any) -> Any:
-        if u is None:
-            return None, None, None
-        c, z = ctx.saved_tensors
-        by_c, by_z, _ = ctx.needs_input_grad
-        by_c = _Times.apply(z.conj(), u, False) if by_c else None
-        by_z = _Times.apply(_once(c, z, ctx.once).conj(), u, False) if by_z else None
-        return by_c, by_z, None
-
-    @staticmethod
-    def jvp(ctx: Any, dc: Any, dz: Any, _: Any) -> Any:
-        c, z = ctx.saved_tensors
-        terms = [] if dc is None else [_Times.apply(z, dc, False)]
-        terms += [] if dz is None else [_Times.apply(_once(c, z, ctx.once), dz, False)]
-        return sum(terms[1:], terms[0])
-
-
-def _once(c: Any, z: Any, once: bool) -> Any:
-    return _Refuse.apply(c, z, LookupError(_backends.NO_SECOND)) if once else c
-
-
-class _Refuse(torch.autograd.Function):  # type: ignore[misc]
-    """The first argument; its derivative by the second raises."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(kept: Any, by: Any, error: Exception) -> Any:
-        del by, error
-        return kept.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        _, _, ctx.error = inputs
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise ctx.error
-
-    @staticmethod
-    def jvp(ctx: Any, kept: Any, by: Any, _: Any) -> Any:
-        if by is not None:
-            raise ctx.error
-        return kept
+from sgtrick.keras._rule import Rule
+from sgtrick.keras._torch import modes
+from sgtrick.keras._torch.refusal import Refuse, zeros_for_none
 
 
 def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
-    if torch.compiler.is_compiling():
-        return list(_CompiledPulled.apply(f, *xs))
-    _insist_on_one_forward_mode()
-    transformed = torch._C._are_functorch_transforms_active()
+    if modes.compiling():
+        # What a compiled Function closes over gets no gradient, without a word.
+        outputs, _ = f(*[x.detach() for x in xs])
+        if any(y.requires_grad for y in outputs):
+            raise refusal
+        return list(_CompiledPulled.apply(f.again, *xs))
+    modes.insist_on_one_forward_mode()
+    transformed = modes.transformed()
     with torch.no_grad(), _Outside(xs) as outside:
         ys, pull = f(*xs)
         if transformed:
             pull(*map(_upstream, ys))
     call = _Call(f, list(outside.found), None if transformed else (ys, pull))
     # They are arguments, so that every transformation sees them.
-    constants = [_Refuse.apply(t.detach(), t, refusal) for t in outside.found.values()]
+    constants = [Refuse.apply(t.detach(), refusal, t) for t in outside.found.values()]
     return list(_Pulled.apply(call, len(xs), *xs, *constants))
 
 
@@ -158,10 +65,10 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
         def pull(*us: Any) -> Any:
             some = iter(us)
             all_us = [u if u is None else next(some) for u in ctx.upstream]
-            return tuple(_zeros_for_none(ctx.call.pull(xs, constants, all_us), xs))
+            return tuple(zeros_for_none(ctx.call.pull(xs, constants, all_us), xs))
 
         # pull is linear, so that its derivative is the same at any upstream.
-        pushed = iter(torch.func.vjp(pull, *smooth)[1](tuple(_zeros_for_none(z[: ctx.n], xs))))
+        pushed = iter(torch.func.vjp(pull, *smooth)[1](tuple(zeros_for_none(z[: ctx.n], xs))))
         return tuple(u if u is None else next(pushed) for u in ctx.upstream)
 
     @staticmethod
@@ -205,7 +112,7 @@ class _Mapped:
 
     def pull(self, xs: Any, constants: Any, us: Any) -> Any:
         def pull(xs: Any, constants: Any, us: Any) -> Any:
-            return tuple(_zeros_for_none(self._call.pull(xs, constants, us), xs))
+            return tuple(zeros_for_none(self._call.pull(xs, constants, us), xs))
 
         us_dims = tuple(None if u is None else 0 for u in us)
         pulled = self._vmap(pull, us_dims)(xs, constants, tuple(us))
@@ -254,7 +161,7 @@ class _Outside(TorchFunctionMode):  # type: ignore[misc]
 
 class _CompiledPulled(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, f: Rule, *xs: Any) -> Any:
+    def forward(ctx: Any, f: Any, *xs: Any) -> Any:
         ctx.f = f
         ctx.save_for_backward(*xs)
         return tuple(y.detach() for y in f(*xs)[0])
@@ -264,32 +171,5 @@ class _CompiledPulled(torch.autograd.Function):  # type: ignore[misc]
         return None, *ctx.f(*ctx.saved_tensors)[1](*us)
 
 
-def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
-    """Whether the derivative of `f(xs)` by `xs` is connected."""
-    found: list[bool] = []
-
-    def probed(*xs: Any) -> Any:
-        ys = f(list(xs))
-        found.extend(y.requires_grad for y in ys)
-        return tuple(ys)
-
-    torch.func.vjp(probed, *[torch.zeros_like(x) for x in xs])
-    return any(found)
-
-
-def _insist_on_one_forward_mode() -> None:
-    levels = torch._C._functorch.get_interpreter_stack() or []
-    forward = torch._C._functorch.TransformType.Jvp
-    if sum(level.key() == forward for level in levels) > 1:
-        raise NotImplementedError(
-            "torch loses the derivatives of custom functions in forward mode over forward mode. "
-            "Use torch.func.jacfwd over torch.func.jacrev, as torch.func.hessian does."
-        )
-
-
 def _upstream(y: Any) -> Any:
     return torch.ones_like(y) if y.is_floating_point() or y.is_complex() else None
-
-
-def _zeros_for_none(gradients: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]

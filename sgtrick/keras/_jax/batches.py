@@ -1,0 +1,23 @@
+"""Arguments that are mapped, and tangents that are zero, as rules of primitives see them."""
+
+from typing import Any
+
+from jax import numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import batching
+
+
+def instantiated(t: Any) -> Any:
+    """A tangent as an array."""
+    return jnp.zeros(t.shape, t.dtype) if isinstance(t, SymbolicZero) else t
+
+
+def batch_size(args: Any, dims: Any) -> Any:
+    """An int, or an expression in symbolic dimensions."""
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def in_front(args: Any, dims: Any, size: Any = None) -> list[Any]:
+    """The arguments with their mapped axis in front, repeated where they have none."""
+    size = batch_size(args, dims) if size is None else size
+    return [batching.bdim_at_front(a, d, size) for a, d in zip(args, dims, strict=True)]

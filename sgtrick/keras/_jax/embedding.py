@@ -1,0 +1,95 @@
+"""A value with given gradients, theirs being a given product, or raising."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from sgtrick.keras import _backends, _trick
+from sgtrick.keras._jax.batches import instantiated
+
+
+def embed(
+    fx: Any, gs: list[Any], xs: list[Any], batch_ndims: list[int], product: _trick.Product | None
+) -> Any:
+    """Returns `fx` with the gradients `gs`, and `product` as their derivative."""
+    # The derivative may be taken after the trace in which product was made has ended. So it is
+    # traced now, and what it closes over becomes an argument. Nothing of it is computed here.
+    hessian = None if product is None else jax.make_jaxpr(product)(xs)
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def h(constants: Any, fx: Any, gs: Any, xs: Any) -> Any:
+        del constants, gs, xs
+        return fx
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        constants, fx, gs, xs = primals
+        gs = _known(hessian, constants, gs, xs)
+        z = [instantiated(t) for t in tangents[3]]
+        return h(*primals), _trick.push(gs, z, batch_ndims, like=fx)
+
+    h.defjvp(rule, symbolic_zeros=True)
+    return h([] if hessian is None else hessian.consts, fx, gs, xs)
+
+
+def _known(hessian: Any, constants: Any, gs: Any, xs: Any) -> Any:
+    """Returns `gs`, whose derivative by `xs` is the Hessian, once."""
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def known(constants: Any, gs: Any, xs: Any) -> Any:
+        del constants, xs
+        return gs
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        constants, gs, xs = primals
+        if all(isinstance(t, SymbolicZero) for t in tangents[2]):
+            return known(*primals), [jnp.zeros_like(g) for g in gs]
+        if hessian is None:
+            raise LookupError(_backends.NO_SECOND)
+        z = [instantiated(t) for t in tangents[2]]
+        products = jaxpr_as_fun(ClosedJaxpr(hessian.jaxpr, list(constants)))(*z)
+        one = _last(xs)
+        return known(*primals), [one.astype(hz.dtype) * hz for hz in products]
+
+    known.defjvp(rule, symbolic_zeros=True)
+    return known(constants, gs, xs)
+
+
+@jax.custom_jvp  # type: ignore[untyped-decorator]
+def _last(xs: Any) -> Any:
+    """One, whose derivative raises."""
+    del xs
+    return jnp.ones((), "float32")
+
+
+def _last_rule(primals: Any, tangents: Any) -> Any:
+    if not all(isinstance(t, SymbolicZero) for t in tangents[0]):
+        raise LookupError(_backends.NO_THIRD)
+    return _last(*primals), jnp.zeros((), "float32")
+
+
+_last.defjvp(_last_rule, symbolic_zeros=True)
+
+
+def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
+    """Whether the derivative of `f(xs)` by `xs` is connected."""
+    found = []
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def probe(y: Any) -> Any:
+        return y
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        found.append(not isinstance(tangents[0], SymbolicZero))
+        return primals[0], tangents[0]
+
+    probe.defjvp(rule, symbolic_zeros=True)
+
+    def differentiated(xs: Any) -> Any:
+        return jax.jvp(lambda xs: list(map(probe, f(xs))), (xs,), (xs,))
+
+    jax.eval_shape(differentiated, list(xs))
+    return any(found)

@@ -1,0 +1,56 @@
+"""Products that are zero where a tangent or an upstream gradient is."""
+
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from sgtrick.keras._jax.batches import in_front
+
+
+@jax.custom_jvp  # type: ignore[untyped-decorator]
+def zero(x: Any) -> Any:
+    """Zero, with the identity as its derivative: `x - stop(x)` would be NaN at infinity."""
+    return jnp.zeros_like(x)
+
+
+zero.defjvp(lambda primals, tangents: (zero(*primals), *tangents))
+
+
+def times(c: Any, z: Any) -> Any:
+    """Returns `c * z`, and zero where `z` is zero even if `c` is not finite.
+
+    `jnp.where` says the same, but its transpose would ask for zeros of `z`, not of what comes back.
+    """
+    return _times_p.bind(c, z)
+
+
+def _times(c: Any, z: Any) -> Any:
+    return jnp.where(z == 0, jnp.zeros_like(z), c * z)
+
+
+def _times_jvp(primals: Any, tangents: Any) -> Any:
+    (c, z), (dc, dz) = primals, tangents
+    terms = [] if isinstance(dc, ad.Zero) else [times(z, dc)]
+    terms += [] if isinstance(dz, ad.Zero) else [times(c, dz)]
+    return times(c, z), sum(terms[1:], terms[0])
+
+
+def _times_transpose(u: Any, c: Any, z: Any) -> Any:
+    assert not ad.is_undefined_primal(c), "tangents are the second factor"
+    return None, ad.Zero(z.aval) if isinstance(u, ad.Zero) else times(c, u)
+
+
+def _times_batch(args: Any, dims: Any) -> Any:
+    return times(*in_front(args, dims)), 0
+
+
+_times_p = Primitive("sgtrick_times")
+_times_p.def_impl(jax.jit(_times))
+_times_p.def_abstract_eval(lambda _, z: z)
+ad.primitive_jvps[_times_p] = _times_jvp
+ad.primitive_transposes[_times_p] = _times_transpose
+batching.primitive_batchers[_times_p] = _times_batch
+mlir.register_lowering(_times_p, mlir.lower_fun(_times, multiple_results=False))

@@ -1,0 +1,106 @@
+"""Functions with their own vector-Jacobian product, under every transformation of jax."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from sgtrick import _dtypes
+from sgtrick.keras._jax.batches import batch_size, in_front, instantiated
+
+
+def with_vjp(
+    f: Callable[..., tuple[list[Any], Any]], xs: Sequence[Any], refusal: Exception
+) -> list[Any]:
+    """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
+    # The derivative may be taken after the trace in which f was called has ended. So f is traced
+    # now, and the tracers of that trace that it closes over become arguments.
+    forward, ys = jax.make_jaxpr(lambda *xs: f(*xs)[0], return_shape=True)(*xs)
+    smooth = [_dtypes.is_differentiable(y.dtype.name) for y in ys]
+    outs = tuple(_aval(y) for y, s in zip(ys, smooth, strict=True) if s)
+
+    def pulled(xs: Sequence[Any], us: Sequence[Any]) -> list[Any]:
+        some = iter(us)
+        gradients = f(*xs)[1](*[next(some) if s else None for s in smooth])
+        return [jnp.zeros_like(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]
+
+    backward = jax.make_jaxpr(pulled)(list(xs), outs)
+
+    def pull(arguments: Sequence[Any], us: Sequence[Any]) -> list[Any]:
+        n = len(backward.consts)
+        closed = ClosedJaxpr(backward.jaxpr, list(arguments[:n]))
+        return list(jaxpr_as_fun(closed)(*arguments[n:], *us))
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def h(constants: Any, xs: Any) -> Any:
+        return list(jaxpr_as_fun(ClosedJaxpr(forward.jaxpr, list(constants[0])))(*xs))
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (constants, xs), (by_constants, z) = primals, tangents
+        if not all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(by_constants)):
+            raise refusal
+        z = [instantiated(t) for t in z]
+        arguments = [*constants[1], *xs]
+        pushed = iter(_pushed_p.bind(*arguments, *z, n=len(arguments), pull=pull, outs=outs))
+        # h again, so that derivatives of the value are those of the rule at every level.
+        values = h(constants, xs)
+        dy = [next(pushed) if s else _no_tangent(y) for s, y in zip(smooth, values, strict=True)]
+        return values, dy
+
+    h.defjvp(rule, symbolic_zeros=True)
+    return list(h((list(forward.consts), list(backward.consts)), list(xs)))
+
+
+# The transpose of `pull`, linear in z: `pushed(*constants, *z)` with params
+#   n: the number of constants;
+#   pull: maps them and upstream gradients to gradients;
+#   outs: the shapes and dtypes of upstream gradients.
+
+
+def _pushed(*args: Any, n: int, pull: Any, outs: Any) -> list[Any]:
+    constants, z = args[:n], args[n:]
+    return list(jax.linear_transpose(lambda *us: pull(constants, us), *outs)(list(z)))
+
+
+def _pushed_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(lambda *args: _pushed(*args, **params), tuple(primals), tangents)
+
+
+def _pushed_transpose(us: Any, *args: Any, n: int, pull: Any, **_: Any) -> list[Any]:
+    us = [ad.instantiate_zeros(u) for u in us]
+    return [*[None] * n, *pull(args[:n], us)]
+
+
+def _pushed_batch(args: Any, dims: Any, *, n: int, pull: Any, outs: Any) -> Any:
+    z = in_front(args[n:], dims[n:], size=batch_size(args, dims))
+    mapped = jax.vmap(pull, in_axes=(tuple(dims[:n]), 0), axis_size=batch_size(args, dims))
+    outs = tuple(jax.ShapeDtypeStruct((batch_size(args, dims), *y.shape), y.dtype) for y in outs)
+    result = _pushed_p.bind(
+        *args[:n], *z, n=n, pull=lambda c, us: mapped(tuple(c), tuple(us)), outs=outs
+    )
+    return result, [0] * len(result)
+
+
+def _aval(y: Any) -> Any:
+    return jax.ShapeDtypeStruct(y.shape, y.dtype)
+
+
+def _no_tangent(y: Any) -> Any:
+    return zero_from_primal(y, symbolic_zeros=True)
+
+
+_pushed_p = Primitive("sgtrick_pushed")
+_pushed_p.multiple_results = True
+_pushed_p.def_impl(_pushed)
+_pushed_p.def_abstract_eval(
+    lambda *_, outs, **__: [jax.core.ShapedArray(y.shape, y.dtype) for y in outs]
+)
+ad.primitive_jvps[_pushed_p] = _pushed_jvp
+ad.primitive_transposes[_pushed_p] = _pushed_transpose
+batching.primitive_batchers[_pushed_p] = _pushed_batch
+mlir.register_lowering(_pushed_p, mlir.lower_fun(_pushed, multiple_results=True))

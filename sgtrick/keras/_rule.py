@@ -1,0 +1,135 @@
+"""A call of a function that returns `(y, grad)`, between flat lists of tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from sgtrick import _arguments, _dtypes, _shapes
+from sgtrick import _custom_vjp as _vjp
+from sgtrick.keras import _structures, _trick
+
+
+class Rule:
+    """The caller's function and arguments: `rule(*inputs) -> (outputs, pull)`.
+
+    Attributes:
+        inputs: The arguments' tensors that have derivatives.
+    """
+
+    def __init__(
+        self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_bound: bool
+    ) -> None:
+        args, kwargs = _vjp.arguments_of(f, args, kwargs)
+        self._owner, args = args[:is_bound], args[is_bound:]  # of a method, which has no gradient
+        leaves = _vjp.leaves_of(args, kwargs)
+        self.__name__ = _arguments.name_of(f)
+        self._f, self._keywords = f, list(kwargs)
+        self._call = (args, list(kwargs.values()))
+        self._paths = [path for path, _ in leaves]
+        self._leaves = [_value_of(leaf) for _, leaf in leaves]
+        self._primals = [leaf if _is_input(leaf) else None for leaf in self._leaves]
+        self.inputs = [x for x in self._primals if x is not None]
+        self._y: Any = None  # the structure of the value, known after a call
+
+    def __call__(self, *xs: Any) -> tuple[list[Any], Any]:
+        """Returns the outputs at `xs`, and what pulls back from them to `xs`."""
+        with _Uses() as uses:
+            self._y, pull = self._at(xs)
+        uses.insist_on_none(self.__name__)
+        return _outputs(self._y), pull
+
+    def again(self, *xs: Any) -> tuple[list[Any], Any]:
+        """The same after a first call, without a trace of it in any state: for torch.compile."""
+        y, pull = self._at(xs)
+        return _outputs(y), pull
+
+    def _at(self, xs: Sequence[Any]) -> tuple[Any, Any]:
+        some = iter(xs)
+        leaves = [
+            leaf if x is None else next(some)
+            for leaf, x in zip(self._leaves, self._primals, strict=True)
+        ]
+        args, values = _structures.pack(self._call, leaves)
+        kwargs = dict(zip(self._keywords, values, strict=True))
+        y, grad = _vjp.value_and_rule(self._f, self._f(*self._owner, *args, **kwargs))
+
+        def pull(*us: Any) -> list[Any]:
+            kept = _vjp.gradients_of(self._primals, grad(*us), self._paths, self.__name__)
+            return [
+                self._checked(g, x, path) for (g, path), x in zip(kept, self.inputs, strict=True)
+            ]
+
+        return y, pull
+
+    def pack(self, outputs: list[Any]) -> Any:
+        """Other tensors in the structure of the value."""
+        return _structures.pack(self._y, outputs)
+
+    def reads(self) -> LookupError:
+        """What is raised where a derivative is taken by something that is no argument."""
+        return LookupError(
+            f"{self.__name__} reads a tensor that is being differentiated and is not among its "
+            "arguments, so that its gradient is not known. Pass it as an argument, or stop it."
+        )
+
+    def _checked(self, g: Any, x: Any, path: str) -> Any:
+        if g is None:
+            return None
+        g = _tensor(g)
+        _vjp.check_shape(_shape(g), _shape(x), path, self.__name__)
+        dtype = _trick.dtype_of(x)
+        return g if _trick.dtype_of(g) == dtype else _trick.cast(g, dtype)
+
+
+class _Uses(keras.StatelessScope):  # type: ignore[misc]
+    """Sees which variables are read and assigned, and leaves them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: list[Any] = []
+        self._assigned: list[Any] = []
+
+    def insist_on_none(self, name: str) -> None:
+        """Refuses variables, of which no rule gives the gradients."""
+        if self._read:
+            raise TypeError(
+                f"{name} reads the variables {[v.path for v in self._read]}, which would get no "
+                "gradient. Pass them as arguments, and return their gradients."
+            )
+        if self._assigned:
+            raise TypeError(
+                f"{name} assigns the variables {[v.path for v in self._assigned]}. Return the new "
+                "values, and assign them outside."
+            )
+
+    def get_current_value(self, variable: Any) -> Any:
+        if variable.trainable and all(v is not variable for v in self._read):
+            self._read.append(variable)
+        return self.original_scope and self.original_scope.get_current_value(variable)
+
+    def add_update(self, update: Any) -> None:
+        self._assigned.append(update[0])
+
+
+def _outputs(y: Any) -> list[Any]:
+    return [_tensor(leaf) for leaf in _structures.leaves(y)]
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, keras.Variable) else leaf
+
+
+def _is_input(leaf: Any) -> bool:
+    return ops.is_tensor(leaf) and _dtypes.is_differentiable(_trick.dtype_of(leaf))
+
+
+def _tensor(leaf: Any) -> Any:
+    # What is one may be ragged or sparse on tensorflow, and stays so.
+    return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)
+
+
+def _shape(tensor: Any) -> _shapes.Shape | None:
+    shape = tensor.shape
+    return None if getattr(shape, "rank", 0) is None else tuple(shape)

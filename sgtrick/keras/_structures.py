@@ -1,0 +1,32 @@
+"""Structures put together again from their leaves, without TensorFlow: torch.compile reads this."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick import _leaves
+
+
+def leaves(structure: Any) -> list[Any]:
+    """The leaves in the order of `tf.nest.flatten`."""
+    return [leaf for _, leaf in _leaves.flatten(structure)]
+
+
+def pack(structure: Any, leaves: Sequence[Any]) -> Any:
+    """`leaves` in the places of those of `structure`."""
+    return _packed(structure, iter(leaves))
+
+
+def _packed(structure: Any, rest: Iterator[Any]) -> Any:
+    if isinstance(structure, Mapping):
+        packed = {key: _packed(structure[key], rest) for key in sorted(structure)}
+        return {key: packed[key] for key in structure}
+    if isinstance(structure, (list, tuple)):
+        children = [_packed(child, rest) for child in structure]
+        named = hasattr(structure, "_fields")
+        return type(structure)(*children) if named else type(structure)(children)
+    if _leaves.is_object(structure):
+        flat = tf.nest.flatten(structure)
+        return tf.nest.pack_sequence_as(structure, [next(rest) for _ in flat])
+    return next(rest)

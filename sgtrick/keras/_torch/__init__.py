@@ -1,0 +1,10 @@
+"""What `keras.ops` lacks on torch: autograd functions with rules for all of `torch.func`.
+
+Under torch.compile they are without rules for forward mode and vmap, which it does not take.
+"""
+
+from sgtrick.keras._torch.embedding import depends, embed
+from sgtrick.keras._torch.product import times, zero
+from sgtrick.keras._torch.rules import with_vjp
+
+__all__ = ["depends", "embed", "times", "with_vjp", "zero"]

@@ -1,0 +1,172 @@
+"""A value with given gradients, theirs being a given product, or raising."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from sgtrick.keras import _backends, _trick
+from sgtrick.keras._torch import modes
+from sgtrick.keras._torch.product import times
+from sgtrick.keras._torch.refusal import refused, zeros_for_none
+
+
+def embed(
+    fx: Any, gs: list[Any], xs: list[Any], batch_ndims: list[int], product: _trick.Product | None
+) -> Any:
+    """Returns `fx` with the gradients `gs`, and `product` as their derivative."""
+    if modes.compiling():  # which takes no second derivatives
+        return _CompiledEmbedded.apply(_Known(_as_they_are, batch_ndims), fx, *gs, *xs)
+    modes.insist_on_one_forward_mode()
+    if product is None:
+        known = _without_second
+    elif _one_level(xs):
+        known = functools.partial(_added_if_asked_for, product)
+    else:
+        gs, known = _added(product, gs, xs), _as_they_are
+    return _Embedded.apply(_Known(known, batch_ndims), fx, *gs, *xs)
+
+
+def _one_level(xs: list[Any]) -> bool:
+    """Whether the one derivative in sight is that of a tape.
+
+    Only then can `product`, with whatever it closes over, wait until it is asked for.
+    """
+    if modes.transformed():
+        return False
+    return all(forward_ad.unpack_dual(x).tangent is None for x in xs)
+
+
+def _as_they_are(gs: Any, xs: Any) -> Any:
+    del xs
+    return gs
+
+
+def _without_second(gs: Any, xs: Any) -> Any:
+    return [refused(g, _backends.NO_SECOND, xs) for g in gs]
+
+
+def _added_if_asked_for(product: _trick.Product, gs: Any, xs: Any) -> Any:
+    return _added(product, gs, xs) if torch.is_grad_enabled() else gs
+
+
+def _added(product: _trick.Product, gs: Any, xs: Any) -> Any:
+    return [g + hz for g, hz in zip(gs, product([_Once.apply(x) for x in xs]), strict=True)]
+
+
+class _Known:
+    """The gradients of a value: `known(gs, xs)`, which have derivatives in turn."""
+
+    def __init__(self, known: Callable[[Any, Any], Any], batch_ndims: list[int]) -> None:
+        self._known, self._batch_ndims = known, batch_ndims
+
+    def at(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns gradients and points."""
+        n = len(self._batch_ndims)
+        gs, xs = list(tensors[:n]), list(tensors[n:])
+        return self._known(gs, xs), xs
+
+    def pull(self, tensors: Sequence[Any], u: Any) -> list[Any]:
+        """From a gradient of the value to gradients of the points."""
+        gs, xs = self.at(tensors)
+        return [_pulled(u, *leaf) for leaf in zip(gs, xs, self._batch_ndims, strict=True)]
+
+    def push(self, tensors: Sequence[Any], z: Sequence[Any], like: Any) -> Any:
+        """From tangents of the points to that of the value."""
+        gs, xs = self.at(tensors)
+        return _trick.push(gs, zeros_for_none(z, xs), self._batch_ndims, like)
+
+
+def _pulled(u: Any, g: Any, x: Any, batch_ndims: int) -> Any:
+    domain = g.ndim - u.ndim
+    u = _trick.cast(u, _trick.dtype_of(g)).reshape((*u.shape, *[1] * domain)).expand(g.shape)
+    in_range = tuple(range(batch_ndims, g.ndim - domain))
+    product = times(g.conj(), u)
+    return _trick.cast(product.sum(in_range) if in_range else product, _trick.dtype_of(x))
+
+
+class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(known: _Known, fx: Any, *tensors: Any) -> Any:
+        del known, tensors
+        return fx.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.known, fx, *tensors = inputs
+        ctx.save_for_backward(*tensors, fx)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        *tensors, _ = ctx.saved_tensors
+        pulled = ctx.known.pull(tensors, u)
+        xs = tensors[len(pulled) :]
+        # torch.compile refuses second derivatives, if it sees that the first depend on x.
+        never = [torch.zeros_like(x, dtype=torch.bool) for x in xs]
+        pulled = [torch.where(*leaf) for leaf in zip(never, xs, pulled, strict=True)]
+        return None, None, *[None] * len(pulled), *pulled
+
+
+class _Embedded(_CompiledEmbedded):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _CompiledEmbedded.setup_context(ctx, inputs, output)
+        _, fx, *tensors = inputs
+        ctx.save_for_forward(*tensors, fx)  # vmap insists that these are the same
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        if u is None:
+            return (None,) * len(ctx.needs_input_grad)
+        *tensors, _ = ctx.saved_tensors
+        pulled = ctx.known.pull(tensors, u)
+        return None, None, *[None] * len(pulled), *pulled
+
+    @staticmethod
+    def jvp(ctx: Any, _known: Any, _fx: Any, *dt: Any) -> Any:
+        *tensors, fx = ctx.saved_tensors
+        return ctx.known.push(tensors, dt[len(dt) // 2 :], like=fx)
+
+
+class _Once(torch.autograd.Function):  # type: ignore[misc]
+    """Zero, with the identity as its derivative, that of which raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any) -> Any:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        return None if u is None else refused(u, _backends.NO_THIRD, ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Any) -> Any:
+        return refused(dx, _backends.NO_THIRD, ctx.saved_tensors)
+
+
+def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
+    """Whether the derivative of `f(xs)` by `xs` is connected."""
+    found: list[bool] = []
+
+    def probed(*xs: Any) -> Any:
+        ys = f(list(xs))
+        found.extend(y.requires_grad for y in ys)
+        return tuple(ys)
+
+    torch.func.vjp(probed, *[torch.zeros_like(x) for x in xs])
+    return any(found)

@@ -1,0 +1,62 @@
+"""Products that are zero where a tangent or an upstream gradient is."""
+
+from typing import Any
+
+import torch
+
+from sgtrick.keras._torch import modes
+
+
+def zero(x: Any) -> Any:
+    """Zero, with the identity as its derivative: `x - stop(x)` would be NaN at infinity."""
+    z = x - x.detach()
+    return torch.where(z == 0, z, torch.zeros_like(z))
+
+
+def times(c: Any, z: Any) -> Any:
+    """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
+    if torch.compiler.is_compiling():
+        return _CompiledTimes.apply(c, z)
+    modes.insist_on_one_forward_mode()
+    return _Times.apply(c, z)
+
+
+class _CompiledTimes(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(c: Any, z: Any) -> Any:
+        return torch.where(z == 0, torch.zeros_like(z), c * z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        c, z = ctx.saved_tensors
+        by_c, by_z = ctx.needs_input_grad
+        return (
+            times(z.conj(), u) if by_c else None,
+            times(c.conj(), u) if by_z else None,
+        )
+
+
+class _Times(_CompiledTimes):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _CompiledTimes.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any) -> Any:
+        return (None, None) if u is None else _CompiledTimes.backward(ctx, u)
+
+    @staticmethod
+    def jvp(ctx: Any, dc: Any, dz: Any) -> Any:
+        c, z = ctx.saved_tensors
+        terms = [] if dc is None else [times(z, dc)]
+        terms += [] if dz is None else [times(c, dz)]
+        return sum(terms[1:], terms[0])

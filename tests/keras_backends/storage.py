@@ -1,0 +1,76 @@
+"""Models with decorated functions are stored, loaded elsewhere, cloned and configured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import stored
+from stored import FORMS, UNREGISTERED, places, trained
+
+HERE = Path(__file__).parent
+CASES = [(form, place) for form in FORMS if form != "native" for place in places(form)]
+SUFFIXES = [".keras", ".h5"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What training the same models comes to with autodiff of the true functions."""
+    return {place: trained(make(*FORMS["native"])) for place, make in places("native").items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """What every stored model comes to that a fresh process loads and trains."""
+    folder = tmp_path_factory.mktemp("stored")
+    for suffix in SUFFIXES:
+        for form, place in CASES:
+            places(form)[place](*FORMS[form]).save(folder / f"{form} in {place}{suffix}")
+        for form, functions in UNREGISTERED.items():
+            for place in ("activation", "loss"):
+                model = places(form)[place](*functions.values())
+                model.save(folder / f"unregistered {form} in {place}{suffix}")
+    run = subprocess.run(
+        [sys.executable, HERE / "stored.py", folder], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def alike(came, expected):
+    assert len(came["weights"]) == len(expected["weights"])
+    for a, b in zip(came["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for value in came["history"]:  # the metric is the loss again
+        np.testing.assert_allclose(value, expected["history"][0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(("form", "place"), CASES)
+def test_loaded_in_a_fresh_process(form, place, suffix, loaded, expected):
+    alike(loaded[f"{form} in {place}{suffix}"], expected[place])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("place", ["activation", "loss"])
+@pytest.mark.parametrize("form", UNREGISTERED)
+def test_loaded_by_custom_objects(form, place, suffix, loaded, expected):
+    alike(loaded[f"unregistered {form} in {place}{suffix}"], expected[place])
+
+
+@pytest.mark.parametrize(("form", "place"), CASES)
+def test_cloned(form, place, expected):
+    model = places(form)[place](*FORMS[form])
+    clone = keras.models.clone_model(model)
+    alike(trained(stored.compiled(clone, model.loss)), expected[place])
+
+
+@pytest.mark.parametrize(("form", "place"), CASES)
+def test_made_from_its_configuration(form, place, expected):
+    model = places(form)[place](*FORMS[form])
+    copy = keras.Model.from_config(model.get_config())
+    copy.compile_from_config(model.get_compile_config())
+    alike(trained(copy), expected[place])
