@@ -2,46 +2,67 @@
 
 import contextlib
 import itertools
+import math
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgtrick import _reticulate
 from sgtrick._executors import MainThreadExecutor
-from sgtrick._replies import Columns, Layout
+from sgtrick._hessians import HessianTimes
+from sgtrick._replies import Columns, Layout, Reply, Shape, ValueAndGradient, event_shapes
+
+
+class WrongUse(TypeError):  # noqa: N818 - reads as what it is, and is caught as a TypeError
+    """An engine that can work nowhere as it was declared: no failure that `on_error` rejects."""
 
 
 class Engine:
-    """A function of arrays, with its gradient in it or beside it, and how it is to be called.
+    """A function of arrays with its derivatives, in it or beside it, and how it is to be called.
 
     Attributes:
         dtype: What floating arguments are cast to.
-        calls: How often the function was called.
-        failures: How many of these calls raised.
+        calls: How often the function was called for a value and a gradient.
+        hess_calls: How often it was called for second derivatives.
+        failures: How many of all these calls raised.
+        nonfinite: For how many points the value, or an entry of the gradient, was not finite.
         seconds: Wall time of all evaluations together.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        grad: Callable[..., Any] | None,
+        grad: Callable[..., Any] | None = None,
         *,
+        hessp: Callable[..., Any] | None = None,
+        hess: Callable[..., Any] | None = None,
         vectorized: bool,
+        broadcasts: bool = False,
         dtype: Any,
         executor: Any,
         on_error: Any,
     ) -> None:
+        """See `from_numpy`.
+
+        `broadcasts` says of a vectorized engine that it takes arguments that all members share with
+        batch dimensions of size 1; the others get views of the common batch shape.
+        """
+        if hessp is not None and hess is not None:
+            raise TypeError("Pass hessp or hess: either is enough for second derivatives.")
         self.dtype, self._instead = _floating(dtype), _number(on_error)
         self._functions = [_reticulate.as_engine(f) for f in (fn, grad) if f is not None]
-        self._vectorized, self._executor = vectorized, executor
-        _insist_on_executor(executor, self._functions)
-        self.calls, self.failures, self.seconds = 0, 0, 0.0
+        self._hessian = [_reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
+        self._has_whole_hessian = hess is not None
+        self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
+        _insist_on_executor(executor, [*self._functions, *self._hessian])
+        self.calls, self.hess_calls, self.failures, self.nonfinite = 0, 0, 0, 0
+        self.seconds = 0.0
         self._counting = threading.Lock()
         # TensorFlow calls from any thread, and most engines expect one call at a time. An executor
         # says how many it may be. The same thread may come again, from inside the engine.
@@ -54,120 +75,239 @@ class Engine:
 
         Args:
             layout: What the arrays are.
-            arrays: The leaves, all with the same batch dimensions in front.
+            arrays: The leaves, with equally many batch dimensions, which are broadcast.
         """
-        leaves = layout.incoming(arrays, self.dtype)
-        batch = layout.batch(leaves)
+        return self._asked(_Question(ValueAndGradient(layout), self._functions, "calls"), arrays)
+
+    def hessian_times(self, layout: Layout, *arrays: Any) -> list[Any]:
+        """Returns the products of the Hessian with a vector, by the leaves that have derivatives.
+
+        Args:
+            layout: What the first arrays are.
+            arrays: The leaves, and the vector's: one for each that has derivatives.
+        """
+        reply = HessianTimes(layout, whole=self._has_whole_hessian)
+        return self._asked(_Question(reply, self._hessian, "hess_calls"), arrays)
+
+    def insist_on_hessian(self, name: str) -> None:
+        """Raises unless the engine has second derivatives."""
+        if not self._hessian:
+            raise LookupError(
+                f"{name} has no second derivatives: its engine gives a value and a gradient. Pass "
+                "hessp=, a function of (*arrays, v) that returns the Hessian times v, or hess=, a "
+                "function of (*arrays) that returns the Hessian; from_jax and from_torch have both."
+            )
+
+    def _asked(self, question: "_Question", arrays: Sequence[Any]) -> list[Any]:
         running: list[futures.Future[Any]] = []
         with self._turn:
             begin = time.perf_counter()
             try:
-                if self._vectorized and 0 not in batch:
-                    shapes = [batch, *[a.shape for a in leaves]]
-                    result = self._started(layout, leaves, running)
-                    parts = self._reply(layout, shapes, result, arrays)
-                else:
-                    parts = self._replies(layout, batch, leaves, arrays, running)
-                return layout.outgoing(parts)
+                return question.reply.outgoing(self._parts(question, arrays, running))
             finally:
                 for future in running:
                     future.cancel()
                 with self._counting:
                     self.seconds += time.perf_counter() - begin
 
-    def _replies(
+    def _parts(
+        self, question: "_Question", arrays: Sequence[Any], running: list[futures.Future[Any]]
+    ) -> list[Any]:
+        """What came back for all members of the batch."""
+        reply = question.reply
+        leaves = reply.incoming(arrays, self.dtype)
+        events = event_shapes(leaves, reply.event_ndims)
+        batch = np.broadcast_shapes(*_batch_shapes(leaves, reply.event_ndims))
+        if not self._vectorized or 0 in batch:
+            return self._by_member(question, arrays, leaves, batch, running)
+        whole = leaves
+        if not self._broadcasts:
+            whole = [_broadcast(a, batch + e) for a, e in zip(leaves, events, strict=True)]
+        result = self._started(question, whole, running)
+        try:
+            returned = self._returned(question, result)
+        except _Failure as failure:
+            if self._instead is not None and math.prod(batch) > 1:
+                # One bad member must not reject the others. What failed may have changed `leaves`.
+                leaves = reply.incoming(arrays, self.dtype)
+                return self._by_member(question, arrays, leaves, batch, running)
+            return self._failed(question, failure, arrays, batch, events)
+        parts = reply.parts(returned, batch, whole)
+        shapes = reply.shapes(batch, events)
+        self._count_nonfinite(parts[: len(shapes)], batch)
+        for k, shape in enumerate(shapes):
+            if parts[k] is None:
+                parts[k] = np.full(shape, np.nan)
+        return parts
+
+    def _by_member(
         self,
-        layout: Layout,
-        batch: tuple[int, ...],
-        leaves: Sequence[Any],
+        question: "_Question",
         arrays: Sequence[Any],
+        leaves: Sequence[Any],
+        batch: Shape,
         running: list[futures.Future[Any]],
     ) -> list[Any]:
-        """Calls the engine for each member of the batch, and joins what comes back."""
+        """Calls the engine for each member of the batch, and joins what comes back.
+
+        A vectorized engine is called with batches of one.
+        """
+        reply = question.reply
+        one = (1,) * len(batch) if self._vectorized else ()
+        events = event_shapes(leaves, reply.event_ndims)
+        shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
         places = list(itertools.product(*map(range, batch)))
-        results: Iterable[Callable[[], Any]]
-        results = (self._started(layout, _of(i, leaves), running) for i in places)
-        if self._at_once:
-            results = list(results)
-        shapes = [(), *[a.shape[len(batch) :] for a in leaves]]
-        columns = Columns(layout, batch, leaves)
-        for i, result in zip(places, results, strict=True):
-            columns.put(i, self._reply(layout, shapes, result, arrays, i))
+        members = ([_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)] for i in places)
+        starting = ((m, self._started(question, m, running)) for m in members)
+        started: Iterable[tuple[Sequence[Any], Callable[[], Any]]]
+        started = list(starting) if self._at_once else starting
+        columns, known = Columns(reply, batch, events), len(reply.shapes(batch, events))
+        for i, (member, result) in zip(places, started, strict=True):
+            try:
+                parts = reply.parts(self._returned(question, result), one, member)
+                self._count_nonfinite(parts[:known], one)
+            except _Failure as failure:
+                came = [_of(i, np.asarray(a), s) for a, s in zip(arrays, shared, strict=True)]
+                parts = self._failed(question, failure, came, one, events)
+            if one:
+                parts = [p if p is None else np.reshape(p, p.shape[len(one) :]) for p in parts]
+            columns.put(i, parts)
         return columns.joined()
 
-    def _reply(
-        self,
-        layout: Layout,
-        shapes: Sequence[tuple[int, ...]],
-        result: Callable[[], Any],
-        arrays: Sequence[Any],
-        i: tuple[int, ...] = (),
-    ) -> list[Any]:
-        """The parts of what comes back of one call.
+    def _returned(self, question: "_Question", result: Callable[[], Any]) -> Any:
+        """What comes back of one call.
 
         Args:
-            layout: What it has to be.
-            shapes: Of the value and of the leaves in this call.
+            question: What it is a call for.
             result: Makes the call, or waits for the executor.
-            arrays: The leaves of all members as they came, for errors.
-            i: Which member it is.
+
+        Raises:
+            _Failure: The engine raised.
+            RuntimeError: There is no answer from the executor.
         """
-        with self._counting:
-            self.calls += 1
+        self._count(**{question.counter: 1})
         try:
-            returned = result()
-        except _reticulate.WrongThreadError:
-            raise  # no failure of the engine, which was not called
+            return result()
+        except (_reticulate.WrongThreadError, WrongUse):
+            raise  # no failure of the engine at this point: it could not be called, or never works
         except Exception as error:
             lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
             if lost and self._executor is not None:
-                raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
-            with self._counting:
-                self.failures += 1
-            if self._instead is None:
-                came = _of(i, [np.asarray(a) for a in arrays])
-                raise RuntimeError(_failed(layout, came, error)) from error
-            return layout.instead(self._instead, shapes)
-        return layout.parts(returned, shapes)
+                raise RuntimeError(_lost(question.reply.name, error)) from error
+            raise _Failure from error
+
+    def _failed(
+        self,
+        question: "_Question",
+        failure: "_Failure",
+        member: Sequence[Any],
+        batch: Shape,
+        events: Sequence[Shape],
+    ) -> list[Any]:
+        """The parts in the place of those of a call that failed, or the error."""
+        self._count(failures=1)
+        error = failure.__cause__
+        assert error is not None
+        if self._instead is None:
+            raise RuntimeError(_message(question.reply, member, error)) from error
+        return question.reply.instead(self._instead, batch, events)
 
     def _started(
-        self, layout: Layout, member: Sequence[Any], running: list[futures.Future[Any]]
+        self, question: "_Question", leaves: Sequence[Any], running: list[futures.Future[Any]]
     ) -> Callable[[], Any]:
         """Starts a call if there is an executor; returns what gives its result."""
-        own = [member]
-        if len(self._functions) > 1:  # neither sees what the other does to its arguments
-            own.append([a.copy() for a in member])
+        functions, own = question.functions, [leaves]
+        if len(functions) > 1:  # neither sees what the other does to its arguments
+            own.append([a if _is_shared(a) else a.copy() for a in leaves])
         calls: list[Callable[[], Any]] = []
-        for f, leaves in zip(self._functions, own, strict=True):
+        for f, member in zip(functions, own, strict=True):
+            arguments = question.reply.arguments(member)
             if self._executor is None:
-                calls.append(partial(f, *layout.pack(leaves)))
+                calls.append(partial(f, *arguments))
             else:
-                running.append(self._submitted(layout, f, leaves))
+                running.append(self._submitted(question.reply.name, f, arguments))
                 calls.append(running[-1].result)
         return calls[0] if len(calls) == 1 else lambda: tuple(call() for call in calls)
 
-    def _submitted(self, layout: Layout, f: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def _submitted(self, name: str, f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         try:
-            return self._executor.submit(f, *layout.pack(leaves))
+            return self._executor.submit(f, *arguments)
         except Exception as error:
-            raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
+            raise RuntimeError(_lost(name, error)) from error
+
+    def _count_nonfinite(self, parts: Sequence[Any], batch: Shape) -> None:
+        """Counts for how many members a part that is known is not finite."""
+        finite = [np.isfinite(part) for part in parts if part is not None]
+        if not all(f.all() for f in finite):
+            by_member = np.logical_and.reduce([f.reshape((*batch, -1)).all(-1) for f in finite])
+            self._count(nonfinite=by_member.size - int(by_member.sum()))
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            for counter, number in more.items():
+                setattr(self, counter, getattr(self, counter) + number)
 
 
-def _of(i: tuple[int, ...], leaves: Sequence[Any]) -> list[Any]:
-    """What the engine gets for member `i`: arrays, also where they have no dimensions."""
-    return [a[(*i, ...)] for a in leaves]
+class _Question(NamedTuple):
+    """What an engine is asked for, whom to call for it, and where the calls are counted."""
+
+    reply: Reply
+    functions: Sequence[Callable[..., Any]]
+    counter: str
 
 
-_LOST = (
-    "{} got no answer from its executor: {}. A worker has died or could not load the engine, the "
-    "engine cannot be sent to it, or the executor is shut down."
-)
+class _Failure(Exception):  # noqa: N818 - never seen by callers
+    """An engine raised: `__cause__`."""
 
 
-def _failed(layout: Layout, member: Sequence[Any], error: Exception) -> str:
+def _batch_shapes(leaves: Sequence[Any], event_ndims: Sequence[int]) -> list[Shape]:
+    return [a.shape[: a.ndim - n] for a, n in zip(leaves, event_ndims, strict=True)]
+
+
+def _broadcast(a: Any, shape: Shape) -> Any:
+    """`a`, or a view of it that takes no memory and cannot be written to."""
+    return a if a.shape == shape else np.broadcast_to(a, shape)
+
+
+def _is_shared(a: Any) -> bool:
+    return not a.flags.writeable
+
+
+def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
+    """What the engine gets of a leaf for member `i`: an array, also where it has no dimensions.
+
+    What members share is copied, so that each may change its own. `ones` is how many dimensions
+    come in front, as a batch of one.
+    """
+    if shared:
+        i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
+    own = a[(*i, ...)]
+    own = own.copy() if shared else own
+    return own.reshape((1,) * ones + own.shape) if ones else own
+
+
+def _lost(name: str, error: BaseException) -> str:
+    """What is said when there is no answer from an executor."""
+    why = ""
+    if error.__cause__ is not None:  # a process pool says what it could not make of the answer
+        lines = str(error.__cause__).strip(" \n'\"").splitlines()
+        why = (
+            f" ({lines[-1]}: an exception, or a reply, that can be pickled but not unpickled costs "
+            "the pool. Let the engine raise one of Python's own exceptions, as by `raise "
+            "ArithmeticError(str(error)) from None`)"
+        )
+    return (
+        f"{name} got no answer from its executor: {_said(error)}{why}. A worker has died or could "
+        "not load the engine, the engine cannot be sent to it, or the executor is shut down."
+    )
+
+
+def _message(reply: Reply, member: Sequence[Any], error: BaseException) -> str:
     show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
-    given = [f"\n  {path} = {show(a)}" for path, a in zip(layout.paths, member, strict=True)]
-    return f"{layout.name} raised {_said(error)}{''.join(given)}"
+    given = [
+        f"\n  {path} = {show(np.asarray(a))}" for path, a in zip(reply.paths, member, strict=True)
+    ]
+    return f"{reply.name} raised {_said(error)}{''.join(given)}"
 
 
 def _said(error: BaseException) -> str:
