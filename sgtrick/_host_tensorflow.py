@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 
 def call(callback: Callable[..., Any], xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -50,6 +50,10 @@ def forbid_saving(graph: Any, reason: str) -> None:
     It would store the name of a callback of this process. What it cannot store, it says by name, is
     a resource that no object of the model holds.
     """
+    # In the function around loops and branches: those that take a resource are run even where
+    # nobody uses them, as the one that vectorized_map replaces.
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
     with tf.init_scope():
         if tf.executing_eagerly() and hasattr(graph, "capture"):
             graph.capture(_unsavable(reason))
