@@ -68,7 +68,18 @@ class HostCall:
         xs = [tf.stop_gradient(x) for x in xs]
         with tf.device("CPU:0"):
             xs = [_at_leisure(x) for x in xs]
-        return _host_tensorflow.call(callback, xs, dtypes)
+        return _host_tensorflow.call(functools.partial(_tersely, callback), xs, dtypes)
+
+
+def _tersely(callback: Callable[..., Any], *arrays: Any) -> Any:
+    """Calls back, and takes our own frames off errors.
+
+    TensorFlow makes text of them, whose last lines should be the engine's and what it says.
+    """
+    try:
+        return callback(*arrays)
+    except Exception as error:
+        raise error.with_traceback(None)  # noqa: B904 - the cause stays what it was
 
 
 _UNSAVABLE = (

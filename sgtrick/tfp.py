@@ -211,7 +211,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
 
     def _log_prob(self, x: Any) -> Any:
         if x.shape.rank is None:
-            return self._densities(x)
+            return self._checked(x, self._densities(x))
         event_ndims = self.event_shape.rank
         batch, event = x.shape[: x.shape.rank - event_ndims], x.shape[x.shape.rank - event_ndims :]
         if x.shape.rank < event_ndims or not event.is_compatible_with(self.event_shape):
@@ -229,7 +229,24 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 f"shape {_show(x.shape)}, expected {_show(batch)}. It must sum over the event, of "
                 f"shape {_show(self.event_shape)}, and keep all other dimensions."
             )
-        return y
+        known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
+        return y if known else self._checked(x, y)
+
+    def _checked(self, x: Any, y: Any) -> Any:
+        """Returns `y`, whose shape is checked when it is run: before, something was not known."""
+        event_ndims = self.event_shape.rank
+        fits = tf.rank(x) >= event_ndims
+        message = f"The value of {self.name!r} has fewer dimensions than its event. Their shapes:"
+        x = _leaves.insist(fits, x, message, tf.zeros(self.event_shape))
+        expected = tf.shape(x)[: tf.rank(x) - event_ndims]
+        if self.batch_shape.rank != 0:
+            expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
+        message = (
+            f"log_prob_fn of {self.name!r} must sum over the event, of shape "
+            f"{_show(self.event_shape)}, and keep all other dimensions. The shapes of what it "
+            "returned, and of the value:"
+        )
+        return _leaves.insist(_leaves.equal_shapes(tf.shape(y), expected), y, message, x)
 
     def _densities(self, x: Any) -> Any:
         y = self._log_prob_fn(x)
