@@ -598,10 +598,37 @@ class TestErrors:
         with pytest.raises(RAISED, match=r"(?s)engine raised BrokenExecutor: workers of.*x = "):
             wrap(sgtrick.from_numpy(engine))(tf.ones([2]))
 
-    def test_a_vectorized_engine_fails_as_a_whole(self):
-        h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=7, vectorized=True)
-        np.testing.assert_array_equal(h(tf.constant([[2.0, 0.0], [0.0, 1.0]])), [7, 7])
-        assert (h.calls, h.failures) == (1, 1)
+    @WRAPS
+    def test_a_vectorized_engine_is_asked_again_for_each_member(self, wrap):
+        seen = []
+
+        def engine(x, a):
+            seen.append((x.shape, a.shape))
+            if np.any(x > 1):
+                x[:] = np.nan  # what fails may have changed its arguments
+                raise ArithmeticError
+            return a * np.sum(x, -1), (a[..., None] + 0 * x, np.sum(x, -1))
+
+        h = sgtrick.from_numpy(engine, event_ndims=(1, 0), on_error=7, vectorized=True)
+        x = tf.constant([[2.0, 0.0], [0.0, 1.0], [0.5, 0.0], [0.0, 3.0]])
+        y, (by_x, by_a) = wrap(value_and_gradients)(h, x, tf.constant(2.0))
+        np.testing.assert_array_equal(y, [7, 2, 1, 7])
+        np.testing.assert_array_equal(by_x, [[0, 0], [2, 2], [2, 2], [0, 0]])
+        np.testing.assert_array_equal(by_a, 1.5)
+        assert seen == [((4, 2), (4,))] + [((1, 2), (1,))] * 4
+        assert (h.calls, h.failures) == (5, 2)
+        np.testing.assert_array_equal(wrap(h)(x[0], tf.constant(2.0)), 7)
+        assert (h.calls, h.failures) == (6, 3)  # of one member there is nothing to find out
+
+    def test_a_vectorized_engine_that_fails_for_none_alone(self):
+        def engine(x):
+            if len(x) > 1:
+                raise MemoryError
+            return np.sum(x, -1), np.ones_like(x)
+
+        h = sgtrick.from_numpy(engine, on_error=-np.inf, vectorized=True)
+        np.testing.assert_array_equal(h(tf.ones([3, 2])), [2, 2, 2])
+        assert (h.calls, h.failures) == (4, 0)
 
     @WRAPS
     @pytest.mark.parametrize("on_error", ["raise", -np.inf])
