@@ -141,7 +141,9 @@ class Derivatives(NamedTuple):
 
     def of(self, instance: Any, owner: Any) -> "Derivatives":
         """The same as methods of `instance`."""
-        return Derivatives(*(f and _arguments.bound(f, instance, owner) for f in self))
+        # Of the type, for a method that is bound already has the __get__ of its function.
+        bind = (f.__get__(instance, owner) if hasattr(type(f), "__get__") else f for f in self)
+        return Derivatives(*bind)
 
 
 class Options(NamedTuple):

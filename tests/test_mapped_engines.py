@@ -89,7 +89,7 @@ class TestCalls:
     @pytest.mark.parametrize("inner", ["x", "data", "both", "outer"])
     def test_nested(self, engine, wrap, inner):
         """The outer map over `x`, the inner one over what is named."""
-        h, recorder, vectorized = engine
+        h, _, vectorized = engine
         more = {"x": POINTS[:, None] * np.ones([8, 2, 1]), "data": DATA * np.ones([2, 1])}
         x = tf.constant(more["x"] if inner in ("x", "both") else POINTS)
         data = tf.constant(more["data"] if inner in ("data", "both") else DATA)
