@@ -288,18 +288,19 @@ def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
 
 def _lost(name: str, error: BaseException) -> str:
     """What is said when there is no answer from an executor."""
-    why = ""
-    if error.__cause__ is not None:  # a process pool says what it could not make of the answer
-        lines = str(error.__cause__).strip(" \n'\"").splitlines()
-        why = (
-            f" ({lines[-1]}: an exception, or a reply, that can be pickled but not unpickled costs "
-            "the pool. Let the engine raise one of Python's own exceptions, as by `raise "
-            "ArithmeticError(str(error)) from None`)"
-        )
-    return (
-        f"{name} got no answer from its executor: {_said(error)}{why}. A worker has died or could "
-        "not load the engine, the engine cannot be sent to it, or the executor is shut down."
+    why = (
+        "A worker has died or could not load the engine, the engine cannot be sent to it, or the "
+        "executor is shut down."
     )
+    trace = str(error.__cause__)  # what the pool could not make of an answer
+    if "loads(" in trace:
+        said = [line for line in trace.splitlines() if line.strip("' ")][-1]
+        why = (
+            f"{said}. It lost the pool since an exception, or a reply, could be pickled by the "
+            "worker but not unpickled here. Let the engine raise one of Python's own, such as "
+            "ArithmeticError(str(error))."
+        )
+    return f"{name} got no answer from its executor: {_said(error).rstrip('.')}. {why}"
 
 
 def _message(reply: Reply, member: Sequence[Any], error: BaseException) -> str:
