@@ -31,8 +31,8 @@ class Framework(Protocol):
         """What is wrong with the value that `f` returned."""
         ...
 
-    def is_cut_off(self, f: Callable[..., Any], leaf: Any) -> bool:
-        """Whether `f(leaf)` uses the array, and PyTorch or whoever does not see how."""
+    def is_cut_off(self, f: Callable[..., Any], points: Any, constants: Any, k: int) -> bool:
+        """Whether `f(points, constants)` uses point `k`, and its value does not depend on it."""
         ...
 
     def advice(self, error: Exception) -> str | None:
@@ -201,12 +201,8 @@ class Derived:
                 group[:] = [a if d is None else a[0, ...] for a, d in zip(group, own, strict=True)]
         points, constants = first
         k = split.places.index(place)
-        f = self._function(split, has_aux=False)
-
-        def of_one(x: Any) -> Any:
-            return f([*points[:k], x, *points[k + 1 :]], constants)
-
-        if self._framework.is_cut_off(of_one, points[k]):
+        f = self._function(split, self._has_aux)
+        if self._framework.is_cut_off(f, points, constants, k):
             raise WrongUse(
                 f"{self._name} uses {self._path(split.args, place)}, but its value is cut off from "
                 "it, so that the gradient would be zero. The usual causes are .item(), float(), "

@@ -42,9 +42,9 @@ class Jax:
             "event_ndims=0 if each number is a point of its own."
         )
 
-    def is_cut_off(self, f: Callable[..., Any], leaf: Any) -> bool:
+    def is_cut_off(self, f: Callable[..., Any], points: Any, constants: Any, k: int) -> bool:
         """JAX raises where a value is cut off."""
-        del f, leaf
+        del f, points, constants, k
         return False
 
     def advice(self, error: Exception) -> str | None:

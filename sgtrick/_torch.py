@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import torch
 
@@ -43,12 +42,14 @@ class Torch:
             )
         return None
 
-    def is_cut_off(self, f: Callable[..., Any], leaf: Any) -> bool:
+    def is_cut_off(self, f: Callable[..., Any], points: Any, constants: Any, k: int) -> bool:
         """See `Framework`."""
+        points, constants = list(_tensors(points)), _tensors(constants)
         # No leaf of the graph, so that the function may change it in place.
-        x = torch.from_numpy(np.array(leaf)).requires_grad_().clone()
-        with _Uses(x) as uses:
-            value = f(x)
+        points[k] = points[k].requires_grad_().clone()
+        with _Uses(points[k]) as uses:
+            returned = f(points, constants)
+        value = returned[0] if isinstance(returned, tuple) else returned
         return uses.seen and not value.requires_grad
 
     def advice(self, error: Exception) -> str | None:
@@ -107,9 +108,13 @@ def _mapped(f: Callable[..., Any], dims: Dims) -> Callable[..., Any]:
     return f
 
 
+def _tensors(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(torch.from_numpy, arrays))
+
+
 def _of_arrays(f: Callable[..., Any]) -> Callable[..., Any]:
     def of_arrays(*groups: Sequence[Any]) -> Any:
-        returned = f(*(tuple(map(torch.from_numpy, group)) for group in groups))
+        returned = f(*map(_tensors, groups))
         return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)
 
     return of_arrays

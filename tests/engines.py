@@ -76,3 +76,7 @@ class DiesOnce:
             with open(self.mark, "w"):
                 os._exit(1)
         return normal(x)
+
+
+def square_hessp(x, v):
+    return 2 * v
