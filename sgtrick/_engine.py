@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sgtrick import _reticulate
 from sgtrick._executors import MainThreadExecutor
 from sgtrick._hessians import HessianTimes
-from sgtrick._replies import Columns, Layout, Reply, Shape, ValueAndGradient, event_shapes
+from sgtrick._replies import Columns, Reply, Shape, ValueAndGradient, count_nonfinite
 
 
 class WrongUse(TypeError):  # noqa: N818 - reads as what it is, and is caught as a TypeError
@@ -33,6 +33,7 @@ class Engine:
         failures: How many of all these calls raised.
         nonfinite: For how many points the value, or an entry of the gradient, was not finite.
         seconds: Wall time of all evaluations together.
+        has_whole_hessian: Whether the function for second derivatives returns all of the Hessian.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Engine:
         self.dtype, self._instead = _floating(dtype), _number(on_error)
         self._functions = [_reticulate.as_engine(f) for f in (fn, grad) if f is not None]
         self._hessian = [_reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
-        self._has_whole_hessian = hess is not None
+        self.has_whole_hessian = hess is not None
         self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
         _insist_on_executor(executor, [*self._functions, *self._hessian])
         self.calls, self.hess_calls, self.failures, self.nonfinite = 0, 0, 0, 0
@@ -70,24 +71,33 @@ class Engine:
         # One that does one thing at a time is given one: the engine may return the same buffer.
         self._at_once = executor is not None and not isinstance(executor, MainThreadExecutor)
 
-    def evaluate(self, layout: Layout, *arrays: Any) -> list[Any]:
+    def evaluate(self, reply: ValueAndGradient, *arrays: Any) -> list[Any]:
         """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
 
         Args:
-            layout: What the arrays are.
+            reply: What the arrays are, and what has to come back.
             arrays: The leaves, with equally many batch dimensions, which are broadcast.
         """
-        return self._asked(_Question(ValueAndGradient(layout), self._functions, "calls"), arrays)
+        asked = _Asked(reply, self._functions)
+        try:
+            return self._answer(asked, arrays)
+        finally:
+            with self._counting:
+                self.calls += asked.calls
 
-    def hessian_times(self, layout: Layout, *arrays: Any) -> list[Any]:
+    def hessian_times(self, reply: HessianTimes, *arrays: Any) -> list[Any]:
         """Returns the products of the Hessian with a vector, by the leaves that have derivatives.
 
         Args:
-            layout: What the first arrays are.
+            reply: What the arrays are, and what has to come back.
             arrays: The leaves, and the vector's: one for each that has derivatives.
         """
-        reply = HessianTimes(layout, whole=self._has_whole_hessian)
-        return self._asked(_Question(reply, self._hessian, "hess_calls"), arrays)
+        asked = _Asked(reply, self._hessian)
+        try:
+            return self._answer(asked, arrays)
+        finally:
+            with self._counting:
+                self.hess_calls += asked.calls
 
     def insist_on_hessian(self, name: str) -> None:
         """Raises unless the engine has second derivatives."""
@@ -98,94 +108,98 @@ class Engine:
                 "function of (*arrays) that returns the Hessian; from_jax and from_torch have both."
             )
 
-    def _asked(self, question: "_Question", arrays: Sequence[Any]) -> list[Any]:
-        running: list[futures.Future[Any]] = []
+    def _answer(self, asked: "_Asked", arrays: Sequence[Any]) -> list[Any]:
+        """The arrays for TensorFlow."""
         with self._turn:
             begin = time.perf_counter()
             try:
-                return question.reply.outgoing(self._parts(question, arrays, running))
+                return asked.reply.outgoing(self._parts(asked, arrays))
             finally:
-                for future in running:
+                for future in asked.running:
                     future.cancel()
                 with self._counting:
+                    self.failures += asked.failures
+                    self.nonfinite += asked.nonfinite
                     self.seconds += time.perf_counter() - begin
 
-    def _parts(
-        self, question: "_Question", arrays: Sequence[Any], running: list[futures.Future[Any]]
-    ) -> list[Any]:
+    def _parts(self, asked: "_Asked", arrays: Sequence[Any]) -> list[Any]:
         """What came back for all members of the batch."""
-        reply = question.reply
+        reply = asked.reply
         leaves = reply.incoming(arrays, self.dtype)
-        events = event_shapes(leaves, reply.event_ndims)
-        batch = np.broadcast_shapes(*_batch_shapes(leaves, reply.event_ndims))
+        fronts = [a.ndim - n for a, n in zip(leaves, reply.event_ndims, strict=True)]
+        events = [a.shape[n:] for a, n in zip(leaves, fronts, strict=True)]
+        batches = {a.shape[:n] for a, n in zip(leaves, fronts, strict=True)}
+        batch = batches.pop() if len(batches) == 1 else np.broadcast_shapes(*batches)
         if not self._vectorized or 0 in batch:
-            return self._by_member(question, arrays, leaves, batch, running)
+            return self._by_member(asked, arrays, leaves, batch, events)
         whole = leaves
         if not self._broadcasts:
             whole = [_broadcast(a, batch + e) for a, e in zip(leaves, events, strict=True)]
-        result = self._started(question, whole, running)
+        result = self._started(asked, whole)
         try:
-            returned = self._returned(question, result)
+            returned = self._returned(asked, result)
         except _Failure as failure:
             if self._instead is not None and math.prod(batch) > 1:
                 # One bad member must not reject the others. What failed may have changed `leaves`.
                 leaves = reply.incoming(arrays, self.dtype)
-                return self._by_member(question, arrays, leaves, batch, running)
-            return self._failed(question, failure, arrays, batch, events)
-        parts = reply.parts(returned, batch, whole)
-        shapes = reply.shapes(batch, events)
-        self._count_nonfinite(parts[: len(shapes)], batch)
-        for k, shape in enumerate(shapes):
-            if parts[k] is None:
-                parts[k] = np.full(shape, np.nan)
-        return parts
+                return self._by_member(asked, arrays, leaves, batch, events)
+            return self._failed(asked, failure, arrays, batch, events)
+        parts = reply.parts(returned, batch, events, whole)
+        columns = parts[:-1] if reply.has_aux else parts
+        asked.nonfinite = count_nonfinite([c for c in columns if c is not None], batch)
+        if any(part is None for part in columns):
+            shapes = reply.shapes(batch, events)
+            unknown = (np.full(shape, np.nan) for shape in shapes)
+            columns = [u if c is None else c for c, u in zip(columns, unknown, strict=True)]
+        return [*columns, *parts[len(columns) :]]
 
     def _by_member(
         self,
-        question: "_Question",
+        asked: "_Asked",
         arrays: Sequence[Any],
         leaves: Sequence[Any],
         batch: Shape,
-        running: list[futures.Future[Any]],
+        events: Sequence[Shape],
     ) -> list[Any]:
         """Calls the engine for each member of the batch, and joins what comes back.
 
         A vectorized engine is called with batches of one.
         """
-        reply = question.reply
-        one = (1,) * len(batch) if self._vectorized else ()
-        events = event_shapes(leaves, reply.event_ndims)
+        reply, one = asked.reply, (1,) * len(batch) if self._vectorized else ()
         shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
+
+        def start(i: tuple[int, ...]) -> tuple[list[Any], Callable[[], Any]]:
+            member = [_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)]
+            return member, self._started(asked, member)
+
         places = list(itertools.product(*map(range, batch)))
-        members = ([_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)] for i in places)
-        starting = ((m, self._started(question, m, running)) for m in members)
-        started: Iterable[tuple[Sequence[Any], Callable[[], Any]]]
-        started = list(starting) if self._at_once else starting
-        columns, known = Columns(reply, batch, events), len(reply.shapes(batch, events))
+        started: Iterable[tuple[Sequence[Any], Callable[[], Any]]] = map(start, places)
+        if self._at_once:
+            started = list(started)
+        columns = Columns(reply, batch, events)
         for i, (member, result) in zip(places, started, strict=True):
             try:
-                parts = reply.parts(self._returned(question, result), one, member)
-                self._count_nonfinite(parts[:known], one)
+                returned = self._returned(asked, result)
             except _Failure as failure:
                 came = [_of(i, np.asarray(a), s) for a, s in zip(arrays, shared, strict=True)]
-                parts = self._failed(question, failure, came, one, events)
-            if one:
-                parts = [p if p is None else np.reshape(p, p.shape[len(one) :]) for p in parts]
-            columns.put(i, parts)
+                columns.put(i, self._failed(asked, failure, came, one, events), failed=True)
+            else:
+                columns.put(i, reply.parts(returned, one, events, member))
+        asked.nonfinite = columns.nonfinite()
         return columns.joined()
 
-    def _returned(self, question: "_Question", result: Callable[[], Any]) -> Any:
+    def _returned(self, asked: "_Asked", result: Callable[[], Any]) -> Any:
         """What comes back of one call.
 
         Args:
-            question: What it is a call for.
+            asked: What it is a call for.
             result: Makes the call, or waits for the executor.
 
         Raises:
             _Failure: The engine raised.
             RuntimeError: There is no answer from the executor.
         """
-        self._count(**{question.counter: 1})
+        asked.calls += 1
         try:
             return result()
         except (_reticulate.WrongThreadError, WrongUse):
@@ -193,40 +207,38 @@ class Engine:
         except Exception as error:
             lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
             if lost and self._executor is not None:
-                raise RuntimeError(_lost(question.reply.name, error)) from error
+                raise RuntimeError(_lost(asked.reply.name, error)) from error
             raise _Failure from error
 
     def _failed(
         self,
-        question: "_Question",
+        asked: "_Asked",
         failure: "_Failure",
         member: Sequence[Any],
         batch: Shape,
         events: Sequence[Shape],
     ) -> list[Any]:
         """The parts in the place of those of a call that failed, or the error."""
-        self._count(failures=1)
+        asked.failures += 1
         error = failure.__cause__
         assert error is not None
         if self._instead is None:
-            raise RuntimeError(_message(question.reply, member, error)) from error
-        return question.reply.instead(self._instead, batch, events)
+            raise RuntimeError(_message(asked.reply, member, error)) from error
+        return asked.reply.instead(self._instead, batch, events)
 
-    def _started(
-        self, question: "_Question", leaves: Sequence[Any], running: list[futures.Future[Any]]
-    ) -> Callable[[], Any]:
+    def _started(self, asked: "_Asked", leaves: Sequence[Any]) -> Callable[[], Any]:
         """Starts a call if there is an executor; returns what gives its result."""
-        functions, own = question.functions, [leaves]
-        if len(functions) > 1:  # neither sees what the other does to its arguments
-            own.append([a if _is_shared(a) else a.copy() for a in leaves])
+        own = [leaves]
+        if len(asked.functions) > 1:  # neither sees what the other does to its arguments
+            own.append([a.copy() if a.flags.writeable else a for a in leaves])
         calls: list[Callable[[], Any]] = []
-        for f, member in zip(functions, own, strict=True):
-            arguments = question.reply.arguments(member)
+        for f, member in zip(asked.functions, own, strict=True):
+            arguments = asked.reply.arguments(member)
             if self._executor is None:
                 calls.append(partial(f, *arguments))
             else:
-                running.append(self._submitted(question.reply.name, f, arguments))
-                calls.append(running[-1].result)
+                asked.running.append(self._submitted(asked.reply.name, f, arguments))
+                calls.append(asked.running[-1].result)
         return calls[0] if len(calls) == 1 else lambda: tuple(call() for call in calls)
 
     def _submitted(self, name: str, f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -235,42 +247,23 @@ class Engine:
         except Exception as error:
             raise RuntimeError(_lost(name, error)) from error
 
-    def _count_nonfinite(self, parts: Sequence[Any], batch: Shape) -> None:
-        """Counts for how many members a part that is known is not finite."""
-        finite = [np.isfinite(part) for part in parts if part is not None]
-        if not all(f.all() for f in finite):
-            by_member = np.logical_and.reduce([f.reshape((*batch, -1)).all(-1) for f in finite])
-            self._count(nonfinite=by_member.size - int(by_member.sum()))
 
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            for counter, number in more.items():
-                setattr(self, counter, getattr(self, counter) + number)
+class _Asked:
+    """What an engine is asked for once, whom to call for it, and what came of it."""
 
-
-class _Question(NamedTuple):
-    """What an engine is asked for, whom to call for it, and where the calls are counted."""
-
-    reply: Reply
-    functions: Sequence[Callable[..., Any]]
-    counter: str
+    def __init__(self, reply: Reply, functions: Sequence[Callable[..., Any]]) -> None:
+        self.reply, self.functions = reply, functions
+        self.running: list[futures.Future[Any]] = []
+        self.calls, self.failures, self.nonfinite = 0, 0, 0
 
 
 class _Failure(Exception):  # noqa: N818 - never seen by callers
     """An engine raised: `__cause__`."""
 
 
-def _batch_shapes(leaves: Sequence[Any], event_ndims: Sequence[int]) -> list[Shape]:
-    return [a.shape[: a.ndim - n] for a, n in zip(leaves, event_ndims, strict=True)]
-
-
 def _broadcast(a: Any, shape: Shape) -> Any:
     """`a`, or a view of it that takes no memory and cannot be written to."""
     return a if a.shape == shape else np.broadcast_to(a, shape)
-
-
-def _is_shared(a: Any) -> bool:
-    return not a.flags.writeable
 
 
 def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from sgtrick._replies import Layout, Shape, copy, event_shapes
+from sgtrick._replies import Layout, Shape, copy
 
 
 class HessianTimes:
@@ -49,7 +49,9 @@ class HessianTimes:
         """Of the products by leaf."""
         return [batch + events[k] for k in self._places]
 
-    def parts(self, returned: Any, batch: Shape, leaves: Sequence[Any]) -> list[Any]:
+    def parts(
+        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+    ) -> list[Any]:
         """The products by the leaves that have derivatives; None where one is not known.
 
         Raises:
@@ -57,7 +59,7 @@ class HessianTimes:
             ValueError: A wrong shape or structure.
         """
         n = len(self._layout.paths)
-        events = event_shapes(leaves[:n], self._layout.event_ndims)
+        events = events[:n]
         if not self._whole:
             if returned is None:
                 raise TypeError(

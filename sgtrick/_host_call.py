@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from sgtrick import _host_tensorflow
 from sgtrick._engine import Engine
-from sgtrick._replies import Layout
+from sgtrick._hessians import HessianTimes
+from sgtrick._replies import Layout, ValueAndGradient
 
 
 class HostCall:
@@ -26,7 +27,7 @@ class HostCall:
 
     def evaluate(self, xs: Sequence[Any]) -> list[Any]:
         """The value, the gradients by the leaves that have derivatives, and perhaps aux."""
-        evaluate = functools.partial(self._engine.evaluate, self.layout)
+        evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.layout))
         return self._call(evaluate, xs, self.layout.outputs)
 
     def hessian_times(self, xs: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
@@ -45,7 +46,8 @@ class HostCall:
             LookupError: The engine has no second derivatives; the message says how to give some.
         """
         self._engine.insist_on_hessian(self.layout.name)
-        product = functools.partial(self._engine.hessian_times, self.layout)
+        reply = HessianTimes(self.layout, whole=self._engine.has_whole_hessian)
+        product = functools.partial(self._engine.hessian_times, reply)
         outputs = self._call(product, [*xs, *vs], self.layout.gradient_dtypes)
         for output, v in zip(outputs, vs, strict=True):
             output.set_shape(v.shape)

@@ -1,7 +1,7 @@
 """What an engine is given and what it has to return: the contract of host calls, and its errors."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,9 +120,17 @@ class Layout:
         return list(_split(gradient, like, f"{what} of {self.name}"))
 
     def checked(
-        self, value: Any, shape: Shape | None, what: str, by: str | None = None, hint: str = ""
+        self,
+        value: Any,
+        shape: Shape | None,
+        what: str,
+        by: str | None = None,
+        hint: Callable[[Shape], str] | None = None,
     ) -> Any:
-        """`value` as an array of real numbers, of this shape unless None; NaN where masked."""
+        """`value` as an array of real numbers, of this shape unless None; NaN where masked.
+
+        `hint` says what most likely led to another shape.
+        """
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -130,7 +138,7 @@ class Layout:
             raise TypeError(f"{what} is no array, but {show(value)}: {error}") from error
         if array.dtype.kind not in "fiu":
             raise TypeError(f"{self._named(what, by)} must be real numbers, got {show(value)}.")
-        if np.ma.is_masked(value):
+        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             array = np.where(np.ma.getmaskarray(value), np.nan, array)
         if shape is not None and array.shape != shape:
             # R has no numbers but vectors of length one.
@@ -138,7 +146,7 @@ class Layout:
                 return array.reshape(shape)
             raise ValueError(
                 f"{self._named(what, by)} must have the shape {_shapes.show(shape)}, got "
-                f"{_shapes.show(array.shape)}.{hint}"
+                f"{_shapes.show(array.shape)}.{hint(array.shape) if hint else ''}"
             )
         return array
 
@@ -169,8 +177,10 @@ class Reply(Protocol):
         """Of the parts but aux, whose shape only the engine knows."""
         ...
 
-    def parts(self, returned: Any, batch: Shape, leaves: Sequence[Any]) -> list[Any]:
-        """The parts of what an engine returned, checked; None where one is not known."""
+    def parts(
+        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+    ) -> list[Any]:
+        """The parts of what an engine returned for `leaves`, checked; None for one not known."""
         ...
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
@@ -202,18 +212,20 @@ class ValueAndGradient:
         dtypes = self._layout.dtypes
         return [batch, *(batch + e for e, d in zip(events, dtypes, strict=True) if d is not None)]
 
-    def parts(self, returned: Any, batch: Shape, leaves: Sequence[Any]) -> list[Any]:
+    def parts(
+        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+    ) -> list[Any]:
         """The value, the gradients by leaves that have derivatives, and aux if there is any.
 
         Raises:
             TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
             ValueError: A wrong shape or structure.
         """
+        del leaves
         layout, name = self._layout, self.name
-        wanted = "((value, aux), gradient)" if layout.has_aux else "(value, gradient)"
         if not _is_pair(returned) or (returned[1] is None and layout.has_derivatives):
             raise TypeError(
-                f"{name} must return {wanted}, got {show(returned)}, a value without a "
+                f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "
                 "gradient. Return both; or pass the function for the gradient as grad=; or write "
                 "the function in PyTorch or JAX, which derive it, and use from_torch or from_jax."
             )
@@ -221,16 +233,22 @@ class ValueAndGradient:
         aux = []
         if layout.has_aux:
             if not _is_pair(value):
-                raise TypeError(f"{name} must return {wanted}, got {show(value)} for (value, aux).")
+                raise TypeError(
+                    f"{name} must return {self._wanted()}, got {show(value)} for (value, aux)."
+                )
             value, aux = value[0], [np.array(layout.checked(value[1], None, "aux"))]
             if aux[0].shape[: len(batch)] != batch:
                 raise ValueError(
                     f"aux of {name} must have the batch shape {_shapes.show(batch)} in front, "
                     f"got {_shapes.show(aux[0].shape)}."
                 )
-        events = event_shapes(leaves, self.event_ndims)
-        value = layout.checked(value, batch, "the value", hint=_usual_cause(value, batch, events))
+        value = layout.checked(
+            value, batch, "the value", hint=lambda came: _usual_cause(came, batch, events)
+        )
         return [value, *layout.gradients(gradient, batch, events), *aux]
+
+    def _wanted(self) -> str:
+        return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
         """The parts for a call that failed: a value without a slope, and NaN for aux."""
@@ -251,12 +269,27 @@ class Columns:
         # Whatever the dtypes, float64 holds it until all is there.
         self._columns = [np.empty(shape) for shape in reply.shapes(batch, events)]
         self._auxes: list[Any] = []
+        self._failed: list[Shape] = []
+        self._unknown: set[int] = set()
 
-    def put(self, i: tuple[int, ...], parts: Sequence[Any]) -> None:
+    def put(self, i: Shape, parts: Sequence[Any], *, failed: bool = False) -> None:
         """Takes the parts for the member `i`; the members come in their order."""
-        for column, part in zip(self._columns, parts, strict=False):
-            column[i] = np.nan if part is None else part
-        self._auxes += parts[len(self._columns) :]
+        for k, column in enumerate(self._columns):
+            part = parts[k]
+            if part is None:
+                self._unknown.add(k)
+                column[i] = np.nan
+            else:
+                column[i] = part if part.shape == column[i].shape else part.reshape(column[i].shape)
+        if self._has_aux:
+            self._auxes.append(parts[-1])
+        if failed:
+            self._failed.append(i)
+
+    def nonfinite(self) -> int:
+        """For how many members that did not fail a part that is known is not finite."""
+        known = [c for k, c in enumerate(self._columns) if k not in self._unknown]
+        return count_nonfinite(known, self._batch, self._failed)
 
     def joined(self) -> list[Any]:
         """The arrays."""
@@ -275,16 +308,19 @@ class Columns:
         return np.reshape(auxes, self._batch + shape)
 
 
-def event_shapes(leaves: Sequence[Any], event_ndims: Sequence[int]) -> list[Shape]:
-    """The shapes of the leaves without batch."""
-    return [a.shape[a.ndim - n :] for a, n in zip(leaves, event_ndims, strict=True)]
+def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = ()) -> int:
+    """For how many members of a batch some part is not finite, those in `but` left out."""
+    finite = [np.isfinite(part) for part in parts]
+    if all(np.count_nonzero(f) == f.size for f in finite):
+        return 0
+    good = np.logical_and.reduce([f.reshape((*batch, -1)).all(-1) for f in finite])
+    for i in but:
+        good[i] = True
+    return int(np.size(good) - np.count_nonzero(good))
 
 
-def _usual_cause(value: Any, batch: Shape, events: Sequence[Shape]) -> str:
+def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
     """What most likely led to the shape of a value."""
-    came = np.shape(value)
-    if came == batch:
-        return ""
     if batch and came == ():
         return (
             " The engine is vectorized, so it returns a value for each member of the batch: sum "
