@@ -16,7 +16,7 @@ import numpy as np
 from sgtrick import _reticulate
 from sgtrick._executors import MainThreadExecutor
 from sgtrick._hessians import HessianTimes
-from sgtrick._replies import Columns, Reply, Shape, ValueAndGradient, count_nonfinite
+from sgtrick._replies import Columns, Reply, Shape, ValueAndGradient, count_nonfinite, split_shapes
 
 
 class WrongUse(TypeError):  # noqa: N818 - reads as what it is, and is caught as a TypeError
@@ -78,12 +78,7 @@ class Engine:
             reply: What the arrays are, and what has to come back.
             arrays: The leaves, with equally many batch dimensions, which are broadcast.
         """
-        asked = _Asked(reply, self._functions)
-        try:
-            return self._answer(asked, arrays)
-        finally:
-            with self._counting:
-                self.calls += asked.calls
+        return self._answer(_Asked(reply, self._functions, "calls"), arrays)
 
     def hessian_times(self, reply: HessianTimes, *arrays: Any) -> list[Any]:
         """Returns the products of the Hessian with a vector, by the leaves that have derivatives.
@@ -92,12 +87,7 @@ class Engine:
             reply: What the arrays are, and what has to come back.
             arrays: The leaves, and the vector's: one for each that has derivatives.
         """
-        asked = _Asked(reply, self._hessian)
-        try:
-            return self._answer(asked, arrays)
-        finally:
-            with self._counting:
-                self.hess_calls += asked.calls
+        return self._answer(_Asked(reply, self._hessian, "hess_calls"), arrays)
 
     def insist_on_hessian(self, name: str) -> None:
         """Raises unless the engine has second derivatives."""
@@ -118,6 +108,7 @@ class Engine:
                 for future in asked.running:
                     future.cancel()
                 with self._counting:
+                    setattr(self, asked.counter, getattr(self, asked.counter) + asked.calls)
                     self.failures += asked.failures
                     self.nonfinite += asked.nonfinite
                     self.seconds += time.perf_counter() - begin
@@ -126,10 +117,7 @@ class Engine:
         """What came back for all members of the batch."""
         reply = asked.reply
         leaves = reply.incoming(arrays, self.dtype)
-        fronts = [a.ndim - n for a, n in zip(leaves, reply.event_ndims, strict=True)]
-        events = [a.shape[n:] for a, n in zip(leaves, fronts, strict=True)]
-        batches = {a.shape[:n] for a, n in zip(leaves, fronts, strict=True)}
-        batch = batches.pop() if len(batches) == 1 else np.broadcast_shapes(*batches)
+        batch, events = split_shapes(leaves, reply.event_ndims)
         if not self._vectorized or 0 in batch:
             return self._by_member(asked, arrays, leaves, batch, events)
         whole = leaves
@@ -146,12 +134,11 @@ class Engine:
             return self._failed(asked, failure, arrays, batch, events)
         parts = reply.parts(returned, batch, events, whole)
         columns = parts[:-1] if reply.has_aux else parts
-        asked.nonfinite = count_nonfinite([c for c in columns if c is not None], batch)
-        if any(part is None for part in columns):
-            shapes = reply.shapes(batch, events)
-            unknown = (np.full(shape, np.nan) for shape in shapes)
-            columns = [u if c is None else c for c, u in zip(columns, unknown, strict=True)]
-        return [*columns, *parts[len(columns) :]]
+        asked.nonfinite = count_nonfinite(columns, batch)
+        for k, column in enumerate(columns):
+            if column is None:
+                parts[k] = np.full(reply.shapes(batch, events)[k], np.nan)
+        return parts
 
     def _by_member(
         self,
@@ -176,7 +163,7 @@ class Engine:
         started: Iterable[tuple[Sequence[Any], Callable[[], Any]]] = map(start, places)
         if self._at_once:
             started = list(started)
-        columns = Columns(reply, batch, events)
+        columns = Columns(reply, batch, events, len(one))
         for i, (member, result) in zip(places, started, strict=True):
             try:
                 returned = self._returned(asked, result)
@@ -251,8 +238,8 @@ class Engine:
 class _Asked:
     """What an engine is asked for once, whom to call for it, and what came of it."""
 
-    def __init__(self, reply: Reply, functions: Sequence[Callable[..., Any]]) -> None:
-        self.reply, self.functions = reply, functions
+    def __init__(self, reply: Reply, functions: Sequence[Callable[..., Any]], counter: str) -> None:
+        self.reply, self.functions, self.counter = reply, functions, counter
         self.running: list[futures.Future[Any]] = []
         self.calls, self.failures, self.nonfinite = 0, 0, 0
 

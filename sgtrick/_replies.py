@@ -1,7 +1,7 @@
 """What an engine is given and what it has to return: the contract of host calls, and its errors."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,11 +125,11 @@ class Layout:
         shape: Shape | None,
         what: str,
         by: str | None = None,
-        hint: Callable[[Shape], str] | None = None,
+        events: Sequence[Shape] = (),
     ) -> Any:
         """`value` as an array of real numbers, of this shape unless None; NaN where masked.
 
-        `hint` says what most likely led to another shape.
+        With `events`, the shapes of the leaves, errors say what most likely led to another shape.
         """
         try:
             array = np.asarray(value)
@@ -146,7 +146,7 @@ class Layout:
                 return array.reshape(shape)
             raise ValueError(
                 f"{self._named(what, by)} must have the shape {_shapes.show(shape)}, got "
-                f"{_shapes.show(array.shape)}.{hint(array.shape) if hint else ''}"
+                f"{_shapes.show(array.shape)}.{_usual_cause(array.shape, shape, events)}"
             )
         return array
 
@@ -242,9 +242,7 @@ class ValueAndGradient:
                     f"aux of {name} must have the batch shape {_shapes.show(batch)} in front, "
                     f"got {_shapes.show(aux[0].shape)}."
                 )
-        value = layout.checked(
-            value, batch, "the value", hint=lambda came: _usual_cause(came, batch, events)
-        )
+        value = layout.checked(value, batch, "the value", events=events)
         return [value, *layout.gradients(gradient, batch, events), *aux]
 
     def _wanted(self) -> str:
@@ -262,9 +260,13 @@ class ValueAndGradient:
 
 
 class Columns:
-    """The parts of several replies, each in one array."""
+    """The parts of several replies, each in one array.
 
-    def __init__(self, reply: Reply, batch: Shape, events: Sequence[Shape]) -> None:
+    `ones` is how many dimensions of size 1 each reply has in front.
+    """
+
+    def __init__(self, reply: Reply, batch: Shape, events: Sequence[Shape], ones: int) -> None:
+        self._ones = ones
         self._name, self._has_aux, self._batch = reply.name, reply.has_aux, batch
         # Whatever the dtypes, float64 holds it until all is there.
         self._columns = [np.empty(shape) for shape in reply.shapes(batch, events)]
@@ -274,13 +276,14 @@ class Columns:
 
     def put(self, i: Shape, parts: Sequence[Any], *, failed: bool = False) -> None:
         """Takes the parts for the member `i`; the members come in their order."""
+        if self._ones:
+            parts = [p if p is None else p.reshape(p.shape[self._ones :]) for p in parts]
         for k, column in enumerate(self._columns):
             part = parts[k]
             if part is None:
                 self._unknown.add(k)
-                column[i] = np.nan
-            else:
-                column[i] = part if part.shape == column[i].shape else part.reshape(column[i].shape)
+                part = np.nan
+            column[i] = part
         if self._has_aux:
             self._auxes.append(parts[-1])
         if failed:
@@ -288,7 +291,7 @@ class Columns:
 
     def nonfinite(self) -> int:
         """For how many members that did not fail a part that is known is not finite."""
-        known = [c for k, c in enumerate(self._columns) if k not in self._unknown]
+        known = [None if k in self._unknown else c for k, c in enumerate(self._columns)]
         return count_nonfinite(known, self._batch, self._failed)
 
     def joined(self) -> list[Any]:
@@ -309,19 +312,42 @@ class Columns:
 
 
 def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = ()) -> int:
-    """For how many members of a batch some part is not finite, those in `but` left out."""
-    finite = [np.isfinite(part) for part in parts]
-    if all(np.count_nonzero(f) == f.size for f in finite):
+    """For how many members of a batch some part that is known is not finite.
+
+    Args:
+        parts: Arrays, None for one that is not known.
+        batch: The batch shape.
+        but: Members that are left out.
+    """
+    bad: Any = None
+    for part in parts:
+        if part is not None:
+            finite = np.isfinite(part)
+            if np.count_nonzero(finite) < finite.size:
+                bad = np.zeros(batch, bool) if bad is None else bad
+                bad |= ~finite.reshape((*batch, -1)).all(-1)
+    if bad is None:
         return 0
-    good = np.logical_and.reduce([f.reshape((*batch, -1)).all(-1) for f in finite])
     for i in but:
-        good[i] = True
-    return int(np.size(good) - np.count_nonzero(good))
+        bad[i] = False
+    return int(np.count_nonzero(bad))
+
+
+def split_shapes(leaves: Sequence[Any], event_ndims: Sequence[int]) -> tuple[Shape, list[Shape]]:
+    """The batch shape to which the leaves broadcast, and their shapes without batch."""
+    shapes, events = [], []
+    for a, n in zip(leaves, event_ndims, strict=True):
+        front = a.ndim - n
+        shapes.append(a.shape[:front])
+        events.append(a.shape[front:])
+    if not shapes or all(shape == shapes[0] for shape in shapes[1:]):
+        return shapes[0] if shapes else (), events
+    return np.broadcast_shapes(*shapes), events
 
 
 def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
     """What most likely led to the shape of a value."""
-    if batch and came == ():
+    if events and batch and came == ():
         return (
             " The engine is vectorized, so it returns a value for each member of the batch: sum "
             "over the point alone, say with axis=-1, or leave vectorized=True away."

@@ -235,9 +235,13 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
     def _checked(self, x: Any, y: Any) -> Any:
         """Returns `y`, whose shape is checked when it is run: before, something was not known."""
         event_ndims = self.event_shape.rank
-        fits = tf.rank(x) >= event_ndims
-        message = f"The value of {self.name!r} has fewer dimensions than its event. Their shapes:"
-        x = _leaves.insist(fits, x, message, tf.zeros(self.event_shape))
+        event = tf.shape(x)[tf.maximum(tf.rank(x) - event_ndims, 0) :]
+        fits = _leaves.equal_shapes(event, self.event_shape_tensor())
+        message = (
+            f"The value of {self.name!r} must have a shape that ends with its event_shape "
+            f"{_show(self.event_shape)}, got:"
+        )
+        x = _leaves.insist(fits, x, message)
         expected = tf.shape(x)[: tf.rank(x) - event_ndims]
         if self.batch_shape.rank != 0:
             expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
