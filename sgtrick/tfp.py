@@ -211,6 +211,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
 
     def _log_prob(self, x: Any) -> Any:
         if x.shape.rank is None:
+            x = self._with_event(x)
             return self._checked(x, self._densities(x))
         event_ndims = self.event_shape.rank
         batch, event = x.shape[: x.shape.rank - event_ndims], x.shape[x.shape.rank - event_ndims :]
@@ -219,6 +220,8 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 f"The value of {self.name!r} must have a shape that ends with its event_shape "
                 f"{_show(self.event_shape)}, got {_show(x.shape)}."
             )
+        if not event.is_fully_defined():
+            x = self._with_event(x)
         y = self._densities(x)
         if not y.shape.is_compatible_with(batch):  # only then, as the batch shape takes a trace
             with contextlib.suppress(ValueError):
@@ -232,17 +235,18 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
         return y if known else self._checked(x, y)
 
-    def _checked(self, x: Any, y: Any) -> Any:
-        """Returns `y`, whose shape is checked when it is run: before, something was not known."""
-        event_ndims = self.event_shape.rank
-        event = tf.shape(x)[tf.maximum(tf.rank(x) - event_ndims, 0) :]
-        fits = _leaves.equal_shapes(event, self.event_shape_tensor())
+    def _with_event(self, x: Any) -> Any:
+        """Returns `x`, whose last dimensions are checked when it is run."""
+        event = tf.shape(x)[tf.maximum(tf.rank(x) - self.event_shape.rank, 0) :]
         message = (
             f"The value of {self.name!r} must have a shape that ends with its event_shape "
             f"{_show(self.event_shape)}, got:"
         )
-        x = _leaves.insist(fits, x, message)
-        expected = tf.shape(x)[: tf.rank(x) - event_ndims]
+        return _leaves.insist(_leaves.equal_shapes(event, self.event_shape_tensor()), x, message)
+
+    def _checked(self, x: Any, y: Any) -> Any:
+        """Returns `y`, whose shape is checked when it is run: before, something was not known."""
+        expected = tf.shape(x)[: tf.rank(x) - self.event_shape.rank]
         if self.batch_shape.rank != 0:
             expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
         message = (
