@@ -113,7 +113,10 @@ def test_a_program_of_stan():
     name = stan.build(STAN, data=data).model_name
     model = httpstan.import_services_extension_module(name)
 
-    @sgtrick.from_numpy
+    # Stan's automatic differentiation belongs to the thread that loaded it, and crashes elsewhere.
+    executor = sgtrick.MainThreadExecutor()
+
+    @sgtrick.from_numpy(executor=executor)
     def log_prob(x):  # [mu, log(tau), theta_tilde...], with the Jacobian of the logarithm
         x = x.tolist()
         return model.log_prob(data, x, True), np.array(model.log_prob_grad(data, x, True))
@@ -130,7 +133,7 @@ def test_a_program_of_stan():
     np.testing.assert_allclose(tape.gradient(y, points), gradient, rtol=1e-9)
 
     density = LogDensity(log_prob, [10], tf.float64, name="x")
-    draws = nuts(tfd.JointDistributionSequential([density]))[0].numpy()
+    draws = executor.run(nuts, tfd.JointDistributionSequential([density]))[0].numpy()
     flat = [model.write_array(data, row.tolist(), False, False) for row in draws.reshape(-1, 10)]
     draws = np.reshape(flat, draws.shape)  # constrained by Stan's own transforms
     check(draws[..., 0], draws[..., 1], draws[..., 2:])
