@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import pickle
 import threading
 import time
@@ -14,34 +15,55 @@ import numpy as np
 
 from sgtrick import _reticulate
 from sgtrick._executors import MainThreadExecutor
-from sgtrick._replies import Columns, Layout
+from sgtrick._hessians import HessianTimes
+from sgtrick._replies import Columns, Reply, Shape, ValueAndGradient, count_nonfinite, split_shapes
+
+
+class WrongUse(TypeError):  # noqa: N818 - reads as what it is, and is caught as a TypeError
+    """An engine that can work nowhere as it was declared: no failure that `on_error` rejects."""
 
 
 class Engine:
-    """A function of arrays, with its gradient in it or beside it, and how it is to be called.
+    """A function of arrays with its derivatives, in it or beside it, and how it is to be called.
 
     Attributes:
         dtype: What floating arguments are cast to.
-        calls: How often the function was called.
-        failures: How many of these calls raised.
+        calls: How often the function was called for a value and a gradient.
+        hess_calls: How often it was called for second derivatives.
+        failures: How many of all these calls raised.
+        nonfinite: For how many points the value, or an entry of the gradient, was not finite.
         seconds: Wall time of all evaluations together.
+        has_whole_hessian: Whether the function for second derivatives returns all of the Hessian.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        grad: Callable[..., Any] | None,
+        grad: Callable[..., Any] | None = None,
         *,
+        hessp: Callable[..., Any] | None = None,
+        hess: Callable[..., Any] | None = None,
         vectorized: bool,
+        broadcasts: bool = False,
         dtype: Any,
         executor: Any,
         on_error: Any,
     ) -> None:
+        """See `from_numpy`.
+
+        `broadcasts` says of a vectorized engine that it takes arguments that all members share with
+        batch dimensions of size 1; the others get views of the common batch shape.
+        """
+        if hessp is not None and hess is not None:
+            raise TypeError("Pass hessp or hess: either is enough for second derivatives.")
         self.dtype, self._instead = _floating(dtype), _number(on_error)
         self._functions = [_reticulate.as_engine(f) for f in (fn, grad) if f is not None]
-        self._vectorized, self._executor = vectorized, executor
-        _insist_on_executor(executor, self._functions)
-        self.calls, self.failures, self.seconds = 0, 0, 0.0
+        self._hessian = [_reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
+        self.has_whole_hessian = hess is not None
+        self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
+        _insist_on_executor(executor, [*self._functions, *self._hessian])
+        self.calls, self.hess_calls, self.failures, self.nonfinite = 0, 0, 0, 0
+        self.seconds = 0.0
         self._counting = threading.Lock()
         # TensorFlow calls from any thread, and most engines expect one call at a time. An executor
         # says how many it may be. The same thread may come again, from inside the engine.
@@ -49,125 +71,220 @@ class Engine:
         # One that does one thing at a time is given one: the engine may return the same buffer.
         self._at_once = executor is not None and not isinstance(executor, MainThreadExecutor)
 
-    def evaluate(self, layout: Layout, *arrays: Any) -> list[Any]:
+    def evaluate(self, reply: ValueAndGradient, *arrays: Any) -> list[Any]:
         """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
 
         Args:
-            layout: What the arrays are.
-            arrays: The leaves, all with the same batch dimensions in front.
+            reply: What the arrays are, and what has to come back.
+            arrays: The leaves, with equally many batch dimensions, which are broadcast.
         """
-        leaves = layout.incoming(arrays, self.dtype)
-        batch = layout.batch(leaves)
-        running: list[futures.Future[Any]] = []
+        return self._answer(_Asked(reply, self._functions, "calls"), arrays)
+
+    def hessian_times(self, reply: HessianTimes, *arrays: Any) -> list[Any]:
+        """Returns the products of the Hessian with a vector, by the leaves that have derivatives.
+
+        Args:
+            reply: What the arrays are, and what has to come back.
+            arrays: The leaves, and the vector's: one for each that has derivatives.
+        """
+        return self._answer(_Asked(reply, self._hessian, "hess_calls"), arrays)
+
+    @property
+    def has_hessian(self) -> bool:
+        """Whether the engine has second derivatives."""
+        return bool(self._hessian)
+
+    def _answer(self, asked: "_Asked", arrays: Sequence[Any]) -> list[Any]:
+        """The arrays for TensorFlow."""
         with self._turn:
             begin = time.perf_counter()
             try:
-                if self._vectorized and 0 not in batch:
-                    shapes = [batch, *[a.shape for a in leaves]]
-                    result = self._started(layout, leaves, running)
-                    parts = self._reply(layout, shapes, result, arrays)
-                else:
-                    parts = self._replies(layout, batch, leaves, arrays, running)
-                return layout.outgoing(parts)
+                return asked.reply.outgoing(self._parts(asked, arrays))
             finally:
-                for future in running:
+                for future in asked.running:
                     future.cancel()
                 with self._counting:
+                    setattr(self, asked.counter, getattr(self, asked.counter) + asked.calls)
+                    self.failures += asked.failures
+                    self.nonfinite += asked.nonfinite
                     self.seconds += time.perf_counter() - begin
 
-    def _replies(
+    def _parts(self, asked: "_Asked", arrays: Sequence[Any]) -> list[Any]:
+        """What came back for all members of the batch."""
+        reply = asked.reply
+        leaves = reply.incoming(arrays, self.dtype)
+        batch, events = split_shapes(leaves, reply.event_ndims)
+        if not self._vectorized or 0 in batch:
+            return self._by_member(asked, arrays, leaves, batch, events)
+        whole = leaves
+        if not self._broadcasts:
+            whole = [_broadcast(a, batch + e) for a, e in zip(leaves, events, strict=True)]
+        result = self._started(asked, whole)
+        try:
+            returned = self._returned(asked, result)
+        except _Failure as failure:
+            if self._instead is not None and math.prod(batch) > 1:
+                # One bad member must not reject the others. What failed may have changed `leaves`.
+                leaves = reply.incoming(arrays, self.dtype)
+                return self._by_member(asked, arrays, leaves, batch, events)
+            return self._failed(asked, failure, arrays, batch, events)
+        parts = reply.parts(returned, batch, events, whole)
+        columns = parts[:-1] if reply.has_aux else parts
+        asked.nonfinite = count_nonfinite(columns, batch)
+        for k, column in enumerate(columns):
+            if column is None:
+                parts[k] = np.full(reply.shapes(batch, events)[k], np.nan)
+        return parts
+
+    def _by_member(
         self,
-        layout: Layout,
-        batch: tuple[int, ...],
-        leaves: Sequence[Any],
+        asked: "_Asked",
         arrays: Sequence[Any],
-        running: list[futures.Future[Any]],
+        leaves: Sequence[Any],
+        batch: Shape,
+        events: Sequence[Shape],
     ) -> list[Any]:
-        """Calls the engine for each member of the batch, and joins what comes back."""
+        """Calls the engine for each member of the batch, and joins what comes back.
+
+        A vectorized engine is called with batches of one.
+        """
+        reply, one = asked.reply, (1,) * len(batch) if self._vectorized else ()
+        shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
+
+        def start(i: tuple[int, ...]) -> tuple[list[Any], Callable[[], Any]]:
+            member = [_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)]
+            return member, self._started(asked, member)
+
         places = list(itertools.product(*map(range, batch)))
-        results: Iterable[Callable[[], Any]]
-        results = (self._started(layout, _of(i, leaves), running) for i in places)
+        started: Iterable[tuple[Sequence[Any], Callable[[], Any]]] = map(start, places)
         if self._at_once:
-            results = list(results)
-        shapes = [(), *[a.shape[len(batch) :] for a in leaves]]
-        columns = Columns(layout, batch, leaves)
-        for i, result in zip(places, results, strict=True):
-            columns.put(i, self._reply(layout, shapes, result, arrays, i))
+            started = list(started)
+        columns = Columns(reply, batch, events, len(one))
+        for i, (member, result) in zip(places, started, strict=True):
+            try:
+                returned = self._returned(asked, result)
+            except _Failure as failure:
+                came = [_of(i, np.asarray(a), s) for a, s in zip(arrays, shared, strict=True)]
+                columns.put(i, self._failed(asked, failure, came, one, events), failed=True)
+            else:
+                columns.put(i, reply.parts(returned, one, events, member))
+        asked.nonfinite = columns.nonfinite()
         return columns.joined()
 
-    def _reply(
-        self,
-        layout: Layout,
-        shapes: Sequence[tuple[int, ...]],
-        result: Callable[[], Any],
-        arrays: Sequence[Any],
-        i: tuple[int, ...] = (),
-    ) -> list[Any]:
-        """The parts of what comes back of one call.
+    def _returned(self, asked: "_Asked", result: Callable[[], Any]) -> Any:
+        """What comes back of one call.
 
         Args:
-            layout: What it has to be.
-            shapes: Of the value and of the leaves in this call.
+            asked: What it is a call for.
             result: Makes the call, or waits for the executor.
-            arrays: The leaves of all members as they came, for errors.
-            i: Which member it is.
+
+        Raises:
+            _Failure: The engine raised.
+            RuntimeError: There is no answer from the executor.
         """
-        with self._counting:
-            self.calls += 1
+        asked.calls += 1
         try:
-            returned = result()
-        except _reticulate.WrongThreadError:
-            raise  # no failure of the engine, which was not called
+            return result()
+        except (_reticulate.WrongThreadError, WrongUse):
+            raise  # no failure of the engine at this point: it could not be called, or never works
         except Exception as error:
             lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
             if lost and self._executor is not None:
-                raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
-            with self._counting:
-                self.failures += 1
-            if self._instead is None:
-                came = _of(i, [np.asarray(a) for a in arrays])
-                raise RuntimeError(_failed(layout, came, error)) from error
-            return layout.instead(self._instead, shapes)
-        return layout.parts(returned, shapes)
+                raise RuntimeError(_lost(asked.reply.name, error)) from error
+            raise _Failure from error
 
-    def _started(
-        self, layout: Layout, member: Sequence[Any], running: list[futures.Future[Any]]
-    ) -> Callable[[], Any]:
+    def _failed(
+        self,
+        asked: "_Asked",
+        failure: "_Failure",
+        member: Sequence[Any],
+        batch: Shape,
+        events: Sequence[Shape],
+    ) -> list[Any]:
+        """The parts in the place of those of a call that failed, or the error."""
+        asked.failures += 1
+        error = failure.__cause__
+        assert error is not None
+        if self._instead is None:
+            raise RuntimeError(_message(asked.reply, member, error)) from error
+        return asked.reply.instead(self._instead, batch, events)
+
+    def _started(self, asked: "_Asked", leaves: Sequence[Any]) -> Callable[[], Any]:
         """Starts a call if there is an executor; returns what gives its result."""
-        own = [member]
-        if len(self._functions) > 1:  # neither sees what the other does to its arguments
-            own.append([a.copy() for a in member])
+        own = [leaves]
+        if len(asked.functions) > 1:  # neither sees what the other does to its arguments
+            own.append([a.copy() if a.flags.writeable else a for a in leaves])
         calls: list[Callable[[], Any]] = []
-        for f, leaves in zip(self._functions, own, strict=True):
+        for f, member in zip(asked.functions, own, strict=True):
+            arguments = asked.reply.arguments(member)
             if self._executor is None:
-                calls.append(partial(f, *layout.pack(leaves)))
+                calls.append(partial(f, *arguments))
             else:
-                running.append(self._submitted(layout, f, leaves))
-                calls.append(running[-1].result)
+                asked.running.append(self._submitted(asked.reply.name, f, arguments))
+                calls.append(asked.running[-1].result)
         return calls[0] if len(calls) == 1 else lambda: tuple(call() for call in calls)
 
-    def _submitted(self, layout: Layout, f: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def _submitted(self, name: str, f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         try:
-            return self._executor.submit(f, *layout.pack(leaves))
+            return self._executor.submit(f, *arguments)
         except Exception as error:
-            raise RuntimeError(_LOST.format(layout.name, _said(error))) from error
+            raise RuntimeError(_lost(name, error)) from error
 
 
-def _of(i: tuple[int, ...], leaves: Sequence[Any]) -> list[Any]:
-    """What the engine gets for member `i`: arrays, also where they have no dimensions."""
-    return [a[(*i, ...)] for a in leaves]
+class _Asked:
+    """What an engine is asked for once, whom to call for it, and what came of it."""
+
+    def __init__(self, reply: Reply, functions: Sequence[Callable[..., Any]], counter: str) -> None:
+        self.reply, self.functions, self.counter = reply, functions, counter
+        self.running: list[futures.Future[Any]] = []
+        self.calls, self.failures, self.nonfinite = 0, 0, 0
 
 
-_LOST = (
-    "{} got no answer from its executor: {}. A worker has died or could not load the engine, the "
-    "engine cannot be sent to it, or the executor is shut down."
-)
+class _Failure(Exception):  # noqa: N818 - never seen by callers
+    """An engine raised: `__cause__`."""
 
 
-def _failed(layout: Layout, member: Sequence[Any], error: Exception) -> str:
+def _broadcast(a: Any, shape: Shape) -> Any:
+    """`a`, or a view of it that takes no memory and cannot be written to."""
+    return a if a.shape == shape else np.broadcast_to(a, shape)
+
+
+def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
+    """What the engine gets of a leaf for member `i`: an array, also where it has no dimensions.
+
+    What members share is copied, so that each may change its own. `ones` is how many dimensions
+    come in front, as a batch of one.
+    """
+    if shared:
+        i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
+    own = a[(*i, ...)]
+    own = own.copy() if shared else own
+    return own.reshape((1,) * ones + own.shape) if ones else own
+
+
+def _lost(name: str, error: BaseException) -> str:
+    """What is said when there is no answer from an executor."""
+    why = (
+        "A worker has died or could not load the engine, the engine cannot be sent to it, or the "
+        "executor is shut down."
+    )
+    trace = str(error.__cause__)  # what the pool could not make of an answer
+    if "loads(" in trace:
+        said = [line for line in trace.splitlines() if line.strip("' ")][-1]
+        why = (
+            f"{said}. It lost the pool since an exception, or a reply, could be pickled by the "
+            "worker but not unpickled here. Let the engine raise one of Python's own, such as "
+            "ArithmeticError(str(error))."
+        )
+    return f"{name} got no answer from its executor: {_said(error).rstrip('.')}. {why}"
+
+
+def _message(reply: Reply, member: Sequence[Any], error: BaseException) -> str:
     show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
-    given = [f"\n  {path} = {show(a)}" for path, a in zip(layout.paths, member, strict=True)]
-    return f"{layout.name} raised {_said(error)}{''.join(given)}"
+    given = [
+        f"\n  {path} = {show(np.asarray(a))}" for path, a in zip(reply.paths, member, strict=True)
+    ]
+    return f"{reply.name} raised {_said(error)}{''.join(given)}"
 
 
 def _said(error: BaseException) -> str:

@@ -1,18 +1,17 @@
 """Functions of other frameworks, which derive their gradients themselves, as host engines."""
 
-import functools
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
 from sgtrick import _arguments
-from sgtrick._host import HostFunction, from_numpy
+from sgtrick._derived import Derived, Framework
+from sgtrick._host import Derivatives, HostFunction, Options
 
 
 def from_torch(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | None = None,
     *,
     event_ndims: Any = 1,
     vectorized: bool = True,
@@ -21,7 +20,7 @@ def from_torch(
     executor: Any = None,
     on_error: Any = "raise",
     name: str | None = None,
-) -> HostFunction:
+) -> Any:
     """Brings a function of PyTorch into TensorFlow; its gradient comes from PyTorch's autograd.
 
         >>> import tensorflow as tf
@@ -34,11 +33,12 @@ def from_torch(
 
     Args:
         fn: From `torch.Tensor`s without batch dimensions to a scalar tensor, or to `(scalar, aux)`.
-            The tensors are on the CPU; it may move them.
+            The tensors are on the CPU; it may move them. Without `fn`, a decorator is returned.
         event_ndims: As in `from_numpy`.
         vectorized: Whether a batch is evaluated in one call, by `torch.func.vmap`. False for
             functions that this cannot take, for example with control flow that hangs on values:
-            they are called for one member after the other.
+            they are called for one member after the other. An argument that members share is not
+            copied.
         has_aux: As in `from_numpy`.
         dtype: The floating dtype of the tensors that `fn` gets.
         executor: As in `from_numpy`, of threads: what is sent to processes must be a function of a
@@ -47,44 +47,29 @@ def from_torch(
         name: As in `from_numpy`.
 
     Returns:
-        What `from_numpy` returns. Arguments that are not floating, or of which a leaf is not, are
-        constants for PyTorch.
+        What `from_numpy` returns. Leaves that are not floating are constants for PyTorch. Products
+        with the Hessian are exact, and computed only when asked for.
 
     Raises:
-        ImportError: PyTorch is not installed: `pip install sgtrick[torch]`.
+        ImportError: PyTorch is not installed; the message has the command that installs it.
 
-    And what `from_numpy` raises. Value and gradient come from one pass, by
+    And what `from_numpy` raises; a `TypeError`, whatever `on_error` is, for functions that can work
+    nowhere: that return no scalar tensor, or cut the value off from an argument (`.item()`,
+    `.detach()`, `torch.no_grad()`). Value and gradient come from one pass, by
     `torch.func.grad_and_value`; only arrays cross the boundary.
     """
-    import torch
+    _import("torch", "PyTorch", "from_torch")
+    from sgtrick._torch import Torch
 
-    def to_tensors(args: Any) -> Any:
-        return tf.nest.map_structure(torch.from_numpy, args)
-
-    def to_arrays(results: Any) -> Any:
-        return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), results)
-
-    def one_pass(argnums: tuple[int, ...], batch_ndims: int) -> Callable[..., Any]:
-        f = torch.func.grad_and_value(fn, argnums, has_aux)
-        for _ in range(batch_ndims):
-            f = torch.func.vmap(f)
-        return lambda *args: f(*args)[::-1]
-
-    engine = _engine(fn, event_ndims, one_pass, to_tensors, to_arrays)
-    return from_numpy(
-        engine,
-        event_ndims=event_ndims,
-        vectorized=vectorized,
-        has_aux=has_aux,
-        dtype=dtype,
-        executor=executor,
-        on_error=on_error,
-        name=name,
-    )
+    options = Options(
+        vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,
+        event_ndims=event_ndims, has_aux=has_aux, name=name, broadcasts=True,
+    )  # fmt: skip
+    return _form(fn, Torch(), options)
 
 
 def from_jax(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | None = None,
     *,
     event_ndims: Any = 1,
     vectorized: bool = True,
@@ -92,8 +77,9 @@ def from_jax(
     dtype: Any = "float64",
     executor: Any = None,
     on_error: Any = "raise",
+    jit: bool = True,
     name: str | None = None,
-) -> HostFunction:
+) -> Any:
     """Brings a function of JAX into TensorFlow; its gradient comes from `jax.value_and_grad`.
 
         >>> import tensorflow as tf
@@ -106,99 +92,58 @@ def from_jax(
 
     Args:
         fn: From `jax.Array`s without batch dimensions to a scalar, or to `(scalar, aux)`. It is
-            compiled by `jax.jit`, once for each shape.
+            compiled by `jax.jit`, once for each shape. Without `fn`, a decorator is returned.
         event_ndims: As in `from_numpy`.
         vectorized: Whether a batch is evaluated in one call, by `jax.vmap`; else `fn` is called
-            for one member after the other.
+            for one member after the other. An argument that members share is not copied.
         has_aux: As in `from_numpy`.
-        dtype: The floating dtype of the arrays that `fn` gets. With float64 JAX's 64-bit mode is
-            on while `fn` runs, and only then.
+        dtype: The floating dtype of the arrays that `fn` gets. JAX's 64-bit mode is on while `fn`
+            runs with an argument of 64 bits, integers included; else it is as it was.
         executor: As in `from_numpy`, threads.
         on_error: As in `from_numpy`.
+        jit: Whether `fn` is compiled by `jax.jit`. False for functions that cannot be traced, say
+            with an `if` that hangs on values; they also need `vectorized=False`.
         name: As in `from_numpy`.
 
     Returns:
-        What `from_numpy` returns. Arguments that are not floating, or of which a leaf is not, are
-        constants for JAX.
+        What `from_numpy` returns. Leaves that are not floating are constants for JAX. Products with
+        the Hessian are exact, forward over reverse, and computed only when asked for.
 
     Raises:
-        ImportError: JAX is not installed: `pip install sgtrick[jax]`.
+        ImportError: JAX is not installed; the message has the command that installs it.
 
-    And what `from_numpy` raises. Only arrays cross the boundary.
+    And what `from_numpy` raises; a `TypeError`, whatever `on_error` is, for functions that cannot
+    be traced or return no scalar. Only arrays cross the boundary.
     """
-    import jax
-    import jax.experimental
+    _import("jax", "JAX", "from_jax")
+    from sgtrick._jax import Jax
 
-    # Where it has been since JAX 0.8, and where it was before.
-    enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
-    wide = np.dtype(getattr(dtype, "as_numpy_dtype", dtype)).itemsize == 8
-
-    def one_pass(argnums: tuple[int, ...], batch_ndims: int) -> Callable[..., Any]:
-        f = jax.value_and_grad(fn, argnums, has_aux)
-        for _ in range(batch_ndims):
-            f = jax.vmap(f)
-        f = jax.jit(f)
-
-        def in_width(*args: Any) -> Any:
-            with enable_x64(wide):
-                return f(*args)
-
-        return in_width
-
-    def to_arrays(results: Any) -> Any:
-        return tf.nest.map_structure(np.asarray, results)
-
-    engine = _engine(fn, event_ndims, one_pass, lambda args: args, to_arrays)
-    return from_numpy(
-        engine,
-        event_ndims=event_ndims,
-        vectorized=vectorized,
-        has_aux=has_aux,
-        dtype=dtype,
-        executor=executor,
-        on_error=on_error,
-        name=name,
-    )
+    options = Options(
+        vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,
+        event_ndims=event_ndims, has_aux=has_aux, name=name, broadcasts=True,
+    )  # fmt: skip
+    return _form(fn, Jax(jit=jit), options)
 
 
-def _engine(
-    fn: Callable[..., Any],
-    event_ndims: Any,
-    one_pass: Callable[[tuple[int, ...], int], Callable[..., Any]],
-    to_framework: Callable[[Any], Any],
-    to_arrays: Callable[[Any], Any],
-) -> Any:
-    """An engine for `from_numpy` of a framework's value and gradient.
+def _form(fn: Callable[..., Any] | None, framework: Framework, options: Options) -> Any:
+    """The host function, or without `fn` a decorator."""
 
-    Args:
-        fn: The function of one member.
-        event_ndims: As in `from_numpy`.
-        one_pass: Makes, for the arguments by which to differentiate and for a number of batch
-            dimensions, a function that returns `(value, gradients)`.
-        to_framework: From arrays.
-        to_arrays: From whatever the framework returns.
-    """
-    one_pass = functools.cache(one_pass)
+    def make(functions: Derivatives) -> Derivatives:
+        name = options.name or _arguments.name_of(functions.fn)
+        derived = Derived(functions.fn, framework, options.event_ndims, options.has_aux, name)
+        return Derivatives(derived.evaluate, hessp=derived.hessian_times)
 
-    def engine(*args: Any) -> Any:
-        leaves = tf.nest.flatten(args)
-        batch_ndims = leaves[0].ndim - tf.nest.flatten(event_ndims)[0] if leaves else 0
-        argnums = tuple(
-            i
-            for i, arg in enumerate(args)
-            if all(leaf.dtype.kind == "f" for leaf in tf.nest.flatten(arg))
-        )
-        if not argnums:
-            raise TypeError(
-                "No argument is of a floating dtype, so there is no gradient to derive. Pass one "
-                "as a float, or call the function itself."
-            )
-        value, gradients = to_arrays(one_pass(argnums, batch_ndims)(*to_framework(args)))
-        found = dict(zip(argnums, gradients, strict=True))
-        by_argument = [
-            found[i] if i in found else tf.nest.map_structure(lambda _: None, arg)
-            for i, arg in enumerate(args)
-        ]
-        return value, by_argument[0] if len(args) == 1 else tuple(by_argument)
+    if fn is None:
+        return lambda fn: HostFunction(Derivatives(fn), options, make)
+    return HostFunction(Derivatives(fn), options, make)
 
-    return _arguments.imitate(engine, fn)
+
+def _import(package: str, framework: str, form: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"{form} needs {framework}, which is not installed for {sys.executable}. The extra "
+            f"sgtrick[{package}] brings it, or alone: {sys.executable} -m pip install {package}",
+            name=package,
+        ) from error

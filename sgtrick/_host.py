@@ -1,24 +1,28 @@
 """Host engines: functions of NumPy arrays with their gradients, as functions of tensors."""
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util  # the only place that knows of XLA
 
 from sgtrick import _arguments, _foreign, _leaves, _shapes
 from sgtrick._core import embedding
+from sgtrick._core.hessian import symmetric
 from sgtrick._engine import Engine
+from sgtrick._host_call import HostCall
 from sgtrick._replies import Layout, too_few_dimensions
 
 
 def from_numpy(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | None = None,
     *,
     grad: Callable[..., Any] | None = None,
+    hessp: Callable[..., Any] | None = None,
+    hess: Callable[..., Any] | None = None,
     event_ndims: Any = 1,
     vectorized: bool = False,
     has_aux: bool = False,
@@ -26,7 +30,7 @@ def from_numpy(
     executor: Any = None,
     on_error: Any = "raise",
     name: str | None = None,
-) -> "HostFunction":
+) -> Any:
     """Brings a function of NumPy arrays and its gradient into TensorFlow.
 
     For log densities, losses and simulators that live outside TensorFlow: solvers, Stan, compiled
@@ -58,16 +62,26 @@ def from_numpy(
             `value` is one number; `gradient` has the shape and structure of the argument, for
             several arguments it is a tuple with one for each. Arguments that have no derivatives
             (int, bool, string) have None there. None for a floating argument means that its
-            gradient is not known: NaN, for whoever asks for it.
+            gradient is not known: NaN, for whoever asks for it. Masked entries count as NaN.
+            Without `fn`, `from_numpy` returns a decorator: `@sgtrick.from_numpy(event_ndims=0)`.
+            Functions in a class are methods there.
         grad: The gradient, as a function of its own with the same arguments; `fn` then returns the
             value alone. Both are called in each evaluation, whether or not the gradient is used.
+        hessp: For second derivatives, `hessp(*arrays, v)`, which returns the Hessian times `v`.
+            For one argument `v` and the product have its shape and structure, for several they are
+            tuples, with None for those that have no derivatives. It is called only when a second
+            derivative is asked for. A method, where `fn` is one; so are `grad` and `hess`.
+        hess: In its place, `hess(*arrays)`, which returns the Hessian as `jax.hessian` does: for
+            one array of shape `E` an array `E + E`, for structures and several arguments a
+            structure of structures. None stands for a block that is not known.
         event_ndims: How many trailing dimensions of an argument belong to one call of the engine:
             an int for all, or a tuple with one for each argument, which is an int or, for an
             argument that is a structure, a structure of ints. All dimensions before are batch. The
             batch shapes of the arguments are broadcast against each other.
         vectorized: Whether the engine takes all members of a batch in one call: arguments
-            `[batch..., event...]`, a value `[batch...]`, and gradients like the arguments. Without,
-            it is called for one member after the other.
+            `[batch..., event...]`, a value `[batch...]`, and gradients like the arguments. An
+            argument that members share is a view that takes no memory and cannot be written to.
+            Without, the engine is called for one member after the other.
         has_aux: Whether the engine returns `((value, aux), gradient)`, or with `grad` `(value,
             aux)`. `aux` is an array of real numbers, of the same shape for all members of a batch;
             where all of a batch failed, one NaN for each.
@@ -76,26 +90,30 @@ def from_numpy(
             threads, processes, or `dask.distributed`'s `Client.get_executor()`. Draws do not
             depend on it. Processes and clusters need an engine that can be pickled.
         on_error: `"raise"`, or a number which is the value, with zero gradient, wherever the engine
-            raises an exception. `-np.inf` makes a sampler reject. A reply of a wrong form, and the
-            loss of an executor, always raise.
+            raises an exception. `-np.inf` makes a sampler reject. Where a vectorized engine raises,
+            it is called again with batches of one, to find out for which members. Where `hessp` or
+            `hess` raises, second derivatives are NaN. A reply of a wrong form, and the loss of an
+            executor, always raise.
         name: Prefix of the ops, and what errors call the engine; by default its own name.
 
     Returns:
         A function of tensors, arrays or numbers, or structures of them, that returns the value as a
         tensor `[batch...]`, or `(value, aux)` with `aux` of `dtype`, `[batch..., ...]`. Value and
         gradients have the dtype of their arguments, the value the widest of these. Static shapes
-        are those of the arguments. `calls`, `failures` and `seconds` count calls of the engine,
-        those that raised, and the wall time of all. Second derivatives are
+        are those of the arguments. It counts: `calls` of the engine, `hess_calls` of `hessp` or
+        `hess`, `failures`, calls that raised; `nonfinite`, points whose value or gradient was not
+        finite; and `seconds`, the wall time of all. Second derivatives are
         unconnected, and incomplete in nonlinear functions of the result.
 
         Without an executor, one call is made at a time, from whichever threads TensorFlow calls;
-        the counters are exact. No call is made for an empty batch. `tf.vectorized_map` calls for
-        one member after the other.
+        the counters are exact. No call is made for an empty batch. What `tf.vectorized_map` maps
+        over is batch, too.
 
     Raises:
         TypeError: An argument that cannot be converted or is complex, a `dtype` that is not
-            floating, an executor that is none, an engine that cannot be sent to it, or (when
-            called) a reply without a gradient or of something other than real numbers.
+            floating, an executor that is none, an engine that cannot be sent to it, both of `hessp`
+            and `hess`, or (when called) a reply without a gradient or of something other than real
+            numbers.
         ValueError: Shapes that do not broadcast, wrong `event_ndims` or `on_error`, or (when
             called) a reply of a wrong shape or structure. In graphs what is raised when called
             arrives as a `tf.errors.OpError` with the same message.
@@ -106,28 +124,123 @@ def from_numpy(
 
     The embedding is that of `custom_gradient`, `value + <stop(gradient), x - stop(x)>`.
     """
-    name = name or _arguments.name_of(fn)
-    engine = Engine(
-        fn,
-        grad,
-        vectorized=vectorized,
-        dtype=dtype,
-        executor=executor,
-        on_error=on_error,
-    )
-    return HostFunction(fn, engine, event_ndims, has_aux, name)
+    options = Options(
+        vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,
+        event_ndims=event_ndims, has_aux=has_aux, name=name,
+    )  # fmt: skip
+    if fn is None:
+        return lambda fn: HostFunction(Derivatives(fn, grad, hessp, hess), options)
+    return HostFunction(Derivatives(fn, grad, hessp, hess), options)
+
+
+class Derivatives(NamedTuple):
+    """A function of arrays and what is known of its derivatives; None where there is nothing."""
+
+    fn: Any
+    grad: Any = None
+    hessp: Any = None
+    hess: Any = None
+
+    def of(self, instance: Any, owner: Any) -> "Derivatives":
+        """The same as methods of `instance`."""
+        # Of the type, for a method that is bound already has the __get__ of its function.
+        bind = (f.__get__(instance, owner) if hasattr(type(f), "__get__") else f for f in self)
+        return Derivatives(*bind)
+
+
+class Options(NamedTuple):
+    """How the engine is to be called: the arguments of `from_numpy` by these names."""
+
+    vectorized: bool
+    dtype: Any
+    executor: Any
+    on_error: Any
+    event_ndims: Any
+    has_aux: bool
+    name: str | None
+    broadcasts: bool = False  # as of an Engine
 
 
 class HostFunction:
     """A function whose value and gradient are computed outside TensorFlow; made by `from_numpy`."""
 
     def __init__(
-        self, fn: Callable[..., Any], engine: Engine, event_ndims: Any, has_aux: bool, name: str
+        self,
+        functions: Derivatives,
+        options: Options,
+        make: Callable[[Derivatives], Derivatives] = lambda functions: functions,
+        bound_to: tuple[Any, str] | None = None,
     ) -> None:
+        """See `from_numpy`.
+
+        `make` makes functions of arrays of what the caller gave. `bound_to` is for methods: the
+        object, and the name of the attribute of its class.
+        """
+        if isinstance(functions.fn, staticmethod):
+            functions = functions._replace(fn=functions.fn.__func__)
+            self._is_method = False
+        else:
+            self._is_method = bound_to is None
+        self._functions, self._options, self._make = functions, options, make
+        self._bound_to, self._of_classes = bound_to, dict[type, HostFunction]()
+        fn = functions.fn.__func__ if isinstance(functions.fn, classmethod) else functions.fn
         _arguments.imitate(self, fn)
+        self._attribute = _arguments.name_of(fn)
         self._signature = _arguments.signature_of(fn)
-        self._engine, self._event_ndims = engine, event_ndims
-        self._has_aux, self._name = has_aux, name
+        self._event_ndims, self._has_aux = options.event_ndims, options.has_aux
+        self._name = options.name or _arguments.name_of(fn)
+        made = make(functions._replace(fn=fn))
+        self._engine = Engine(
+            *(made.fn, made.grad),
+            hessp=made.hessp,
+            hess=made.hess,
+            vectorized=options.vectorized,
+            broadcasts=options.broadcasts,
+            dtype=options.dtype,
+            executor=options.executor,
+            on_error=options.on_error,
+        )
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Learns of which attribute of a class this is the function."""
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> "HostFunction":
+        """The function as a method of `instance`, always the same one: it counts its own calls."""
+        of_class = isinstance(self._functions.fn, classmethod)
+        if of_class:
+            instance = owner
+        if instance is None or not self._is_method:
+            return self
+        cache: dict[Any, Any]
+        key: Any
+        if isinstance(instance, type):
+            cache, key = self._of_classes, instance
+        else:  # in the object itself, so that it lives as long; those with slots have no place
+            cache, key = getattr(instance, "__dict__", {}), f"_sgtrick_{self._attribute}"
+        found: HostFunction | None = cache.get(key)
+        # A copy of an object has what was kept in the other.
+        if found is None or found._bound_to is None or found._bound_to[0] is not instance:
+            functions = self._functions.of(None if of_class else instance, owner)
+            if functions.fn is self._functions.fn:
+                return self  # callable, but no function that becomes a method
+            bound_to = instance, self._attribute
+            found = cache[key] = HostFunction(functions, self._options, self._make, bound_to)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HostFunction":
+        """A function with counters of its own, of a copy of the engine; the executor is shared."""
+        if self._bound_to is not None:
+            instance, attribute = self._bound_to
+            return getattr(copy.deepcopy(instance, memo), attribute)  # type: ignore[no-any-return]
+        functions = Derivatives(*copy.deepcopy(tuple(self._functions), memo))
+        return HostFunction(functions, self._options, self._make)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Methods are pickled by their names, as Python's own: objects that hold them can be."""
+        if self._bound_to is not None:
+            return getattr, self._bound_to
+        return super().__reduce_ex__(protocol)
 
     @property
     def calls(self) -> int:
@@ -135,14 +248,47 @@ class HostFunction:
         return self._engine.calls
 
     @property
+    def hess_calls(self) -> int:
+        """How often `hessp` or `hess` was called."""
+        return self._engine.hess_calls
+
+    @property
     def failures(self) -> int:
-        """How many of the calls raised an exception."""
+        """How many of the calls raised an exception.
+
+        Where a vectorized engine was called again to find out for which members it raises, the
+        members are counted.
+        """
         return self._engine.failures
+
+    @property
+    def nonfinite(self) -> int:
+        """For how many points the value or the gradient that came back was not finite.
+
+        Neither failures nor gradients that are not known are counted.
+        """
+        return self._engine.nonfinite
 
     @property
     def seconds(self) -> float:
         """Wall time of all evaluations in seconds, waiting for an executor included."""
         return self._engine.seconds
+
+    def __repr__(self) -> str:
+        """The name, the options that differ from the usual ones, and the counts."""
+        usual = Options(False, "float64", None, "raise", 1, False, None)
+        stated = [
+            f"{key}={value!r}"
+            for key, value in self._options._asdict().items()
+            if value is not getattr(usual, key) and value != getattr(usual, key)
+        ]
+        given = self._functions._asdict()
+        stated += [key for key in ("grad", "hessp", "hess") if given[key] is not None]
+        counts = (
+            f"{self.calls} calls, {self.hess_calls} for second derivatives, {self.failures} "
+            f"failures, {self.nonfinite} not finite, {self.seconds:.3g} s"
+        )
+        return f"<host engine {', '.join([self._name, *stated])}: {counts}>"
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,32 +298,51 @@ class HostFunction:
             _foreign.refuse_tensors(self._name, name, argument)
         # Scopes begin with an ASCII letter or digit, and names may begin with "_" or be Greek.
         with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
-            flat = [
-                leaf
-                for name, arg, ndims in zip(names, args, self._by_argument(names), strict=True)
-                for leaf in _with_event_ndims(name, arg, ndims)
-            ]
-            paths, event_ndims = [path for path, _, _ in flat], [ndims for _, _, ndims in flat]
-            xs, dtypes, value_dtype = _tensors(flat, self._engine.dtype)
-            xs, batch = _broadcast(xs, event_ndims, paths)
-            aux_dtype = self._engine.dtype if self._has_aux else None
-            layout = Layout(self._name, args, paths, event_ndims, dtypes, value_dtype, aux_dtype)
-            value, *gradients = _call_host(self._engine, layout, xs)
+            call, xs, hosted, batch = self._prepared(args, names)
+            layout = call.layout
+            value, *gradients = call.evaluate(hosted)
             value.set_shape(batch)
             aux = gradients.pop() if self._has_aux else None
             leaves = []
-            for x, path, ndims, dtype in zip(xs, paths, event_ndims, dtypes, strict=True):
+            for x, path, ndims, dtype in zip(
+                xs, layout.paths, layout.event_ndims, layout.dtypes, strict=True
+            ):
                 if dtype is not None:
                     gx = gradients.pop(0)
                     gx.set_shape(x.shape)
                     batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
                     leaves.append(_leaves.Leaf(path, x, gx, batch_ndims))
-            y = embedding.embed_constant(self._name, value, leaves, _NO_HESSIAN.format(self._name))
+            hessian: Any = _NO_HESSIAN.format(self._name)
+            if self._engine.has_hessian:
+                points = [leaf.x for leaf in leaves]
+                hessian = symmetric(self._name, call.hessian_times, hosted, points)
+            y = embedding.embed_constant(self._name, value, leaves, hessian)
         return (y, aux) if self._has_aux else y
 
     def get_config(self) -> NoReturn:
         """Called by Keras where it stores a model; it would store what it cannot load."""
         raise _foreign.not_stored(self._name)
+
+    def _prepared(
+        self, args: tuple[Any, ...], names: Sequence[str]
+    ) -> tuple[HostCall, list[Any], list[Any], Any]:
+        """What is called, the leaves as points and as the host gets them, and the batch shape.
+
+        The points have the batch shape of the value. The host broadcasts by itself what members
+        share, so it gets that once.
+        """
+        flat = [
+            leaf
+            for name, arg, ndims in zip(names, args, self._by_argument(names), strict=True)
+            for leaf in _with_event_ndims(name, arg, ndims)
+        ]
+        paths, event_ndims = [path for path, _, _ in flat], [ndims for _, _, ndims in flat]
+        xs, dtypes, value_dtype = _tensors(flat, self._engine.dtype)
+        points, batch = _broadcast(xs, event_ndims, paths)
+        aux_dtype = self._engine.dtype if self._has_aux else None
+        layout = Layout(self._name, args, paths, event_ndims, dtypes, value_dtype, aux_dtype)
+        hosted = points if batch.rank is None else _padded(xs, event_ndims, batch.rank)
+        return HostCall(self._engine, layout), points, hosted, batch
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,18 +371,24 @@ class HostFunction:
 
     def _by_argument(self, names: Sequence[str]) -> Sequence[Any]:
         """`event_ndims`, one for each argument."""
-        if not isinstance(self._event_ndims, (tuple, list)):
-            return [self._event_ndims] * len(names)
-        if len(self._event_ndims) != len(names):
+        stated = self._event_ndims
+        if not isinstance(stated, (tuple, list)):
+            return [stated] * len(names)
+        parameters = self._signature.parameters if self._signature else ()
+        # What a call leaves out is at the end, and has a default.
+        left_out = len(names) < len(stated) <= len(parameters)
+        if len(stated) != len(names) and not left_out:
             raise ValueError(
-                f"event_ndims={self._event_ndims} must have one entry for each of the "
-                f"{len(names)} arguments ({', '.join(names)}), or be an int for all."
+                f"event_ndims={stated} must have one entry for each of the {len(names)} arguments "
+                f"({', '.join(names)}), or be an int for all."
             )
-        return self._event_ndims
+        return stated[: len(names)]
 
 
 _NO_HESSIAN = (
-    "A second derivative of {0} was asked for, an engine that returns a value and a gradient."
+    "A second derivative of {0} was asked for, whose engine gives a value and a gradient. Pass "
+    "hessp=, a function of (*arrays, v) that returns the Hessian times v, or hess=, a function of "
+    "(*arrays) that returns the Hessian; from_jax and from_torch have both."
 )
 
 
@@ -309,6 +480,15 @@ def _broadcast(
     return out, batch
 
 
+def _padded(xs: Sequence[Any], event_ndims: Sequence[int], batch_ndims: int) -> list[Any]:
+    """The tensors with that many batch dimensions, those that lack being of size 1."""
+    padded = []
+    for x, n in zip(xs, event_ndims, strict=True):
+        lacking = batch_ndims + n - x.shape.rank
+        padded.append(x[(tf.newaxis,) * lacking + (...,)] if lacking else x)
+    return padded
+
+
 def _with_event(x: Any, event_ndims: int, path: str) -> Any:
     """Returns `x`, checked to have at least these dimensions: in graphs when they are run."""
     if x.shape.rank is not None:
@@ -320,60 +500,3 @@ def _with_event(x: Any, event_ndims: int, path: str) -> Any:
 def _front(x: Any, event_ndims: int) -> Any:
     """The static batch shape."""
     return x.shape if x.shape.rank is None else x.shape[: x.shape.rank - event_ndims]
-
-
-def _call_host(engine: Engine, layout: Layout, xs: Sequence[Any]) -> list[Any]:
-    """Values, gradients and perhaps aux, as tensors without a derivative."""
-    evaluate = functools.partial(engine.evaluate, layout)
-    if tf.executing_eagerly():
-        return [tf.convert_to_tensor(out) for out in evaluate(*(x.numpy() for x in xs))]
-    graph = tf.compat.v1.get_default_graph()
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
-        raise NotImplementedError(
-            f"{layout.name} calls the host, which XLA cannot compile. Leave jit_compile=True away, "
-            "or put it on functions that do not call the engine; for a Keras model, "
-            "compile(jit_compile=False)."
-        )
-    _forbid_saving(graph)
-    # Forward accumulators cannot follow what comes, and need not.
-    xs = [tf.stop_gradient(x) for x in xs]
-    with tf.device("CPU:0"):  # it has no other kernel, and soft placement may be switched off
-        xs = [_at_leisure(x) for x in xs]
-        # A pure function: under vectorized_map a stateful one is called once too often.
-        return list(
-            tf.numpy_function(evaluate, xs, layout.outputs, stateful=False, name="host_call")
-        )
-
-
-def _at_leisure(x: Any) -> Any:
-    """Returns `x` some ops later, when what else became ready with it has been run.
-
-    TensorFlow runs an op that takes long where it stands if nothing else is ready. Otherwise it
-    wakes another thread for it, which can take longer than the engine. Ops are run in the order in
-    which they get ready, and a loop passes `x` on to its next turn in four.
-    """
-    for _ in range(6):
-        x = tf.ensure_shape(x, x.shape)  # grappler would remove an identity
-    return x
-
-
-def _forbid_saving(graph: Any) -> None:
-    """Makes `tf.saved_model.save` refuse the function that is being traced.
-
-    It would store the name of a callback of this process. What it cannot store, it says by name, is
-    a resource that no object of the model holds.
-    """
-    with tf.init_scope():
-        if tf.executing_eagerly() and hasattr(graph, "capture"):
-            graph.capture(_unsavable())
-
-
-@functools.cache
-def _unsavable() -> Any:
-    reason = (
-        "A host engine (from_numpy, from_torch, from_jax) cannot be stored in a SavedModel: it is "
-        "Python code of this process. Store the parameters instead."
-    )
-    handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=reason)
-    handle._parent_trackable = lambda: None  # else TensorFlow searches all of memory for a parent
-    return handle

@@ -176,7 +176,9 @@ def _solved(
     equation: _Equation, x: Any, thetas: list[Any], captured: list[Any], reads: list[Any]
 ) -> Any:
     """The root `x`, as a function of all that the equation is made of."""
-    captured = [t if t.dtype in (tf.resource, tf.variant) else _tensorflow.here(t) for t in captured]
+    captured = [
+        t if t.dtype in (tf.resource, tf.variant) else _tensorflow.here(t) for t in captured
+    ]
     x, thetas = _tensorflow.here(x), list(map(_tensorflow.here, thetas))
     floating = [t for t in captured if _leaves.is_differentiable(t.dtype)]
     inputs = [*thetas, *floating, *reads]

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick import _shapes
+
+Shape = tuple[int, ...]
 
 
 class Layout:
@@ -19,6 +21,7 @@ class Layout:
         event_ndims: How many dimensions of each leaf belong to one call.
         dtypes: Of the gradients by leaf; None for a leaf that has no derivatives.
         has_aux: Whether there is something beside the value.
+        gradient_dtypes: The same without None.
         outputs: The dtypes of what comes back: value, gradients of leaves with derivatives, aux.
     """
 
@@ -34,11 +37,14 @@ class Layout:
     ) -> None:
         self.name, self.paths, self.event_ndims = name, paths, event_ndims
         self.dtypes, self.has_aux = dtypes, aux_dtype is not None
-        self.outputs = [np.dtype(d) for d in (value_dtype, *dtypes, aux_dtype) if d is not None]
+        self.gradient_dtypes = [np.dtype(d) for d in dtypes if d is not None]
+        self.outputs = [np.dtype(value_dtype), *self.gradient_dtypes]
+        if aux_dtype is not None:
+            self.outputs.append(np.dtype(aux_dtype))
         # The structure alone: TensorFlow keeps callbacks, and tensors would keep their graph.
         self._args = tf.nest.map_structure(lambda _: None, args)
         self._nested = any(map(tf.nest.is_nested, args))
-        self._has_derivatives = any(d is not None for d in dtypes)
+        self.has_derivatives = bool(self.gradient_dtypes)
 
     def pack(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leaves as the arguments that the engine takes."""
@@ -61,7 +67,7 @@ class Layout:
             arrays, self.paths, self.event_ndims, self.dtypes, strict=True
         ):
             if own is not None:
-                leaf = _copy(a, dtype)
+                leaf = copy(a, dtype)
             else:  # a string would end at its last byte that is not zero
                 leaf = np.array(a, object if isinstance(a, bytes) else None)
             if leaf.ndim < ndims:
@@ -69,12 +75,36 @@ class Layout:
             leaves.append(leaf)
         return leaves
 
-    def batch(self, leaves: Sequence[Any]) -> tuple[int, ...]:
-        """The dimensions in front of those of one call, which all leaves have in common."""
-        return leaves[0].shape[: leaves[0].ndim - self.event_ndims[0]] if leaves else ()
+    def gradients(
+        self, gradient: Any, batch: Shape, events: Sequence[Shape], what: str = "the gradient"
+    ) -> list[Any]:
+        """The gradients by the leaves that have derivatives, checked; None where one is not known.
 
-    def split(self, gradient: Any) -> Sequence[Any]:
-        """The leaves of a gradient, which has the structure of the arguments.
+        Args:
+            gradient: What the engine returned for it.
+            batch: The batch shape of the call.
+            events: The shapes of the leaves, without batch.
+            what: What errors call it.
+
+        Raises:
+            TypeError: It is no array of real numbers, or is by a leaf without derivatives.
+            ValueError: A wrong shape or structure.
+        """
+        found = []
+        columns = zip(self.split(gradient, what), events, self.dtypes, self.paths, strict=True)
+        for part, event, dtype, path in columns:
+            if dtype is not None:
+                known = part is not None
+                found.append(self.checked(part, batch + event, what, path) if known else None)
+            elif part is not None:
+                raise TypeError(
+                    f"{what} of {self.name} by {path} must be None, got {show(part)}: {path} has a "
+                    "dtype without derivatives."
+                )
+        return found
+
+    def split(self, gradient: Any, what: str) -> Sequence[Any]:
+        """The leaves of what has the structure of the arguments.
 
         Raises:
             ValueError: It has another structure.
@@ -87,87 +117,36 @@ class Layout:
                 is_tuple = isinstance(gradient, tuple) and len(gradient) == 1
                 return gradient if is_tuple else (gradient,)
             (like,) = like
-        return list(_split(gradient, like, f"the gradient of {self.name}"))
+        return list(_split(gradient, like, f"{what} of {self.name}"))
 
-    def parts(self, returned: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """The parts of what an engine returned, checked.
+    def checked(
+        self,
+        value: Any,
+        shape: Shape | None,
+        what: str,
+        by: str | None = None,
+        events: Sequence[Shape] = (),
+    ) -> Any:
+        """`value` as an array of real numbers, of this shape unless None; NaN where masked.
 
-        Args:
-            returned: What it returned.
-            shapes: Of the value and of the leaves in this call.
-
-        Returns:
-            Arrays: the value, the gradients by leaves that have derivatives, and aux if there is
-            any.
-
-        Raises:
-            TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
-            ValueError: A wrong shape or structure.
+        With `events`, the shapes of the leaves, errors say what most likely led to another shape.
         """
-        wanted = "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
-        if not _is_pair(returned) or (returned[1] is None and self._has_derivatives):
-            raise TypeError(
-                f"{self.name} must return {wanted}, got {_show(returned)}, a value without a "
-                "gradient. Return both; or pass the function for the gradient as grad=; or write "
-                "the function in PyTorch or JAX, which derive it, and use from_torch or from_jax."
-            )
-        value, gradient = returned
-        aux = []
-        if self.has_aux:
-            if not _is_pair(value):
-                raise TypeError(
-                    f"{self.name} must return {wanted}, got {_show(value)} for (value, aux)."
-                )
-            value, aux = value[0], [np.array(self._checked(value[1], None, "aux"))]
-            batch = shapes[0]
-            if aux[0].shape[: len(batch)] != batch:
-                raise ValueError(
-                    f"aux of {self.name} must have the batch shape {_shapes.show(batch)} in front, "
-                    f"got {_shapes.show(aux[0].shape)}."
-                )
-        parts = [self._checked(value, shapes[0], "the value")]
-        for k, part in enumerate(self.split(gradient)):
-            if self.dtypes[k] is None:
-                if part is not None:
-                    raise TypeError(
-                        f"the gradient of {self.name} by {self.paths[k]} must be None, got "
-                        f"{_show(part)}: {self.paths[k]} has a dtype without derivatives."
-                    )
-            elif part is None:
-                # Not known, as whoever asks for it is to see.
-                parts.append(np.full(shapes[k + 1], np.nan))
-            else:
-                parts.append(self._checked(part, shapes[k + 1], "the gradient", self.paths[k]))
-        return parts + aux
-
-    def instead(self, value: float, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """The parts for a call that failed: a value without a slope, and NaN for aux."""
-        parts = [np.full(shapes[0], value)]
-        for shape, dtype in zip(shapes[1:], self.dtypes, strict=True):
-            if dtype is not None:
-                parts.append(np.zeros(shape))
-        return [*parts, np.full(shapes[0], np.nan)] if self.has_aux else parts
-
-    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
-        """Copies for TensorFlow, in its dtypes: engines may return the same buffer each time."""
-        return list(map(_copy, parts, self.outputs))
-
-    def _checked(self, value: Any, shape: Any, what: str, by: str | None = None) -> Any:
-        """`value` as an array of real numbers, of this shape unless None."""
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             what = self._named(what, by)
-            raise TypeError(f"{what} is no array, but {_show(value)}: {error}") from error
+            raise TypeError(f"{what} is no array, but {show(value)}: {error}") from error
         if array.dtype.kind not in "fiu":
-            raise TypeError(f"{self._named(what, by)} must be real numbers, got {_show(value)}.")
+            raise TypeError(f"{self._named(what, by)} must be real numbers, got {show(value)}.")
+        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+            array = np.where(np.ma.getmaskarray(value), np.nan, array)
         if shape is not None and array.shape != shape:
             # R has no numbers but vectors of length one.
             if type(value) in (int, float) and math.prod(shape) == 1:
                 return array.reshape(shape)
             raise ValueError(
                 f"{self._named(what, by)} must have the shape {_shapes.show(shape)}, got "
-                f"{_shapes.show(array.shape)}."
+                f"{_shapes.show(array.shape)}.{_usual_cause(array.shape, shape, events)}"
             )
         return array
 
@@ -175,38 +154,210 @@ class Layout:
         return f"{what} of {self.name}" + (f" by {by}" if by else "")
 
 
+class Reply(Protocol):
+    """What is asked of an engine, and what has to come back: arrays, here called parts.
+
+    A call is of one member or, vectorized, of a batch: its arrays have the batch shape in front.
+    """
+
+    name: str
+    has_aux: bool
+    paths: Sequence[str]
+    event_ndims: Sequence[int]
+
+    def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+        """Copies of the leaves for the engine."""
+        ...
+
+    def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What the engine is called with."""
+        ...
+
+    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+        """Of the parts but aux, whose shape only the engine knows."""
+        ...
+
+    def parts(
+        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+    ) -> list[Any]:
+        """The parts of what an engine returned for `leaves`, checked; None for one not known."""
+        ...
+
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+        """The parts for a call that failed, where `value` is to be taken."""
+        ...
+
+    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+        """Copies for TensorFlow, in its dtypes: engines may return the same buffer each time."""
+        ...
+
+
+class ValueAndGradient:
+    """The reply `(value, gradient)` or `((value, aux), gradient)`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self.name, self.has_aux = layout, layout.name, layout.has_aux
+        self.paths, self.event_ndims = layout.paths, layout.event_ndims
+
+    def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+        """Copies of the leaves for the engine."""
+        return self._layout.incoming(arrays, dtype)
+
+    def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What the engine is called with."""
+        return self._layout.pack(leaves)
+
+    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+        """Of the value and the gradients."""
+        dtypes = self._layout.dtypes
+        return [batch, *(batch + e for e, d in zip(events, dtypes, strict=True) if d is not None)]
+
+    def parts(
+        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+    ) -> list[Any]:
+        """The value, the gradients by leaves that have derivatives, and aux if there is any.
+
+        Raises:
+            TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
+            ValueError: A wrong shape or structure.
+        """
+        del leaves
+        layout, name = self._layout, self.name
+        if not _is_pair(returned) or (returned[1] is None and layout.has_derivatives):
+            raise TypeError(
+                f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "
+                "gradient. Return both; or pass the function for the gradient as grad=; or write "
+                "the function in PyTorch or JAX, which derive it, and use from_torch or from_jax."
+            )
+        value, gradient = returned
+        aux = []
+        if layout.has_aux:
+            if not _is_pair(value):
+                raise TypeError(
+                    f"{name} must return {self._wanted()}, got {show(value)} for (value, aux)."
+                )
+            value, aux = value[0], [np.array(layout.checked(value[1], None, "aux"))]
+            if aux[0].shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"aux of {name} must have the batch shape {_shapes.show(batch)} in front, "
+                    f"got {_shapes.show(aux[0].shape)}."
+                )
+        value = layout.checked(value, batch, "the value", events=events)
+        return [value, *layout.gradients(gradient, batch, events), *aux]
+
+    def _wanted(self) -> str:
+        return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
+
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+        """The parts for a call that failed: a value without a slope, and NaN for aux."""
+        parts = [np.zeros(shape) for shape in self.shapes(batch, events)]
+        parts[0][...] = value
+        return [*parts, np.full(batch, np.nan)] if self._layout.has_aux else parts
+
+    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+        """Copies for TensorFlow, in its dtypes."""
+        return list(map(copy, parts, self._layout.outputs))
+
+
 class Columns:
-    """The parts of several replies, each in one array."""
+    """The parts of several replies, each in one array.
 
-    def __init__(self, layout: Layout, batch: tuple[int, ...], leaves: Sequence[Any]) -> None:
-        self._layout, self._batch = layout, batch
-        shapes = [a.shape for a, d in zip(leaves, layout.dtypes, strict=True) if d is not None]
+    `ones` is how many dimensions of size 1 each reply has in front.
+    """
+
+    def __init__(self, reply: Reply, batch: Shape, events: Sequence[Shape], ones: int) -> None:
+        self._ones = ones
+        self._name, self._has_aux, self._batch = reply.name, reply.has_aux, batch
         # Whatever the dtypes, float64 holds it until all is there.
-        self._columns = [np.empty(shape) for shape in (batch, *shapes)]
+        self._columns = [np.empty(shape) for shape in reply.shapes(batch, events)]
         self._auxes: list[Any] = []
+        self._failed: list[Shape] = []
+        self._unknown: set[int] = set()
 
-    def put(self, i: tuple[int, ...], reply: list[Any]) -> None:
-        """Takes the reply for the member `i`; the members come in their order."""
-        if self._layout.has_aux:
-            self._auxes.append(reply.pop())
-        for k, part in enumerate(reply):
-            self._columns[k][i] = part
+    def put(self, i: Shape, parts: Sequence[Any], *, failed: bool = False) -> None:
+        """Takes the parts for the member `i`; the members come in their order."""
+        if self._ones:
+            parts = [p if p is None else p.reshape(p.shape[self._ones :]) for p in parts]
+        for k, column in enumerate(self._columns):
+            part = parts[k]
+            if part is None:
+                self._unknown.add(k)
+                part = np.nan
+            column[i] = part
+        if self._has_aux:
+            self._auxes.append(parts[-1])
+        if failed:
+            self._failed.append(i)
+
+    def nonfinite(self) -> int:
+        """For how many members that did not fail a part that is known is not finite."""
+        known = [None if k in self._unknown else c for k, c in enumerate(self._columns)]
+        return count_nonfinite(known, self._batch, self._failed)
 
     def joined(self) -> list[Any]:
         """The arrays."""
-        return [*self._columns, self._stacked_auxes()] if self._layout.has_aux else self._columns
+        return [*self._columns, self._stacked_auxes()] if self._has_aux else self._columns
 
     def _stacked_auxes(self) -> Any:
         """All aux of one shape; a NaN, as of a call that failed, stands for any."""
         shapes = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
         if len(shapes) > 1:
             raise ValueError(
-                f"aux of {self._layout.name} must have the same shape for all members of a batch, "
+                f"aux of {self._name} must have the same shape for all members of a batch, "
                 f"got {' and '.join(map(_shapes.show, sorted(shapes)))}."
             )
         shape = shapes.pop() if shapes else ()
         auxes = [np.broadcast_to(aux, shape) for aux in self._auxes]
         return np.reshape(auxes, self._batch + shape)
+
+
+def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = ()) -> int:
+    """For how many members of a batch some part that is known is not finite.
+
+    Args:
+        parts: Arrays, None for one that is not known.
+        batch: The batch shape.
+        but: Members that are left out.
+    """
+    bad: Any = None
+    for part in parts:
+        if part is not None:
+            finite = np.isfinite(part)
+            if np.count_nonzero(finite) < finite.size:
+                bad = np.zeros(batch, bool) if bad is None else bad
+                bad |= ~finite.reshape((*batch, -1)).all(-1)
+    if bad is None:
+        return 0
+    for i in but:
+        bad[i] = False
+    return int(np.count_nonzero(bad))
+
+
+def split_shapes(leaves: Sequence[Any], event_ndims: Sequence[int]) -> tuple[Shape, list[Shape]]:
+    """The batch shape to which the leaves broadcast, and their shapes without batch."""
+    shapes, events = [], []
+    for a, n in zip(leaves, event_ndims, strict=True):
+        front = a.ndim - n
+        shapes.append(a.shape[:front])
+        events.append(a.shape[front:])
+    if not shapes or all(shape == shapes[0] for shape in shapes[1:]):
+        return shapes[0] if shapes else (), events
+    return np.broadcast_shapes(*shapes), events
+
+
+def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
+    """What most likely led to the shape of a value."""
+    if events and batch and came == ():
+        return (
+            " The engine is vectorized, so it returns a value for each member of the batch: sum "
+            "over the point alone, say with axis=-1, or leave vectorized=True away."
+        )
+    if any(came == batch + event for event in events):
+        return (
+            " That is the shape of the point: sum over it, or state event_ndims=0 if each number "
+            "is a point of its own."
+        )
+    return ""
 
 
 def too_few_dimensions(path: str, shape: _shapes.Shape, ndims: int) -> ValueError:
@@ -223,12 +374,12 @@ def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
     """The parts of `value` that stand where `like` has leaves."""
     if isinstance(like, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(like):
-            raise ValueError(f"{what} must be a dict of {sorted(like)}, got {_show(value)}.")
+            raise ValueError(f"{what} must be a dict of {sorted(like)}, got {show(value)}.")
         for key in sorted(like):
             yield from _split(value[key], like[key], f"{what}[{key!r}]")
     elif isinstance(like, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
-            raise ValueError(f"{what} must be a tuple of {len(like)}, got {_show(value)}.")
+            raise ValueError(f"{what} must be a tuple of {len(like)}, got {show(value)}.")
         for i, (v, child) in enumerate(zip(value, like, strict=True)):
             yield from _split(v, child, f"{what}[{i}]")
     elif tf.nest.is_nested(like):  # attrs classes, dataclasses
@@ -238,7 +389,7 @@ def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
         yield value
 
 
-def _copy(array: Any, dtype: Any) -> Any:
+def copy(array: Any, dtype: Any) -> Any:
     if array.dtype == dtype:
         return np.array(array)
     with np.errstate(all="ignore"):  # the range of one dtype is wider than that of the other
@@ -249,14 +400,14 @@ def _is_pair(returned: Any) -> bool:
     return isinstance(returned, (tuple, list)) and len(returned) == 2
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """What a value is, in a line."""
     if value is None:
         return "None"
     if isinstance(value, Mapping):
         return f"a dict of {list(value)}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} ({', '.join(map(_show, value))})"
+        return f"{type(value).__name__} ({', '.join(map(show, value))})"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     if shape == ():
         return f"{type(value).__name__} {value}"

@@ -211,7 +211,8 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
 
     def _log_prob(self, x: Any) -> Any:
         if x.shape.rank is None:
-            return self._densities(x)
+            x = self._with_event(x)
+            return self._checked(x, self._densities(x))
         event_ndims = self.event_shape.rank
         batch, event = x.shape[: x.shape.rank - event_ndims], x.shape[x.shape.rank - event_ndims :]
         if x.shape.rank < event_ndims or not event.is_compatible_with(self.event_shape):
@@ -219,6 +220,8 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 f"The value of {self.name!r} must have a shape that ends with its event_shape "
                 f"{_show(self.event_shape)}, got {_show(x.shape)}."
             )
+        if not event.is_fully_defined():
+            x = self._with_event(x)
         y = self._densities(x)
         if not y.shape.is_compatible_with(batch):  # only then, as the batch shape takes a trace
             with contextlib.suppress(ValueError):
@@ -229,7 +232,29 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 f"shape {_show(x.shape)}, expected {_show(batch)}. It must sum over the event, of "
                 f"shape {_show(self.event_shape)}, and keep all other dimensions."
             )
-        return y
+        known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
+        return y if known else self._checked(x, y)
+
+    def _with_event(self, x: Any) -> Any:
+        """Returns `x`, whose last dimensions are checked when it is run."""
+        event = tf.shape(x)[tf.maximum(tf.rank(x) - self.event_shape.rank, 0) :]
+        message = (
+            f"The value of {self.name!r} must have a shape that ends with its event_shape "
+            f"{_show(self.event_shape)}, got:"
+        )
+        return _leaves.insist(_leaves.equal_shapes(event, self.event_shape_tensor()), x, message)
+
+    def _checked(self, x: Any, y: Any) -> Any:
+        """Returns `y`, whose shape is checked when it is run: before, something was not known."""
+        expected = tf.shape(x)[: tf.rank(x) - self.event_shape.rank]
+        if self.batch_shape.rank != 0:
+            expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
+        message = (
+            f"log_prob_fn of {self.name!r} must sum over the event, of shape "
+            f"{_show(self.event_shape)}, and keep all other dimensions. The shapes of what it "
+            "returned, and of the value:"
+        )
+        return _leaves.insist(_leaves.equal_shapes(tf.shape(y), expected), y, message, x)
 
     def _densities(self, x: Any) -> Any:
         y = self._log_prob_fn(x)

@@ -40,6 +40,23 @@ def fails_beyond_one(x):
     return normal(x)
 
 
+def many_fail_beyond_one(x):
+    if np.max(x) > 1:
+        raise ArithmeticError("no solution")
+    return -0.5 * np.sum(x**2, -1), -x
+
+
+class NoSolutionError(Exception):
+    """Takes two arguments, of which pickle passes one on."""
+
+    def __init__(self, at, why):
+        super().__init__(at)
+
+
+def raises_what_cannot_be_unpickled(x):
+    raise NoSolutionError(x, "why")
+
+
 def square(x):
     return np.sum(x**2)
 
@@ -59,3 +76,7 @@ class DiesOnce:
             with open(self.mark, "w"):
                 os._exit(1)
         return normal(x)
+
+
+def square_hessp(x, v):
+    return 2 * v

@@ -169,6 +169,15 @@ def test_members_are_evaluated_at_once(threads, wrap):
     np.testing.assert_allclose(wrap(h)(tf.constant(POINTS)), -0.5 * np.sum(POINTS**2, -1))
 
 
+def test_a_vectorized_engine_that_fails_is_asked_again_for_each_member(executor):
+    h = sgtrick.from_numpy(
+        engines.many_fail_beyond_one, vectorized=True, executor=executor, on_error=-np.inf
+    )
+    x = tf.constant([[0.5, 0.5], [0.25, 2.0], [0.0, 1.0]], tf.float64)
+    np.testing.assert_array_equal(within_a_minute(h, x), [-0.25, -np.inf, -0.5])
+    assert (h.calls, h.failures) == (4, 1)
+
+
 @pytest.mark.parametrize("on_error", ["raise", -np.inf])
 @WRAPS
 def test_a_process_that_dies(wrap, on_error):
@@ -183,6 +192,19 @@ def test_a_process_that_dies(wrap, on_error):
             ):
                 within_a_minute(wrap(h), tf.constant(POINTS + 1))
         assert h.failures == 0
+
+
+@WRAPS
+def test_an_exception_that_cannot_be_unpickled(wrap):
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(1, mp_context=context) as processes:
+        h = sgtrick.from_numpy(engines.raises_what_cannot_be_unpickled, executor=processes)
+        message = (
+            r"(?s)got no answer from its executor: BrokenProcessPool.*TypeError: .*missing 1 required "
+            r".*: 'why'\. It lost the pool since an exception.* ArithmeticError\(str\(error\)\)"
+        )
+        with pytest.raises(RAISED, match=message):
+            within_a_minute(wrap(h), tf.zeros([2, 3]))
 
 
 def test_a_worker_of_the_cluster_that_dies_once(client, tmp_path):

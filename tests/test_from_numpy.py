@@ -598,10 +598,37 @@ class TestErrors:
         with pytest.raises(RAISED, match=r"(?s)engine raised BrokenExecutor: workers of.*x = "):
             wrap(sgtrick.from_numpy(engine))(tf.ones([2]))
 
-    def test_a_vectorized_engine_fails_as_a_whole(self):
-        h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=7, vectorized=True)
-        np.testing.assert_array_equal(h(tf.constant([[2.0, 0.0], [0.0, 1.0]])), [7, 7])
-        assert (h.calls, h.failures) == (1, 1)
+    @WRAPS
+    def test_a_vectorized_engine_is_asked_again_for_each_member(self, wrap):
+        seen = []
+
+        def engine(x, a):
+            seen.append((x.shape, a.shape))
+            if np.any(x > 1):
+                x[:] = np.nan  # what fails may have changed its arguments
+                raise ArithmeticError
+            return a * np.sum(x, -1), (a[..., None] + 0 * x, np.sum(x, -1))
+
+        h = sgtrick.from_numpy(engine, event_ndims=(1, 0), on_error=7, vectorized=True)
+        x = tf.constant([[2.0, 0.0], [0.0, 1.0], [0.5, 0.0], [0.0, 3.0]])
+        y, (by_x, by_a) = wrap(value_and_gradients)(h, x, tf.constant(2.0))
+        np.testing.assert_array_equal(y, [7, 2, 1, 7])
+        np.testing.assert_array_equal(by_x, [[0, 0], [2, 2], [2, 2], [0, 0]])
+        np.testing.assert_array_equal(by_a, 1.5)
+        assert seen == [((4, 2), (4,))] + [((1, 2), (1,))] * 4
+        assert (h.calls, h.failures) == (5, 2)
+        np.testing.assert_array_equal(wrap(h)(x[0], tf.constant(2.0)), 7)
+        assert (h.calls, h.failures) == (6, 3)  # of one member there is nothing to find out
+
+    def test_a_vectorized_engine_that_fails_for_none_alone(self):
+        def engine(x):
+            if len(x) > 1:
+                raise MemoryError
+            return np.sum(x, -1), np.ones_like(x)
+
+        h = sgtrick.from_numpy(engine, on_error=-np.inf, vectorized=True)
+        np.testing.assert_array_equal(h(tf.ones([3, 2])), [2, 2, 2])
+        assert (h.calls, h.failures) == (4, 0)
 
     @WRAPS
     @pytest.mark.parametrize("on_error", ["raise", -np.inf])
@@ -752,6 +779,145 @@ class TestErrors:
             h(tf.zeros([2], tf.complex64))
         with pytest.raises(TypeError, match="x must be a tensor, variable, array or number"):
             h(object())
+
+
+class TestNonfinite:
+    @WRAPS
+    @pytest.mark.parametrize("vectorized", [True, False])
+    def test_points_are_counted(self, wrap, vectorized):
+        def engine(x):
+            value = np.where(x[..., 0] > 3, np.nan, np.sum(x, -1))
+            gradient = np.where(x < 0, np.inf, 1.0)
+            return value, gradient
+
+        h = sgtrick.from_numpy(engine, vectorized=vectorized)
+        # A gradient that is finite where the value is NaN, one that is not, both, and neither.
+        wrap(h)(tf.constant([[4.0, 1.0], [1.0, -1.0], [4.0, -1.0], [1.0, 1.0]]))
+        assert h.nonfinite == 3
+
+    def test_failures_and_gradients_that_are_not_known_are_none(self):
+        def engine(x, data):
+            if x[0] > 1:
+                raise ArithmeticError
+            return np.sum(x), (np.ones_like(x), None)
+
+        h = sgtrick.from_numpy(engine, on_error=-np.inf)
+        h(tf.constant([[0.0], [2.0]]), tf.ones([2, 1]))
+        assert (h.failures, h.nonfinite) == (1, 0)
+
+    def test_aux_does_not_count(self):
+        h = sgtrick.from_numpy(lambda x: ((1.0, np.nan), x), has_aux=True)
+        h(tf.ones([2]))
+        assert h.nonfinite == 0
+
+
+class TestMaskedReplies:
+    """NumPy drops masks without a word, and what is under them is anything."""
+
+    @WRAPS
+    @pytest.mark.parametrize("vectorized", [True, False])
+    def test_are_nan_where_masked(self, wrap, vectorized):
+        def engine(x):
+            total = np.sum(x, -1)
+            value = np.ma.masked_where(total > 5, np.where(total > 5, 999.0, total))
+            return value, np.ma.masked_greater(x, 3.5)
+
+        h = sgtrick.from_numpy(engine, vectorized=vectorized)
+        y, (g,) = wrap(value_and_gradients)(h, tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]))
+        np.testing.assert_array_equal(y, [3, np.nan, 5])
+        np.testing.assert_array_equal(g, [[1, 2], [3, np.nan], [np.nan, 0]])
+        assert h.nonfinite == 2
+
+    def test_of_integers(self):
+        h = sgtrick.from_numpy(
+            lambda x: (np.ma.array(3, mask=True), np.ma.array([1, 2], mask=[False, True]))
+        )
+        y, (g,) = value_and_gradients(h, tf.ones([2]))
+        assert np.isnan(y)
+        np.testing.assert_array_equal(g, [1, np.nan])
+
+    def test_without_a_mask_are_what_they_are(self):
+        h = sgtrick.from_numpy(lambda x: (np.ma.array(3.0), np.ma.array(x)))
+        y, (g,) = value_and_gradients(h, tf.ones([2]))
+        assert y == 3
+        np.testing.assert_array_equal(g, [1, 1])
+
+
+class TestUsualCauses:
+    @WRAPS
+    @pytest.mark.parametrize(
+        ("engine", "options", "message"),
+        [
+            (
+                lambda x: (x**2, 2 * x),
+                {},
+                r"must have the shape \[\], got \[2\]\. That is the shape of the point: sum over it, or state event_ndims=0",
+            ),
+            (
+                lambda x: (x**2, 2 * x),
+                {"vectorized": True},
+                r"must have the shape \[3\], got \[3, 2\]\. That is the shape of the point: sum",
+            ),
+            (
+                lambda x: (np.sum(x**2), 2 * x),
+                {"vectorized": True},
+                r"must have the shape \[3\], got \[\]\. The engine is vectorized, .* axis=-1, or leave vectorized=True away",
+            ),
+        ],
+    )
+    def test_of_wrong_shapes(self, wrap, engine, options, message):
+        with pytest.raises(RAISED, match=message):
+            wrap(sgtrick.from_numpy(engine, **options))(tf.ones([3, 2]))
+
+    def test_of_other_shapes_are_not_guessed(self):
+        with pytest.raises(ValueError, match=r"got \[7\]\.$"):
+            sgtrick.from_numpy(lambda x: (np.ones(7), x))(tf.ones([2]))
+
+
+def test_defaults_that_a_call_leaves_out_beside_a_tuple_of_event_ndims():
+    def engine(x, scale=3.0, shift=0.0):
+        return scale * np.sum(x) + shift, (np.full_like(x, scale), np.sum(x), 1.0)
+
+    def of_one(x, scale=3.0, shift=0.0):
+        value, gradients = engine(x, scale, shift)
+        return value, gradients[0]
+
+    h = sgtrick.from_numpy(of_one, event_ndims=(1, 0, 0))
+    x = tf.ones([2, 2])
+    y, (g,) = value_and_gradients(h, x)
+    np.testing.assert_array_equal(y, [6, 6])
+    np.testing.assert_array_equal(g, 3 * np.ones([2, 2]))
+    h = sgtrick.from_numpy(engine, event_ndims=(1, 0, 0))
+    np.testing.assert_array_equal(h(x, shift=1.0, scale=[2.0, 5.0][0]), [5, 5])
+    with pytest.raises(
+        ValueError, match=r"event_ndims=\(1, 0, 0, 0\) must have one entry for each"
+    ):
+        sgtrick.from_numpy(of_one, event_ndims=(1, 0, 0, 0))(x)
+
+
+def test_the_engine_s_message_ends_what_graphs_raise():
+    """Above it are forty lines of where TensorFlow Probability made the operation."""
+
+    def engine(x):
+        raise ArithmeticError("the solver did not converge")
+
+    h = sgtrick.from_numpy(engine)
+
+    @tf.function(autograph=False)
+    def sample():
+        kernel = tfp.mcmc.HamiltonianMonteCarlo(h, 0.1, 3)
+        return tfp.mcmc.sample_chain(3, tf.zeros([2]), kernel=kernel, trace_fn=None, seed=[1, 2])
+
+    with pytest.raises(tf.errors.UnknownError) as caught:
+        sample()
+    lines = [line for line in str(caught.value).splitlines() if line.strip()]
+    last = next(k for k, line in enumerate(lines) if "[[{{node" in line)  # TensorFlow's own
+    assert (
+        lines[last - 2]
+        == "RuntimeError: engine raised ArithmeticError: the solver did not converge"
+    )
+    assert lines[last - 1] == "  x = [0., 0.]"
+    assert "_engine.py" not in "".join(lines[last - 12 : last])  # nor our own frames before it
 
 
 def normal_log_prob(x):

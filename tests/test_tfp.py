@@ -430,6 +430,49 @@ class TestLogDensity:
         np.testing.assert_allclose(y, tfd.Normal([1.0, 2.0], 1.0).log_prob(tf.zeros([3, 2])))
         np.testing.assert_array_equal(x, tfd.Normal([1.0, 2.0], 1.0).sample(2, seed=[1, 2]))
 
+    @pytest.mark.parametrize(
+        ("f", "known", "x"),
+        [
+            (lambda x: tf.reduce_sum(x), [None, 2], [5, 2]),  # over the chains, too
+            (lambda x: tf.reshape(x, [-1])[:1], [None, 2], [5, 2]),
+            (lambda x: x, [None, None], [2, 2]),
+            (lambda x: tf.reduce_sum(x, keepdims=True)[0], None, [5, 2]),
+            (lambda x: x, None, [2, 2]),
+            (lambda x: tf.reduce_sum(x, -1), None, [5, 3]),
+            (lambda x: tf.reduce_sum(x, -1), None, []),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("joint", [True, False])
+    def test_unknown_shapes_that_do_not_fit(self, f, known, x, joint):
+        # Of a single event it is a density, of batch shape [], which is all that tracing sees.
+        def density(x):
+            return tf.cond(tf.rank(x) == 1, lambda: tf.reduce_sum(x), lambda: f(x))
+
+        log_prob = LogDensity(density, [2], tf.float32, name="engine").log_prob
+        if joint:
+            jd = tfd.JointDistributionSequential(
+                [LogDensity(density, [2], tf.float32, name="engine")]
+            )
+
+            def log_prob(x):
+                return jd.log_prob([x])
+
+        run = tf.function(log_prob, input_signature=[tf.TensorSpec(known)], autograph=False)
+        message = r"(?s)engine\\*'.* must (sum over the event|have a shape that ends)"
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+            run(tf.ones(x))
+
+    @pytest.mark.parametrize("known", [[None, 2], [None, None], None])
+    @pytest.mark.parametrize("shape", [[5, 2], [1, 2], [0, 2]])
+    def test_unknown_shapes_that_fit(self, known, shape):
+        def f(x):
+            y = tf.reduce_sum(x, -1)
+            return tf.cond(tf.size(x) > 0, lambda: y, lambda: tf.reshape(y, [-1]))
+
+        log_prob = LogDensity(f, [2], tf.float32).log_prob
+        run = tf.function(log_prob, input_signature=[tf.TensorSpec(known)])
+        np.testing.assert_array_equal(run(tf.ones(shape)), np.full(shape[:1], 2))
+
     def test_seeds(self):
         seen = []
 

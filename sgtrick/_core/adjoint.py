@@ -46,7 +46,9 @@ def probe(like: Any) -> Any:
         n = tf.size(like)
         t = tf.reshape(tf.tile(flat, [n // len(numbers) + 1])[:n], tf.shape(like))
         t.set_shape(like.shape)
-    return tf.complex(t, t[..., ::-1]) if dtype.is_complex and like.shape.rank else tf.cast(t, dtype)
+    return (
+        tf.complex(t, t[..., ::-1]) if dtype.is_complex and like.shape.rank else tf.cast(t, dtype)
+    )
 
 
 @functools.cache
@@ -58,7 +60,11 @@ def _numbers() -> Any:
 def _terms(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     return [
         tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
-        for p, q in ((tf.convert_to_tensor(p), tf.convert_to_tensor(q)) for p, q in zip(a, b, strict=True) if p is not None and q is not None)
+        for p, q in (
+            (tf.convert_to_tensor(p), tf.convert_to_tensor(q))
+            for p, q in zip(a, b, strict=True)
+            if p is not None and q is not None
+        )
     ]
 
 

@@ -16,7 +16,10 @@ def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()
     """
     wanted = {_tensorflow.identity_of(t) for s in sources for t in _same(s)}
     until = set(map(_tensorflow.identity_of, others))
-    return any(_tensorflow.identity_of(t) in wanted for t in _walk(tensor, differentiably=True, until=until))
+    return any(
+        _tensorflow.identity_of(t) in wanted
+        for t in _walk(tensor, differentiably=True, until=until)
+    )
 
 
 def _same(tensor: Any) -> Iterator[Any]:
@@ -58,16 +61,18 @@ def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
     """
     wanted = set(map(_tensorflow.identity_of, sources))
     for t in _walk(tensor, differentiably=False, until=wanted):
-        if _tensorflow.identity_of(t) not in wanted and not t.op.inputs and _leaves.is_differentiable(t.dtype):
+        if (
+            _tensorflow.identity_of(t) not in wanted
+            and not t.op.inputs
+            and _leaves.is_differentiable(t.dtype)
+        ):
             return False
         if t.op.type in _tensorflow.HOST_CALLS or t.dtype == tf.resource:
             return False
     return True
 
 
-def _walk(
-    tensor: Any, *, differentiably: bool, until: Collection[Any] = ()
-) -> Iterator[Any]:
+def _walk(tensor: Any, *, differentiably: bool, until: Collection[Any] = ()) -> Iterator[Any]:
     """Yields the tensor and all that it is computed from, into functions and outer graphs."""
     seen: set[Any] = set()
     # A tensor, and the calls in whose functions it stands, the innermost last.

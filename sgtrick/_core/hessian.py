@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from sgtrick import _dtypes, _leaves
 from sgtrick._core import adjoint, embedding, formula, loud
+from sgtrick._core._tensorflow import here
+from sgtrick._core.override import Rule, keep
 from sgtrick._leaves import Leaf
 from sgtrick._shapes import Names
 
@@ -18,6 +20,42 @@ _THIRD = (
     "Give the function itself derivatives of every order, by sgtrick.with_gradient or "
     "sgtrick.custom_jvp."
 )
+
+
+def symmetric(
+    name: str,
+    times: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    at: Sequence[Any],
+    xs: Sequence[Any],
+) -> embedding.Product:
+    """A Hessian by a function for its product with a vector, which nothing differentiates.
+
+    Args:
+        name: What errors call the function.
+        times: From `at` and one tensor like each of `xs` to as many.
+        at: What the function takes to know the point.
+        xs: The points.
+    """
+
+    def product(at: Sequence[Any], xs: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
+        at, xs = [here(t) for t in at], [here(x) for x in xs]
+
+        def pull(*z: Any) -> list[Any]:
+            return [*product(at, xs, z), *(loud.failure(x, _THIRD.format(name), z) for x in xs)]
+
+        def push(*tangents: Any) -> list[Any]:
+            still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents[len(xs) :]]
+            zero = loud.insist(tf.reduce_all(tf.stack(still)), _THIRD.format(name))
+            pushed = product(at, xs, tangents[: len(xs)])
+            return [t + tf.cast(zero, t.dtype) for t in pushed]
+
+        inputs = [*vs, *xs]
+        return keep(times(at, vs), inputs, Rule(name, pull, push, lost=[False] * len(inputs)))
+
+    def at_the_point(*vs: Any) -> list[Any]:
+        return product(at, xs, vs)
+
+    return embedding.Product(at_the_point, at_the_point)
 
 
 class Blocks:

@@ -177,9 +177,7 @@ def _transposed(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[
     found = tape.gradient(gs, at, output_gradients=ts) if gs else [None] * len(at)
     zero = loud.insist(adjoint.holds(gs, ts, found, at), _NOT_TRANSPOSED.format(rule.name))
     pushed = iter(found)
-    return [
-        None if u is None else _plus(next(pushed), zero, u) for u in us
-    ]
+    return [None if u is None else _plus(next(pushed), zero, u) for u in us]
 
 
 def _plus(tangent: Any, zero: Any, like: Any) -> Any:

@@ -96,11 +96,31 @@ def test_one_call(take_turns):
     take_turns("one call", rivals, (), 500)
 
 
+def test_mapped(take_turns):
+    h = sgtrick.from_numpy(logistic, vectorized=True)
+
+    def by_member(x):
+        y = h(x)
+        for op in y.graph.get_operations():
+            if hasattr(op, "pfor_converter"):
+                del op.pfor_converter
+        return y
+
+    rivals = {
+        "as a batch": tf.function(h),
+        "`vectorized_map`": tf.function(lambda x: tf.vectorized_map(h, x)),
+        "without our converter": tf.function(lambda x: tf.vectorized_map(by_member, x)),
+    }
+    take_turns(f"logistic regression, {CHAINS} chains", rivals, (X,), 10_000)
+
+
 def test_two_processes(take_turns):
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(2, mp_context=context) as processes:
+        spread = sgtrick.from_numpy(engines.slow_normal, executor=processes)
         rivals = {
             "sequential": tf.function(sgtrick.from_numpy(engines.slow_normal)),
-            "2 processes": tf.function(sgtrick.from_numpy(engines.slow_normal, executor=processes)),
+            "2 processes": tf.function(spread),
+            "2 processes, `vectorized_map`": tf.function(lambda x: tf.vectorized_map(spread, x)),
         }
         take_turns(f"{CHAINS} chains, 10 ms each", rivals, (X,), 50_000)

@@ -9,4 +9,14 @@ from matrix.cells import CELLS, Cell, judge, promised
 from matrix.pairs import pairs
 from matrix.problem import Case, Problem, complaint, configure
 
-__all__ = ["CELLS", "Case", "Cell", "Problem", "complaint", "configure", "judge", "pairs", "promised"]
+__all__ = [
+    "CELLS",
+    "Case",
+    "Cell",
+    "Problem",
+    "complaint",
+    "configure",
+    "judge",
+    "pairs",
+    "promised",
+]

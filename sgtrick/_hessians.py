@@ -1,0 +1,113 @@
+"""The Hessian of an engine times a vector: what is asked of `hessp` and `hess`, SciPy's names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sgtrick._replies import Layout, Shape, copy
+
+
+class HessianTimes:
+    """The reply `H v` of a function `hessp(*arrays, v)`, or `H` of a function `hess(*arrays)`.
+
+    The leaves of a call are those of the arguments, and then those of `v`: one for each leaf of the
+    arguments that has derivatives.
+    """
+
+    has_aux = False
+
+    def __init__(self, layout: Layout, *, whole: bool) -> None:
+        self._layout, self._whole, self.name = layout, whole, layout.name
+        self._places = [k for k, dtype in enumerate(layout.dtypes) if dtype is not None]
+        self.paths: Sequence[str] = [
+            *layout.paths,
+            *(f"v of {layout.paths[k]}" for k in self._places),
+        ]
+        own = (layout.event_ndims[k] for k in self._places)
+        self.event_ndims: Sequence[int] = [*layout.event_ndims, *own]
+
+    def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+        """Copies of the leaves for the engine."""
+        n = len(self._layout.paths)
+        leaves = self._layout.incoming(arrays[:n], dtype)
+        return [*leaves, *(copy(v, dtype) for v in arrays[n:])]
+
+    def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What `hess` or `hessp` is called with: `v` has the structure of the arguments."""
+        n = len(self._layout.paths)
+        arguments = self._layout.pack(leaves[:n])
+        if self._whole:
+            return arguments
+        flat: list[Any] = [None] * n
+        for k, v in zip(self._places, leaves[n:], strict=True):
+            flat[k] = v
+        v = self._layout.pack(flat)
+        return [*arguments, v[0] if len(v) == 1 else tuple(v)]
+
+    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+        """Of the products by leaf."""
+        return [batch + events[k] for k in self._places]
+
+    def parts(
+        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+    ) -> list[Any]:
+        """The products by the leaves that have derivatives; None where one is not known.
+
+        Raises:
+            TypeError: Something other than real numbers.
+            ValueError: A wrong shape or structure.
+        """
+        n = len(self._layout.paths)
+        events = events[:n]
+        if not self._whole:
+            if returned is None:
+                raise TypeError(
+                    f"hessp of {self.name} must return the Hessian times v, of the structure of "
+                    "the arguments, got None."
+                )
+            return self._layout.gradients(returned, batch, events, "the Hessian times v")
+        rows = self._rows(returned)
+        vs = dict(zip(self._places, leaves[n:], strict=True))
+        return [
+            sum(self._product(rows[i][j], batch, events, i, j, vs[j]) for j in self._places)
+            for i in self._places
+        ]
+
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+        """NaN for a call that failed: nobody knows whether the value failed there, too."""
+        del value
+        return [np.full(shape, np.nan) for shape in self.shapes(batch, events)]
+
+    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+        """Copies for TensorFlow, in its dtypes."""
+        return list(map(copy, parts, self._layout.gradient_dtypes))
+
+    def _rows(self, hessian: Any) -> list[Any]:
+        """The blocks by leaf and leaf of a structure of structures, as `jax.hessian` returns it."""
+        layout, n = self._layout, len(self._layout.paths)
+        if hessian is None:
+            raise TypeError(f"hess of {self.name} must return the Hessian, got None.")
+        rows = layout.split(hessian, "the Hessian")
+        return [
+            [None] * n if row is None else layout.split(row, f"the Hessian by {path}")
+            for row, path in zip(rows, layout.paths, strict=True)
+        ]
+
+    def _product(
+        self, block: Any, batch: Shape, events: Sequence[Shape], i: int, j: int, v: Any
+    ) -> Any:
+        """`H_ij v_j`, NaN where the block is not known and `v_j` is not zero."""
+        by = " and ".join(self._layout.paths[k] for k in (i, j))
+        shape = batch + events[i] + events[j]
+        domain = events[j]
+        # One axis for each of: the batch, the rows, the columns.
+        v = np.broadcast_to(v, batch + domain).reshape((*batch, 1, -1))
+        if block is None:
+            unknown = np.where(v == 0, 0.0, np.nan).sum(-1)
+            return np.broadcast_to(
+                unknown.reshape(batch + (1,) * len(events[i])), batch + events[i]
+            )
+        h = self._layout.checked(block, shape, "the Hessian", by)
+        rows = h.reshape((*batch, int(np.prod(events[i])), int(np.prod(domain))))
+        return (rows @ np.swapaxes(v, -1, -2)).reshape(batch + events[i])

@@ -1,0 +1,296 @@
+"""What goes wrong in functions of PyTorch and JAX, and what our own message says."""
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+
+X = tf.constant([[1.0, 2.0], [3.0, 4.0]], tf.float64)
+VECTORIZED = pytest.mark.parametrize("vectorized", [True, False])
+
+
+def value_and_gradients(h, *args):
+    with tf.GradientTape() as tape:
+        tape.watch([a for a in tf.nest.flatten(args) if a.dtype.is_floating])
+        y = h(*args)
+    return y, tape.gradient(y, args)
+
+
+def without_gradient(torch, x):
+    with torch.no_grad():
+        return (x**2).sum()
+
+
+CUTS = {
+    "detach": lambda torch, x: (x.detach() ** 2).sum(),
+    "no_grad": lambda torch, x: without_gradient(torch, x),
+    "tensor of numbers": lambda torch, x: torch.tensor([v.item() for v in x]).sum(),
+    "data": lambda torch, x: x.data.sum(),
+    "cast": lambda torch, x: x.long().sum().double(),
+    "an operation before": lambda torch, x: (2 * x[0]).detach() + 0 * torch.ones(()).sum(),
+}
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def _torch(self):
+        self.torch = pytest.importorskip("torch")
+
+    @VECTORIZED
+    @pytest.mark.parametrize("cut", CUTS)
+    def test_a_value_that_is_cut_off_raises(self, cut, vectorized):
+        if cut == "tensor of numbers" and vectorized:
+            pytest.skip("vmap refuses .item() itself")
+        h = sgtrick.from_torch(
+            lambda x: CUTS[cut](self.torch, x), vectorized=vectorized, on_error=-np.inf, name="f"
+        )
+        message = r"f uses x, but its value is cut off from it, .*\.item\(\), .*torch\.no_grad\(\)"
+        with pytest.raises(TypeError, match=message):
+            h(X)
+        assert h.failures == 0  # none that on_error hides
+
+    @VECTORIZED
+    def test_from_one_of_several_arguments(self, vectorized):
+        h = sgtrick.from_torch(
+            lambda p, data: ((p["loc"] - data) ** 2).sum() * p["scale"].detach(),
+            event_ndims=({"loc": 0, "scale": 0}, 1),
+            vectorized=vectorized,
+        )
+        p = {"loc": tf.constant(1.0), "scale": tf.constant(2.0)}
+        with pytest.raises(TypeError, match=r"uses p\['scale'\], but its value is cut off"):
+            h(p, X)
+
+    @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+    def test_numbers_of_0_dimensions(self):
+        h = sgtrick.from_torch(
+            lambda x: self.torch.tensor(float(x), dtype=x.dtype) ** 2,
+            event_ndims=0,
+            vectorized=False,
+        )
+        with pytest.raises(TypeError, match="is cut off"):
+            h(X)
+
+    @VECTORIZED
+    def test_gradients_that_are_zero_indeed_are_no_cuts(self, vectorized):
+        """At a stationary point, of an argument that is not used, and of one whose shape is."""
+
+        def f(x, unused, shaped):
+            return (x**2).sum() * shaped.shape[0] * len(shaped)
+
+        h = sgtrick.from_torch(f, vectorized=vectorized)
+        y, gradients = value_and_gradients(h, 0 * X, X, X)
+        np.testing.assert_array_equal(y, [0, 0])
+        np.testing.assert_array_equal(gradients, np.zeros([3, 2, 2]))
+
+    @VECTORIZED
+    def test_in_place_operations(self, vectorized):
+        def f(x):
+            x = x.clone()
+            x *= 0.0
+            return x.sum()
+
+        _, (g,) = value_and_gradients(sgtrick.from_torch(f, vectorized=vectorized), X)
+        np.testing.assert_array_equal(g, 0 * X)
+
+    @VECTORIZED
+    def test_modules_in_another_dtype(self, vectorized):
+        module = self.torch.nn.Linear(2, 1)
+
+        def f(x):
+            return module(x).sum()
+
+        h = sgtrick.from_torch(f, vectorized=vectorized, on_error=-np.inf)
+        with pytest.raises(
+            TypeError, match=r'(?s)^f mixes dtypes.*dtype="float32".*RuntimeError: '
+        ):
+            h(X)
+        h = sgtrick.from_torch(f, vectorized=vectorized, dtype="float32")
+        weight = module.weight.detach().numpy()[0]
+        np.testing.assert_allclose(value_and_gradients(h, X)[1][0], [weight, weight], rtol=1e-6)
+
+    def test_control_flow_that_cannot_be_mapped(self):
+        def f(x):
+            return x.sum() if x.sum() > 4 else (x**2).sum()
+
+        with pytest.raises(TypeError, match=r"(?s)^f has an if .* vectorized=False"):
+            sgtrick.from_torch(f)(X)
+        y, (g,) = value_and_gradients(sgtrick.from_torch(f, vectorized=False), X)
+        np.testing.assert_array_equal(y, [5, 7])
+        np.testing.assert_array_equal(g, [[2, 4], [1, 1]])
+
+    @VECTORIZED
+    def test_numpy(self, vectorized):
+        def f(x):
+            return self.torch.tensor(np.sum(np.asarray(x)))
+
+        h = sgtrick.from_torch(f, vectorized=vectorized)
+        with pytest.raises((TypeError, RuntimeError), match=r"(?s)^f .*(NumPy|numpy)"):
+            h(X)
+
+    def test_numbers_of_python(self):
+        h = sgtrick.from_torch(lambda x: x.sum().item(), vectorized=False, name="f")
+        with pytest.raises(
+            TypeError, match=r"f must return a scalar, got float\. A torch\.Tensor that"
+        ):
+            h(X)
+
+
+class TestJax:
+    @pytest.fixture(autouse=True)
+    def _jax(self):
+        self.jax = pytest.importorskip("jax")
+
+    def test_numpy(self):
+        h = sgtrick.from_jax(lambda x: np.sum(np.asarray(x) ** 2), name="f", on_error=-np.inf)
+        with pytest.raises(TypeError, match=r"(?s)^f calls NumPy .*Use jax.numpy; or from_numpy"):
+            h(X)
+
+    def test_control_flow_that_cannot_be_traced(self):
+        def f(x):
+            return x.sum() if x.sum() > 4 else (x**2).sum()
+
+        for options in ({}, {"vectorized": False}, {"jit": False}):
+            with pytest.raises(
+                TypeError, match=r"(?s)^f has an if.* jit=False and vectorized=False"
+            ):
+                sgtrick.from_jax(f, **options)(X)
+        h = sgtrick.from_jax(f, jit=False, vectorized=False)
+        y, (g,) = value_and_gradients(h, X)
+        np.testing.assert_array_equal(y, [5, 7])
+        np.testing.assert_array_equal(g, [[2, 4], [1, 1]])
+
+    def test_values_that_are_cut_off(self):
+        h = sgtrick.from_jax(lambda x: x.sum() * float(x[0]), jit=False, vectorized=False, name="f")
+        with pytest.raises(TypeError, match=r"(?s)f .*float\(\) does, cannot be differentiated"):
+            h(X)
+
+    @pytest.mark.parametrize("jit", [True, False])
+    def test_without_jit_it_is_not_compiled(self, jit):
+        traced = []
+
+        def f(x):
+            traced.append(x)
+            return (x**2).sum()
+
+        h = sgtrick.from_jax(f, jit=jit)
+        for _ in range(3):
+            np.testing.assert_array_equal(value_and_gradients(h, X)[1][0], 2 * X)
+        assert len(traced) == (1 if jit else 3)
+
+    def test_large_integers_in_float32(self):
+        h = sgtrick.from_jax(
+            lambda x, k: ((x.sum(), k + 1), [x.dtype == np.float32])[0],
+            event_ndims=(1, 0),
+            dtype="float32",
+            has_aux=True,
+        )
+        _, aux = h(tf.constant([1.0, 2.0]), tf.constant(2**40))
+        # float32, the dtype of the engine, holds it; int32 would not.
+        assert aux == np.float32(2**40 + 1)
+
+    @pytest.mark.parametrize("on", [True, False])
+    def test_the_mode_is_left_as_it_is(self, on):
+        enable_x64 = (
+            self.jax if hasattr(self.jax, "enable_x64") else self.jax.experimental
+        ).enable_x64
+        seen = []
+
+        def f(x):
+            seen.append((str(x.dtype), bool(self.jax.config.jax_enable_x64)))
+            return (x**2).sum()
+
+        with enable_x64(on):
+            assert sgtrick.from_jax(f, dtype="float32")(X).numpy().tolist() == [5, 25]
+            assert sgtrick.from_jax(f)(X).numpy().tolist() == [5, 25]
+            assert bool(self.jax.config.jax_enable_x64) == on
+        assert seen == [("float32", on), ("float64", True)]
+
+
+@pytest.mark.parametrize("package", ["torch", "jax"])
+class TestBoth:
+    @pytest.fixture(autouse=True)
+    def _form(self, package):
+        pytest.importorskip(package)
+        self.form = getattr(sgtrick, f"from_{package}")
+
+    def test_a_gradient_beside_the_value(self):
+        h = self.form(lambda x: ((x**2).sum(), 2 * x), name="f")
+        message = (
+            r"f must return the value alone, got tuple. The gradient is derived: .* from_numpy"
+        )
+        with pytest.raises(TypeError, match=message):
+            h(X)
+        with pytest.raises(TypeError, match=r"must return \(value, aux\), got"):
+            self.form(lambda x: x.sum(), has_aux=True)(X)
+
+    @pytest.mark.parametrize("shape", [[], [2]])
+    def test_dicts_with_floats_and_integers(self, shape):
+        def f(p, x):
+            return (p["x"] * p["n"]).sum() + x.sum()
+
+        h = self.form(f, event_ndims=({"x": 1, "n": 0}, 1))
+        x = tf.constant(np.ones([*shape, 2]))
+        p = {"x": tf.identity(x), "n": tf.constant(3)}
+        y, (by_p, by_x) = value_and_gradients(h, p, x)
+        np.testing.assert_array_equal(y, np.full(shape, 8))
+        np.testing.assert_array_equal(by_p["x"], np.full([*shape, 2], 3))
+        np.testing.assert_array_equal(by_x, np.ones([*shape, 2]))
+        assert by_p["n"] is None
+
+    @VECTORIZED
+    def test_what_members_share(self, vectorized):
+        seen = []
+
+        def f(x, a):
+            seen.append((x.shape, a.shape))
+            return (x * a).sum()
+
+        h = self.form(f, vectorized=vectorized)
+        x = tf.constant(np.random.default_rng(0).normal(size=(4, 2, 3)))
+        a = tf.constant(np.random.default_rng(1).normal(size=(5, 1, 1, 3)))
+        came = value_and_gradients(h, x, a)
+        want = value_and_gradients(lambda x, a: tf.reduce_sum(x * a, -1), x, a)
+        for c, w in zip(tf.nest.flatten(came), tf.nest.flatten(want), strict=True):
+            np.testing.assert_allclose(c, w, rtol=1e-12)
+        assert h.calls == (1 if vectorized else 40)
+        assert {tuple(map(tuple, shapes)) for shapes in seen} == {((3,), (3,))}
+
+    def test_one_bad_member_does_not_reject_the_batch(self):
+        h = self.form(lambda x: (x**2).sum(), on_error=-np.inf)
+        engine = h._engine
+        evaluate = engine._functions[0]
+
+        def flaky(x):
+            if np.any(x > 3):
+                raise ArithmeticError
+            return evaluate(x)
+
+        engine._functions = [flaky]
+        y, (g,) = value_and_gradients(h, X)
+        np.testing.assert_array_equal(y, [5, -np.inf])
+        np.testing.assert_array_equal(g, [[2, 4], [0, 0]])
+        assert (h.calls, h.failures) == (3, 1)
+
+    def test_a_missing_package_names_the_command(self, package):
+        code = f"""
+            import sys
+            sys.modules[{package!r}] = None
+            import sgtrick
+            try:
+                sgtrick.from_{package}(lambda x: x)
+            except ImportError as error:
+                print(error)
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"The extra sgtrick[{package}] brings it" in done.stdout
+        assert f"{sys.executable} -m pip install {package}" in done.stdout

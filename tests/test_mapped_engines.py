@@ -1,0 +1,381 @@
+"""Host engines under `tf.vectorized_map`: a batch arrives as a batch, DESIGN 3.3 and 5.15."""
+
+import functools
+import threading
+from concurrent import futures
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+import engines
+import sgtrick
+from sgtrick.tfp import Factor
+
+tfd = tfp.distributions
+Root = tfd.JointDistributionCoroutine.Root
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+CHAINS, DIMENSIONS = 8, 3
+POINTS = np.random.default_rng(7).normal(size=(CHAINS, DIMENSIONS))
+DATA = np.random.default_rng(8).normal(size=(5,))
+
+# Not a loop in the place of a map: without the converter this raises.
+mapped = functools.partial(tf.vectorized_map, fallback_to_while_loop=False)
+
+
+class Recorder:
+    """An engine of `(x, data)` for one member and for many, that keeps what it was given."""
+
+    def __init__(self):
+        self.shapes, self.bases = [], []
+
+    def __call__(self, x, data):
+        self.shapes.append((x.shape, data.shape))
+        self.bases.append(data.strides)
+        s, t = np.sum(np.sin(x), -1), np.sum(data**2, -1)
+        return s * t, (np.cos(x) * t[..., None], 2 * s[..., None] * data)
+
+
+def native(x, data):
+    return tf.reduce_sum(tf.sin(x), -1) * tf.reduce_sum(data**2, -1)
+
+
+def value_and_gradients(f, *args):
+    with tf.GradientTape() as tape:
+        tape.watch(args)
+        y = f(*args)
+    return y, [tf.convert_to_tensor(g) for g in tape.gradient(y, args)]  # some come in slices
+
+
+def close(came, want):
+    for a, b in zip(tf.nest.flatten(came), tf.nest.flatten(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.fixture(params=[True, False], ids=["vectorized", "by member"])
+def engine(request):
+    recorder = Recorder()
+    h = sgtrick.from_numpy(recorder, vectorized=request.param)
+    return h, recorder, request.param
+
+
+class TestCalls:
+    @WRAPS
+    def test_tape_around(self, engine, wrap):
+        h, recorder, vectorized = engine
+        x, data = tf.constant(POINTS), tf.constant(DATA)
+        run = wrap(
+            lambda x, d: value_and_gradients(lambda x, d: mapped(lambda x: h(x, d), x), x, d)
+        )
+        close(run(x, data), value_and_gradients(native, x, data))
+        assert h.calls == (1 if vectorized else CHAINS)
+        want = ((8, 3), (8, 5)) if vectorized else ((3,), (5,))
+        assert recorder.shapes == [want] * h.calls
+
+    @WRAPS
+    def test_tape_within(self, engine, wrap):
+        h, _, vectorized = engine
+        x, data = tf.constant(POINTS), tf.constant(DATA)
+        run = wrap(lambda x: mapped(lambda x: value_and_gradients(h, x, data), x))
+        y, (by_x, by_data) = run(x)
+        want = value_and_gradients(native, x, data)
+        close([y, by_x], [want[0], want[1][0]])
+        close(tf.reduce_sum(by_data, 0), want[1][1])  # of each member its own
+        assert h.calls == (1 if vectorized else CHAINS)
+
+    @WRAPS
+    @pytest.mark.parametrize("inner", ["x", "data", "both", "outer"])
+    def test_nested(self, engine, wrap, inner):
+        """The outer map over `x`, the inner one over what is named."""
+        h, _, vectorized = engine
+        more = {"x": POINTS[:, None] * np.ones([8, 2, 1]), "data": DATA * np.ones([2, 1])}
+        x = tf.constant(more["x"] if inner in ("x", "both") else POINTS)
+        data = tf.constant(more["data"] if inner in ("data", "both") else DATA)
+
+        def of_one(x, data):
+            if inner == "x":
+                return mapped(lambda x: h(x, data), x)
+            if inner == "data":
+                return mapped(lambda d: h(x, d), data)
+            if inner == "both":
+                return mapped(lambda a: h(*a), (x, data))
+            # The inner one over neither: the call does not hang on it.
+            return mapped(lambda k: h(x, data) * k, tf.ones([2], tf.float64))
+
+        run = wrap(
+            lambda *a: value_and_gradients(lambda x, d: mapped(lambda x: of_one(x, d), x), *a)
+        )
+
+        def whole(x, data):
+            x = x if inner in ("x", "both") else x[:, tf.newaxis]
+            return native(x, data) * tf.ones([2], tf.float64)
+
+        close(run(x, data), value_and_gradients(whole, x, data))
+        members = 8 if inner == "outer" else 16
+        assert h.calls == (1 if vectorized else members)
+
+    @WRAPS
+    def test_a_batch_of_its_own_within(self, engine, wrap):
+        h, recorder, vectorized = engine
+        x = tf.constant(np.random.default_rng(0).normal(size=(4, 2, 3)))  # [member, batch, event]
+        data = tf.constant(np.random.default_rng(1).normal(size=(6, 1, 5)))  # [batch, 1, event]
+        run = wrap(
+            lambda x, d: value_and_gradients(lambda x, d: mapped(lambda x: h(x, d), x), x, d)
+        )
+        want = value_and_gradients(lambda x, d: native(x[:, tf.newaxis], d), x, data)
+        close(run(x, data), want)
+        assert recorder.shapes[0] == (((4, 6, 2, 3), (4, 6, 2, 5)) if vectorized else ((3,), (5,)))
+        assert h.calls == (1 if vectorized else 48)
+
+    def test_unknown_shapes(self, engine):
+        h, _, vectorized = engine
+        specs = [tf.TensorSpec([None, None], tf.float64)]
+        run = tf.function(
+            lambda x: value_and_gradients(lambda x: mapped(lambda x: h(x, DATA), x), x),
+            input_signature=specs,
+            autograph=False,
+        )
+        for n in (8, 1, 5):
+            close(
+                run(POINTS[:n]),
+                value_and_gradients(lambda x: native(x, DATA), tf.constant(POINTS[:n])),
+            )
+        assert h.calls == (3 if vectorized else 14)
+        y, (g,) = run(POINTS[:0])
+        assert (y.shape, g.shape) == ([0], [0, 3])
+
+    def test_unknown_ranks(self, engine):
+        h, _, vectorized = engine
+        spec = tf.TensorSpec(None, tf.float64)
+        run = tf.function(lambda x, d: mapped(lambda x: h(x, d), x), input_signature=[spec, spec])
+        close(run(POINTS, DATA), native(POINTS, DATA))
+        assert h.calls == (1 if vectorized else CHAINS)
+
+    @WRAPS
+    def test_within_functions_loops_and_branches(self, engine, wrap):
+        h, _, vectorized = engine
+
+        def one(x):
+            y = tf.while_loop(
+                lambda i, y: i < 3,
+                lambda i, y: (i + 1, y + h(x, DATA)),
+                (0, tf.zeros([], tf.float64)),
+            )[1]
+            return y + tf.function(h)(x, DATA)
+
+        close(wrap(lambda x: mapped(one, x))(tf.constant(POINTS)), 4 * native(POINTS, DATA))
+        assert h.calls == (4 if vectorized else 4 * CHAINS)
+
+    def test_members_that_branch_are_called_in_their_branch(self, engine):
+        h, _, vectorized = engine
+
+        def one(x):
+            return tf.cond(x[0] > 0, lambda: h(x, DATA), lambda: h(2 * x, DATA))
+
+        want = native(np.where(POINTS[:, :1] > 0, 1, 2) * POINTS, DATA)
+        close(tf.function(lambda x: tf.vectorized_map(one, x))(POINTS), want)
+        assert h.calls == (2 if vectorized else CHAINS)
+
+    @WRAPS
+    def test_what_has_no_derivatives_aux_and_text(self, wrap):
+        seen = []
+
+        def f(x, k, text):
+            seen.append((x.shape, k.shape, text.shape, text.item(0)))
+            return (np.sum(x, -1) * k, np.stack([k, 2 * k], -1)), (k[..., None] + 0 * x, None, None)
+
+        h = sgtrick.from_numpy(f, event_ndims=(1, 0, 0), has_aux=True, vectorized=True)
+        x, k = tf.constant(POINTS), tf.range(8)
+        y, aux = wrap(lambda: mapped(lambda a: h(*a, tf.constant(b"ab\0")), (x, k)))()
+        close([y, aux], [np.sum(POINTS, -1) * k.numpy(), np.stack([k, 2 * k], 1)])
+        assert seen == [((8, 3), (8,), (8,), b"ab\0")]
+
+    def test_forward_mode_around(self, engine):
+        h, _, _ = engine
+        x = tf.constant(POINTS)
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+            y = mapped(lambda x: h(x, DATA), x)
+        want = np.sum(np.cos(POINTS), -1) * np.sum(DATA**2)
+        np.testing.assert_allclose(accumulator.jvp(y), want, rtol=1e-12)
+
+    def test_jacobians_call_once(self, engine):
+        h, _, vectorized = engine
+        x = tf.constant(POINTS)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = mapped(lambda x: h(x, DATA), x)[:, tf.newaxis]
+        jacobian = tape.batch_jacobian(y, x)
+        close(jacobian[:, 0], np.cos(POINTS) * np.sum(DATA**2))
+        assert h.calls == (1 if vectorized else CHAINS)
+
+    def test_a_loop_in_the_place_of_a_map_without_the_converter(self, monkeypatch):
+        # What happens should TensorFlow look for converters elsewhere: right, member by member.
+        h = sgtrick.from_numpy(Recorder(), vectorized=True)
+
+        def one(x):
+            y = h(x, DATA)
+            for op in y.graph.get_operations():
+                if hasattr(op, "pfor_converter"):
+                    del op.pfor_converter
+            return y
+
+        close(tf.vectorized_map(one, tf.constant(POINTS)), native(POINTS, DATA))
+        assert h.calls == CHAINS
+
+
+class TestWhatIsShared:
+    def test_takes_no_memory_and_cannot_be_written_to(self):
+        seen = []
+
+        def f(x, data):
+            seen.append(data)
+            return x * data.sum(-1), (data.sum(-1), None)
+
+        h = sgtrick.from_numpy(f, event_ndims=(0, 1), vectorized=True)
+        x, data = tf.ones([1000], tf.float64), tf.ones([7], tf.float64)
+        for run in (h, lambda x, d: mapped(lambda x: h(x, d), x)):
+            close(run(x, data), 7 * x)
+            assert seen[-1].shape == (1000, 7)
+            assert seen[-1].strides[0] == 0
+            assert not seen[-1].flags.writeable
+        h(x, data * x[:, tf.newaxis])
+        assert seen[-1].flags.writeable
+
+    @pytest.mark.parametrize("executor", [None, "threads"])
+    def test_members_have_their_own(self, executor):
+        def f(x, data):
+            data += x  # must not be seen by the next member
+            return np.sum(data), (data.size, np.ones_like(data))
+
+        with futures.ThreadPoolExecutor(2) as threads:
+            h = sgtrick.from_numpy(f, event_ndims=(0, 1), executor=executor and threads)
+            x = tf.constant([1.0, 2.0, 3.0])
+            for run in (h, lambda x, d: mapped(lambda x: h(x, d), x)):
+                close(run(x, tf.ones([2])), np.array([4, 6, 8]))
+
+    def test_a_function_of_the_gradient_apart_gets_it_too(self):
+        h = sgtrick.from_numpy(
+            lambda x, d: np.sum(x * d, -1), grad=lambda x, d: (d + 0 * x, x), vectorized=True
+        )
+        x, d = tf.constant(POINTS), tf.constant(POINTS[0])
+        came = value_and_gradients(lambda x, d: mapped(lambda x: h(x, d), x), x, d)
+        close(came, value_and_gradients(lambda x, d: tf.reduce_sum(x * d, -1), x, d))
+
+
+class TestExecutors:
+    @WRAPS
+    def test_members_are_evaluated_at_once(self, wrap):
+        meeting = threading.Barrier(CHAINS)
+
+        def meets(x):
+            meeting.wait(timeout=30)  # raises unless as many calls are here together
+            return engines.normal(x)
+
+        with futures.ThreadPoolExecutor(CHAINS) as threads:
+            h = sgtrick.from_numpy(meets, executor=threads)
+            y = wrap(lambda x: mapped(h, x))(tf.constant(POINTS))
+        np.testing.assert_allclose(y, -0.5 * np.sum(POINTS**2, -1))
+        assert h.calls == CHAINS
+
+    def test_the_same_draws(self):
+        with futures.ThreadPoolExecutor(3) as threads:
+            alone, spread = (
+                sgtrick.from_numpy(engines.normal, executor=e) for e in (None, threads)
+            )
+            draws = [sample(posterior(h), hmc) for h in (alone, spread)]
+        np.testing.assert_array_equal(*draws)
+        assert alone.calls == spread.calls
+
+
+OBSERVED, SD = np.array([0.3, -1.0, 2.0]), 0.5
+
+
+@np.errstate(over="ignore")
+def likelihood(x):
+    z = (OBSERVED - x) / SD
+    return -0.5 * np.sum(z**2, -1), z / SD
+
+
+def native_likelihood(x):
+    return -0.5 * tf.reduce_sum(((OBSERVED - x) / SD) ** 2, -1)
+
+
+def posterior(log_likelihood):
+    @tfd.JointDistributionCoroutineAutoBatched
+    def model():
+        zeros = tf.zeros([3], tf.float64)
+        x = yield tfd.MultivariateNormalDiag(zeros, zeros + 1, name="x")
+        yield Factor(log_likelihood(x), name="data")
+
+    return model.experimental_pin(data=tf.zeros([0], tf.float64)).unnormalized_log_prob
+
+
+STEPS, LEAPFROGS = 6, 3
+
+
+def hmc(target):
+    return tfp.mcmc.HamiltonianMonteCarlo(target, tf.constant(0.2, tf.float64), LEAPFROGS)
+
+
+def nuts(target):
+    return tfp.mcmc.NoUTurnSampler(target, tf.constant(0.2, tf.float64), max_tree_depth=4)
+
+
+def sample(target, kernel, trace_fn=None):
+    @tf.function(autograph=False)
+    def run():
+        return tfp.mcmc.sample_chain(
+            STEPS, tf.constant(POINTS), kernel=kernel(target), trace_fn=trace_fn, seed=[1, 2]
+        )
+
+    return run()
+
+
+class TestAutoBatchedModels:
+    def test_hmc(self):
+        h = sgtrick.from_numpy(likelihood, vectorized=True)
+        draws = sample(posterior(h), hmc)
+        np.testing.assert_allclose(draws, sample(posterior(native_likelihood), hmc), atol=1e-10)
+        assert h.calls == calls_to_know_its_shapes() + 1 + STEPS * LEAPFROGS
+
+    def test_nuts(self):
+        def leapfrogs(_, results):
+            return results.leapfrogs_taken
+
+        h = sgtrick.from_numpy(likelihood, vectorized=True)
+        draws, taken = sample(posterior(h), nuts, leapfrogs)
+        want = sample(posterior(native_likelihood), nuts)
+        np.testing.assert_allclose(draws, want, atol=1e-10)
+        # All chains go on until the last is done, doubling their trees.
+        longest = np.max(taken, 1)
+        assert h.calls == calls_to_know_its_shapes() + 1 + longest.sum()
+        assert longest.min() > 1
+
+    @pytest.mark.parametrize("package", ["torch", "jax"])
+    def test_engines_of_frameworks(self, package):
+        pytest.importorskip(package)
+        form = getattr(sgtrick, f"from_{package}")
+
+        def f(x):
+            if package == "torch":
+                import torch
+
+                observed = torch.tensor(OBSERVED)
+            else:
+                observed = OBSERVED
+            return -0.5 * (((observed - x) / SD) ** 2).sum()
+
+        h = form(f)
+        draws = sample(posterior(h), hmc)
+        np.testing.assert_allclose(draws, sample(posterior(native_likelihood), hmc), atol=1e-10)
+        assert h.calls == calls_to_know_its_shapes() + 1 + STEPS * LEAPFROGS
+
+
+@functools.cache
+def calls_to_know_its_shapes():
+    """A joint distribution draws from its model once."""
+    h = sgtrick.from_numpy(likelihood, vectorized=True)
+    tf.function(posterior(h))(tf.constant(POINTS))
+    return h.calls - 1
