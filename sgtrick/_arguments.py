@@ -201,8 +201,8 @@ class Function:
             if not there:
                 raise ValueError(
                     f"argnums has {key!r}, but the call of {self.name} has {count - self.own} "
-                    f"positional arguments and the keywords {list(call.kwargs)}; its parameters are "
-                    f"{parameters}."
+                    f"positional arguments and the keywords {list(call.kwargs)}; its parameters "
+                    f"are {parameters}."
                 )
             if isinstance(key, int):
                 key %= count

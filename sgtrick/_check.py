@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _comparison, _with_gradient, _leaves
+from sgtrick import _arguments, _comparison, _leaves, _with_gradient
 from sgtrick._comparison import Function, Named
 from sgtrick._report import GradientCheckError, GradientReport
 

@@ -101,7 +101,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
         def pull(*upstream: Any) -> list[Any]:
             if _is_transposing(form, nondiff, at):
-                return [*upstream, *_natural(at, point, f, upstream)]
+                return [*upstream, *_natural(point, f, upstream)]
             ts = [adjoint.probe(x) for x in point.xs]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(ts)
@@ -195,9 +195,7 @@ def _transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Iter
         _NOW.reset(token)
 
 
-def _natural(
-    at: _arguments.Call, point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[Any]
-) -> list[Any]:
+def _natural(point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
     """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:

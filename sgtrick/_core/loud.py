@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from sgtrick._core import _tensorflow
 
-
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
 
 
@@ -64,3 +63,9 @@ def insist(holds: Any, message: str) -> Any:
         return tf.constant(0.0, tf.float64)
     nan = tf.where(holds, tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64))
     return tf.debugging.check_numerics(nan, message) if _MAY_RAISE.get() else nan
+
+
+def insist_on_zeros(tangents: Sequence[Any], message: str) -> Any:
+    """The same where any of the tangents is not zero, as those of what does not move."""
+    still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents]
+    return insist(tf.reduce_all(tf.stack(still)), message)

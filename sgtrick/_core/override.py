@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from sgtrick import _devices, _leaves
 from sgtrick._core import _tensorflow, adjoint, ancestry, loud
-from sgtrick._core._tensorflow import Pullback, here
+from sgtrick._core._tensorflow import Pullback, here, unconverted
 
 
 class Rule(NamedTuple):
@@ -42,7 +42,7 @@ class Rule(NamedTuple):
     lost: Sequence[bool] | None = None
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@unconverted
 def keep(
     ys: Sequence[Any],
     xs: Sequence[Any],
@@ -126,7 +126,7 @@ def _pull(
     with _devices.of(ys[0]):
         if tf.executing_eagerly() and not _tensorflow.somebody_records():
             return list(rule.pull(*upstream))
-        return _guarded(rule, ys, xs, upstream, by_graph=by_graph)
+        return _guarded(rule, xs, upstream, by_graph=by_graph)
 
 
 def _pull_for_graph(
@@ -194,7 +194,7 @@ _NOT_TRANSPOSED = (
 
 
 def _guarded(
-    rule: Rule, ys: Sequence[Any], xs: Sequence[Any], upstream: Sequence[Any], *, by_graph: bool
+    rule: Rule, xs: Sequence[Any], upstream: Sequence[Any], *, by_graph: bool
 ) -> list[Any]:
     """The gradients, whose own derivatives are those of the pullback, or errors.
 
@@ -256,10 +256,9 @@ def _guarded(
     def along(*tangents: Any) -> list[Any]:
         z, points = tangents[: len(parts)], tangents[len(parts) :]
         if _tensorflow.apart(is_lost):
-            moved = [tf.reduce_any(tf.not_equal(t, 0)) for t in points if t is not None]
-            still = tf.logical_not(tf.reduce_any(tf.stack(moved)))
-            zero = loud.insist(still, lost(rule.name))
-            z = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
+            moving = [t for t in points if t is not None]
+            zero = loud.insist_on_zeros(moving, lost(rule.name))
+            return [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return list(z)
 
     guarded = _pass_on(parts, xs, again, along)
@@ -343,7 +342,7 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
         places[:] = [i for i, g in enumerate(gradients) if g is not None]
         for i in places:
             g = _values(gradients[i])
-            missing[i] = _is_lost(g, rule.sources, us)
+            missing[i] = _is_lost(g, rule.sources or (), us)
         return [tf.convert_to_tensor(gradients[i]) for i in places]
 
     specs = [
