@@ -455,7 +455,7 @@ class TestOrder2:
     @MODES
     def test_with_gradient(self, mode):
         x = constant([0.5, 2.0, -1.0])
-        h = sgtrick.with_gradient(density, density_gradient, order=2)
+        h = sgtrick.with_gradient(density, density_gradient)
         assert check_gradient(h, x, order=2, mode=mode).passed
 
     @MODES

@@ -9,6 +9,7 @@ host call, a loop, stateful. A derivative that TensorFlow loses in it when it is
 its turn raises: that is what `_guarded` adds.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -239,10 +240,13 @@ def _guarded(
     def again(*z: Any) -> list[Any]:
         points: list[Any] = [None] * len(xs)
         if is_lost():
-            points = [
-                loud.failure(x, lost(rule.name), z) if _leaves.is_differentiable(x.dtype) else None
-                for x in xs
-            ]
+            with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
+                points = [
+                    loud.failure(x, lost(rule.name), z)
+                    if _leaves.is_differentiable(x.dtype)
+                    else None
+                    for x in xs
+                ]
         if not by_graph or callable(rule.push):
             return [*z, *points]
         if isinstance(rule.push, str):
@@ -265,6 +269,13 @@ def _guarded(
     for i, part in zip(places, guarded, strict=True):
         gradients[i] = _like(gradients[i], part)
     return gradients
+
+
+def _is_of_function(parts: Sequence[Any]) -> bool:
+    """Whether the gradient of the function that holds these tensors is made, as a whole."""
+    if tf.executing_eagerly():
+        return False
+    return parts[0].graph is not tf.compat.v1.get_default_graph()
 
 
 def _pass_on(parts: list[Any], xs: Sequence[Any], pull: Pullback, push: Pullback) -> list[Any]:
