@@ -31,7 +31,11 @@ def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[
     size = tf.add_n([sum_(tf.abs(t)) for t in [*left, *right]])
     eps = max(_eps(t.dtype) for t in (*us, *ts) if t is not None)
     # Rounding in L itself is not bounded by eps: half of the digits decide.
-    return tf.logical_not(tf.abs(tf.add_n(sums)) > eps**0.5 * size)  # true for NaN
+    difference = tf.add_n(sums)
+    fits = tf.abs(difference) <= eps**0.5 * size
+    # Not as "not greater", which TensorFlow's optimizer makes "less or equal", false for NaN. Stopped,
+    # for the second JVP of is_nan fails in a function.
+    return fits | tf.math.is_nan(tf.stop_gradient(difference))
 
 
 def probe(like: Any) -> Any:
