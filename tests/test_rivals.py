@@ -24,8 +24,23 @@ DROPPED = [
     "`ForwardAccumulator` in `tf.function`",
     "`ForwardAccumulator` in XLA",
 ]
+RAISE_WITHOUT_HESSIAN = [  # TensorFlow has no place for an error in the other cells: NaN
+    "nested tapes",
+    "nested tapes in `tf.function`",
+    "nested tapes over a square",
+    "nested tapes over a square in `tf.function`",
+    "forward over reverse",
+    "forward over reverse in `tf.function`",
+    "`vectorized_map` around nested tapes",
+]
 ONE_AT_A_TIME = {name for name, cell in CELLS.items() if cell.takes_members}
 VALUE_ONLY = {"TFLite, the value"}
+
+
+def without_hessian(cell, problem):
+    if cell.order == 1:
+        return "right"
+    return "raises" if cell.name in RAISE_WITHOUT_HESSIAN else "NaN"
 
 
 def of_tf(cell, problem):
@@ -44,6 +59,7 @@ def of_tfp(cell, problem):
 
 FACTS = {
     "sgtrick": lambda cell, problem: "right",
+    "sgtrick, no hx": without_hessian,
     "tfp.math": of_tfp,
     "tf": of_tf,
     "keras.ops": of_tf,  # on this backend it is tf.custom_gradient
