@@ -62,7 +62,7 @@ def on_device(h: Any) -> Any:
 # %%
 FORMS = {
     "with_gradient": sgtrick.with_gradient(value, tf.negative, device=DEVICE),
-    "with_gradient, order=2": sgtrick.with_gradient(value, tf.negative, order=2, device=DEVICE),
+    "reverse_gradient, a formula": on_device(lambda x: sgtrick.reverse_gradient(value(x))),
     "from_numpy": on_device(sgtrick.from_numpy(engine, vectorized=True)),
 }
 

@@ -40,10 +40,10 @@ def custom_vjp(f: Any = None) -> Any:
             that of the call. Gradients of the last leaves may be left out where these are no
             tensors or have no derivatives. If `f` reads trainable variables that are not among its
             arguments, `grad_fn` must take a keyword `variables`, their list in the order read, and
-            return `(gradients, variable_gradients)`. Second and higher derivatives are those of
-            `grad_fn`. It is linear in `upstream`, and what is traced (`tf.function`) has it
-            transposed: where that fails, as for a host call, those transformations that need it
-            raise.
+            return `(gradients, variable_gradients)`. It runs in no forward pass, and may be
+            anything: not linear, a loop, a host call. Second and higher derivatives are those of
+            `grad_fn`. Forward mode transposes it, by differentiating it with respect to
+            `upstream`, and tests the transpose at fixed pseudo-random upstream gradients.
 
     Returns:
         A function of the arguments of `f` that returns `y`. Methods can be decorated too.
@@ -51,7 +51,11 @@ def custom_vjp(f: Any = None) -> Any:
     Raises:
         TypeError: `f` does not return such a pair, or `grad_fn` does not take `variables`.
         ValueError: `grad_fn` returned gradients of the wrong number or shape.
-        LookupError: When a derivative is taken that needs the transpose of a `grad_fn` without one.
+        LookupError: When a derivative is taken that TensorFlow does not find in `grad_fn`: forward
+            mode where it is not linear or calls the host, or a derivative of higher order of a
+            gradient that is not connected to the arguments. In graphs this is a
+            `tf.errors.InvalidArgumentError` when it is run; around a `tf.function` and in XLA, the
+            derivative is NaN.
     """
     return custom_vjp if f is None else _arguments.as_form(f, _custom_vjp)
 

@@ -102,8 +102,7 @@ def from_numpy(
         gradients have the dtype of their arguments, the value the widest of these. Static shapes
         are those of the arguments. It counts: `calls` of the engine, `hess_calls` of `hessp` or
         `hess`, `failures`, calls that raised; `nonfinite`, points whose value or gradient was not
-        finite; and `seconds`, the wall time of all. Second derivatives are
-        unconnected, and incomplete in nonlinear functions of the result.
+        finite; and `seconds`, the wall time of all.
 
         Without an executor, one call is made at a time, from whichever threads TensorFlow calls;
         the counters are exact. No call is made for an empty batch. What `tf.vectorized_map` maps
@@ -121,8 +120,9 @@ def from_numpy(
             the executor.
         NotImplementedError: While tracing for XLA, `jit_compile=True`, which cannot call the host.
         AssertionError: From `tf.saved_model.save`, for a function that calls the engine.
-
-    The embedding is that of `custom_gradient`, `value + <stop(gradient), x - stop(x)>`.
+        LookupError: When a second derivative is taken without `hessp` or `hess`, of the result or
+            of anything made of it, or a third one. In a `tf.function` this is a
+            `tf.errors.InvalidArgumentError` when it is run; around it the derivative is NaN.
     """
     options = Options(
         vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,

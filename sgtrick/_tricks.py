@@ -185,8 +185,7 @@ def clip_gradient(x: Any, lo: Any, hi: Any) -> Any:
 
     What clips is the upstream gradient itself, in which clipping is not linear: no formula in
     `x - stop(x)` has such a derivative, and forward mode has no upstream gradient at all. So this
-    is an override of the gradient around an op that cannot be differentiated. Where TensorFlow
-    drops the override, the op refuses.
+    is an override of the gradient, which holds under every other transformation.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -204,14 +203,14 @@ def clip_gradient(x: Any, lo: Any, hi: Any) -> Any:
         hi: Upper bound, in the same manner.
 
     Returns:
-        The structure, dtypes and values of `x`, of first order: derivatives of higher order raise.
+        The structure, dtypes and values of `x`. Derivatives of higher order are those of clipping;
+        with all tapes around a `tf.function` they are an error or NaN.
 
     Raises:
         TypeError: A dtype that is not floating.
         ValueError: A bound does not broadcast to `x`, or has another structure.
         tf.errors.InvalidArgumentError: `lo` exceeds `hi`, or is NaN.
-        LookupError: When a derivative is taken by forward mode, of higher order, or through
-            `tf.vectorized_map`; there, take the gradient inside of what is mapped.
+        NotImplementedError: In forward mode.
     """
 
     def clipped(path: str, x: Any, lo: Any, hi: Any) -> Any:

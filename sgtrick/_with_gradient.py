@@ -52,37 +52,30 @@ def with_gradient(
         grad: Called with the arguments of `f`, defaults filled in and keywords as positions where
             `f` has them there. Returns the gradient for an int or name `argnums`, a tuple of them
             for a tuple: a Jacobian `B + R + D` in the structure of its argument, with None where
-            there is none. With order 1 it is called once a backward pass in eager, with the values
-            that variables among the arguments had when `f` was called, and once while tracing. A
-            `grad` that takes a keyword `variables` is given the trainable variables that `f` read
+            there is none. It is called when a derivative is asked for, once a backward pass, with
+            the values that variables among the arguments had when `f` was called, and never in a
+            forward pass. A `grad` that takes a keyword `variables` is given the trainable variables that `f` read
             and that are not among its arguments, each once, in the order read, and returns
             `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape of the
             value followed by that of the variable, for a scalar value also as `tf.IndexedSlices`.
             That is then exactly their gradient. What else `f` closes over has none then.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
-        order: Through which order derivatives by these arguments are exact. 1: `grad` is stopped,
-            and second derivatives by these arguments are unconnected (and lack the part with the
-            Hessian in nonlinear functions of the result). `k`: `grad` is called at
-            `ceil(k / 2)` points and kept differentiable, mixed derivatives with other arguments
-            included; then the first backward pass differentiates it too.
         batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
         device: As in `custom_gradient`; `f` and `grad` run there too.
 
     Returns:
-        The function, or the decorator if `f` is None. Under every transformation it has the
-        derivatives of ::
-
-            f(s, y) + sum_i w_i <grad(s + c_i z, y), z>,    s = stop(x), z = x - s
-
-        with the Gauss-Legendre nodes `c_i` and weights `w_i` on [0, 1]: the quadrature of the line
-        integral of the gradient from `s` to `x`. Order 1 has the one node 0, where `grad` is
-        stopped.
+        The function, or the decorator if `f` is None. Its value is that of `f` to the last bit.
+        Derivatives of higher order are those of `grad`, mixed ones with other arguments included.
 
     Raises:
         TypeError: `f` does not return one floating tensor, or there is no `grad` when called.
-        ValueError: `argnums` names no argument, `order` is no positive int, or above 1 for a `grad`
-            that takes `variables`, or a gradient is missing or does not have the structure or shape
-            of its argument or variable; in eager with order 1 when the gradient is asked for.
+        ValueError: `argnums` names no argument, or, when the gradient is asked for, one is missing
+            or does not have the structure or shape of its argument or variable.
+        LookupError: When a derivative of higher order is taken and a gradient is not connected to
+            the point: it came from the host or NumPy, was stopped, or is a constant (to which
+            `0 * x` is to be added). Inside of a `tf.function` this is a
+            `tf.errors.InvalidArgumentError` when it is run, and around it and in XLA, which cannot
+            raise, the derivative is NaN.
     """
     options = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
@@ -250,14 +243,15 @@ def from_value_and_gradient(
 
     Returns:
         A function with the arguments of `fn` that returns the value, or `(value, aux)`, with the
-        gradient, of first order: `value + <stop(gradient), x - stop(x)>`, where `fn` is given
-        `stop(x)`.
+        gradient. A second derivative evaluates `fn` once more and differentiates its gradient.
 
     Raises:
         TypeError: `fn` returns something else; a function in the gradient's place belongs to
             `custom_vjp`.
         ValueError: `argnums` names no argument, or the gradient does not have the structure or
             shape of its argument.
+        LookupError: When a second derivative is taken of a gradient that TensorFlow cannot
+            differentiate, as in `with_gradient`.
     """
     _insist_on_function(fn, "fn")
     return _arguments.as_form(  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
 
     A distribution over a set of one element, the empty vector, whose `log_prob` there is
     `log_factor`. In a joint distribution it adds this to the log density, which is then in general
-    not normalised.
+    not normalised. Its derivatives are those of `log_factor`, of every order.
 
         >>> import tensorflow as tf
         >>> import tensorflow_probability as tfp
@@ -134,7 +134,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
 
     It is not a `CompositeTensor`, since a function may close over tensors. `copy` works, slices do
     not. Variables that `log_prob_fn` closes over are not among its `variables`, unless it is a
-    `tf.Module`.
+    `tf.Module`. Derivatives of `log_prob` are those of `log_prob_fn`, of every order.
 
     Args:
         log_prob_fn: From `[..., event]`, of `dtype`, to `[...]`, of the same if that is floating.

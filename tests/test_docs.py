@@ -12,7 +12,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for block, _ in blocks_and_lines(page, language)]
+
+
+def blocks_and_lines(page, language):
+    """Each block, and how many lines are before it."""
+    text = page.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(m[1], text.count("\n", 0, m.start(1))) for m in found]
 
 
 def test_the_pages_were_found():
@@ -29,11 +36,12 @@ def is_installed(module):
 def test_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     namespace = {}
-    for block in blocks(page, "python"):
+    for block, before in blocks_and_lines(page, "python"):
         if module := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / module[1]).write_text(block)
         elif is_installed("torch") or "import torch" not in block:
-            exec(compile(block, str(page), "exec"), namespace)
+            # AutoGraph reads the source of a function at its line of the page.
+            exec(compile("\n" * before + block, str(page), "exec"), namespace)
     printed = capsys.readouterr().out
     for output in blocks(page, "text"):
         assert output in printed

@@ -23,9 +23,39 @@ DROPPED = [
     "`ForwardAccumulator` in eager",
     "`ForwardAccumulator` in `tf.function`",
     "`ForwardAccumulator` in XLA",
+    "nested tapes around `vectorized_map`",
+    "reverse over forward",
+    "reverse over forward in `tf.function`",
+    "forward over forward",
+    "forward over forward in `tf.function`",
+]
+SECOND_OF_TFP_IS_NONE = [  # elsewhere it is zero, or lacks the part with the Hessian
+    "nested tapes",
+    "nested tapes in `tf.function`",
+    "nested tapes in XLA",
+    "forward over reverse",
+    "forward over reverse in `tf.function`",
+    "inner tape inside a `tf.function`, outer around",
+    "nested tapes around `vectorized_map`",
+    "`vectorized_map` around nested tapes",
+]
+RAISE_WITHOUT_HESSIAN = [  # TensorFlow has no place for an error in the other cells: NaN
+    "nested tapes",
+    "nested tapes in `tf.function`",
+    "nested tapes over a square",
+    "nested tapes over a square in `tf.function`",
+    "forward over reverse",
+    "forward over reverse in `tf.function`",
+    "`vectorized_map` around nested tapes",
 ]
 ONE_AT_A_TIME = {name for name, cell in CELLS.items() if cell.takes_members}
 VALUE_ONLY = {"TFLite, the value"}
+
+
+def without_hessian(cell, problem):
+    if cell.order == 1:
+        return "right"
+    return "raises" if cell.name in RAISE_WITHOUT_HESSIAN else "NaN"
 
 
 def of_tf(cell, problem):
@@ -35,8 +65,10 @@ def of_tf(cell, problem):
 
 
 def of_tfp(cell, problem):
+    if cell.name == "`tf.gradients` twice in a TF1 graph":
+        return "raises"
     if cell.order == 2:
-        return "wrong" if "over a square" in cell.name else "None"
+        return "None" if cell.name in SECOND_OF_TFP_IS_NONE else "wrong"
     if problem == "many" and cell.name not in ONE_AT_A_TIME | VALUE_ONLY:
         return "wrong"
     return "right"
@@ -44,6 +76,7 @@ def of_tfp(cell, problem):
 
 FACTS = {
     "sgtrick": lambda cell, problem: "right",
+    "sgtrick, no hx": without_hessian,
     "tfp.math": of_tfp,
     "tf": of_tf,
     "keras.ops": of_tf,  # on this backend it is tf.custom_gradient

@@ -14,10 +14,17 @@ from matrix import CELLS, configure, judge
 from matrix.values import comparison_cases
 
 # Told apart by shape and word, not by colour.
-SHOWN = {"right": "✓ right", "raises": "! raises", "None": "∅ none", "wrong": "✗ wrong"}
+SHOWN = {
+    "right": "✓ right",
+    "raises": "! raises",
+    "NaN": "? NaN",
+    "None": "∅ none",
+    "wrong": "✗ wrong",
+}
 MEANINGS = {
     "right": "✓ right",
     "raises": "! raises an error",
+    "NaN": "? not finite, for all to see",
     "None": "∅ no gradient: None",
     "wrong": "✗ silently wrong",
 }

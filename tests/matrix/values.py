@@ -78,13 +78,17 @@ def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
 def comparison_cases() -> dict[str, dict[str, Case]]:
     """sgtrick and its rivals given the same values and gradients, by problem and library.
 
-    The problems are one: a function of a vector; and many: four chains of it in one call.
+    The problems are one: a function of a vector; and many: four chains of it in one call. sgtrick is
+    there with the Hessian and without.
     """
 
     def sg(x: Any) -> Any:
         return sgtrick.custom_gradient(
             fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x, hx=fn.scalar_hessian(x)
         )
+
+    def sg_no_hx(x: Any) -> Any:
+        return sgtrick.custom_gradient(fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x)
 
     def tfp_(x: Any) -> Any:
         return tfp.math.custom_gradient(fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x)
@@ -104,6 +108,7 @@ def comparison_cases() -> dict[str, dict[str, Case]]:
 
     forms = {
         "sgtrick": sg,
+        "sgtrick, no hx": sg_no_hx,
         "tfp.math": tfp_,
         "tf": lambda x: overridden(x),
         "keras.ops": lambda x: of_any_backend(x),
