@@ -11,6 +11,7 @@ from sgtrick._core import _tensorflow
 
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
+_NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
 
 
 @contextlib.contextmanager
@@ -25,6 +26,21 @@ def not_raising() -> Iterator[None]:
         yield
     finally:
         _MAY_RAISE.reset(token)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[str]]:
+    """A scope without errors, only NaN, that yields what the errors would have said.
+
+    In eager; it may be more than what somebody asked for.
+    """
+    messages: list[str] = []
+    token = _NOTED.set(messages)
+    try:
+        with not_raising():
+            yield messages
+    finally:
+        _NOTED.reset(token)
 
 
 def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
@@ -44,6 +60,7 @@ def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
     """
     if tf.executing_eagerly() and _MAY_RAISE.get() and _tensorflow.asked_for(like):
         raise LookupError(message)
+    _note(message)
     nan = tf.constant(float("nan"), tf.float64)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
         nan = tf.debugging.check_numerics(nan, message)
@@ -62,5 +79,13 @@ def insist(holds: Any, message: str) -> Any:
         if not holds:
             raise LookupError(message)
         return tf.constant(0.0, tf.float64)
+    if tf.executing_eagerly() and not holds:
+        _note(message)
     nan = tf.where(holds, tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64))
     return tf.debugging.check_numerics(nan, message) if _MAY_RAISE.get() else nan
+
+
+def _note(message: str) -> None:
+    messages = _NOTED.get()
+    if messages is not None and message not in messages:
+        messages.append(message)
