@@ -196,13 +196,15 @@ class Comparison:
         tolerance = self._rtol * size + atol
         visible = np.fmax(tolerance, VISIBLE * np.fmax(np.fmax(size, scale), 1e-6 * value))
         verdicts = _verdicts(embedded, estimate, tolerance, visible)
+        absolutes = np.abs(embedded - estimate.derivative)
+        with np.errstate(invalid="ignore"):  # of what is not finite
+            relatives = np.divide(absolutes, larger, out=np.zeros_like(larger), where=absolutes != 0)
         for i, (name, verdict) in enumerate(zip(names, verdicts, strict=True)):
             remark = "" if connected else "no gradient"
             if verdict == "kink":
                 remark = f"{estimate.left[i]:.3g} | {estimate.right[i]:.3g}"
             if refusals[i] and np.isnan(embedded[i]):
                 verdict, remark = "refused", refusals[i]
-            absolute = abs(float(embedded[i]) - float(estimate.derivative[i]))
             self.entries.append(
                 Entry(
                     order=self._order,
@@ -210,8 +212,8 @@ class Comparison:
                     embedded=float(embedded[i]) + 0.0,  # no minus zero
                     numerical=float(estimate.derivative[i]),
                     uncertainty=float(estimate.error[i]),
-                    absolute=absolute,
-                    relative=float(np.divide(absolute, larger[i])) if absolute else 0.0,
+                    absolute=float(absolutes[i]),
+                    relative=float(relatives[i]),
                     allowed=float(tolerance[i] + estimate.error[i]),
                     verdict=verdict,
                     remark=remark,

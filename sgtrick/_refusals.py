@@ -56,7 +56,7 @@ def _asked(pull: Pull) -> tuple[list[Any] | None, str]:
 def _without_nodes(message: str) -> str:
     """What an operation said, without TensorFlow's names of nodes around it."""
     message = re.sub(r"\{\{(function_)?node .*?\}\}", "", message)
-    return re.split(r" : Tensor had|\n\t ?\[\[", message)[0].strip()
+    return re.split(r" : Tensor had|\n\t ?\[\[", message)[0].rpartition("\n\n")[2].strip()
 
 
 def _is_finite(gradient: Any) -> bool:

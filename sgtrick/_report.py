@@ -58,7 +58,8 @@ class Entry(NamedTuple):
     @property
     def rank(self) -> tuple[int, float]:
         """What the table is sorted by: the verdict, then the error in units of what is allowed."""
-        excess = np.divide(self.absolute, self.allowed) if self.absolute else 0.0
+        with np.errstate(invalid="ignore"):  # both are infinite where `embedded` is
+            excess = np.divide(self.absolute, self.allowed) if self.absolute else 0.0
         return SEVERITY.index(self.verdict), -np.nan_to_num(excess, nan=np.inf)
 
 
