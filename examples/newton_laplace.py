@@ -2,11 +2,11 @@
 # # Newton's method and Laplace's approximation with a solver in NumPy
 #
 # The posterior of lynx and hare again, from 21 years of pelts and the Lotka-Volterra equations, as
-# in *lynx_hare*. There, NUTS takes thousands of calls of the solver. Newton's method finds the mode
-# in a dozen, if it has the Hessian, and the Hessian at the mode is Laplace's approximation: around
-# the mode $\hat x$ the posterior is about normal,
+# in *lynx_hare*. There, NUTS takes thousands of calls of the solver. Newton's method, which needs
+# the Hessian, finds the mode in eight steps, and the Hessian there is Laplace's approximation:
+# around the mode $\hat x$ the posterior is about normal,
 #
-# $$x \mid \text{data} \;\sim\; N\left(\hat x,\; \left(-\nabla^2 \log p(\hat x)\right)^{-1}\right).$$
+# $$x \mid \text{data} \;\sim\; N\left(\hat x,\; \left(-\nabla^2\log p(\hat x)\right)^{-1}\right).$$
 #
 # The solver lives outside TensorFlow. `sgtrick.from_numpy` takes its gradient, and with `hessp` its
 # second derivatives too; those of the prior are TensorFlow's own. Without `hessp`, a Hessian that
@@ -184,7 +184,7 @@ def derivatives(x: tf.Tensor, likelihood=log_likelihood) -> tuple[np.ndarray, ..
 # ## Without the Hessian of the engine
 #
 # The same engine with its gradient alone. The Hessian of the prior is known, and a tape that left
-# out the rest would return it without a word, with standard deviations several times too large.
+# out the rest would return it without a word, with standard deviations many times too large.
 
 # %%
 first_order = sgtrick.from_numpy(value_and_gradient, name="first_order")
@@ -203,7 +203,7 @@ except LookupError as error:
 # doubles with each step.
 
 # %%
-x, calls = guess, log_likelihood.calls
+x, calls, products = guess, log_likelihood.calls, log_likelihood.hess_calls
 value, gradient, hessian = derivatives(tf.constant(x))
 print(f"{'step':>4}{'log density':>14}{'|gradient|':>12}{'smallest eigenvalue':>21}")
 for step in range(50):
@@ -217,8 +217,8 @@ for step in range(50):
     x = x + move
     value, gradient, hessian = derivatives(tf.constant(x))
 print(
-    f"The solver was called {log_likelihood.calls - calls} times for the gradient, and "
-    f"{log_likelihood.hess_calls} times for the Hessian, checks included."
+    f"The solver ran {log_likelihood.calls - calls} times for values and gradients, and "
+    f"{log_likelihood.hess_calls - products} times for rows of the Hessian."
 )
 
 # %% [markdown]
@@ -252,7 +252,8 @@ for i, (name, (meaning, _)) in enumerate(NAMES.items()):
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update({"font.size": 11, "figure.constrained_layout.hspace": 0.06})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 figure, axes = plt.subplots(2, 4, figsize=(12, 6.5), layout="constrained")
 grid = np.linspace(laplace.ppf(0.001), laplace.ppf(0.999), 200)  # [point, parameter]
@@ -269,11 +270,14 @@ for i, (axis, (name, (meaning, unit))) in enumerate(zip(axes.flat, NAMES.items()
     ]
     for q in (5, 50, 95):
         ours = axis.axvline(laplace.ppf(q / 100)[i], ymin=0.2, color=BLUE, lw=2)
-        theirs = axis.axvline(reference[f"q{q:02}"][i], ymin=0.2, color=ORANGE, lw=2, ls=(0, (4, 4)))
+        theirs = axis.axvline(
+            reference[f"q{q:02}"][i], ymin=0.2, color=ORANGE, lw=2, ls=(0, (4, 4))
+        )
     axis.set_title(f"{name}  {meaning}", fontsize=11)
     axis.set(xlabel=unit, yticks=[])
     axis.spines["left"].set_visible(False)
-labels = ["Laplace", "quantiles 5, 50, 95 %", "mean and sd", "reference quantiles", "mean and sd"]
+labels = ["Laplace", "its quantiles 5, 50, 95 %", "its mean and sd"]
+labels += ["reference quantiles", "reference mean and sd"]
 handles = [curve, ours, bars[0], theirs, bars[1]]
 figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
 figure.savefig(FIGURES / "newton_laplace.png", dpi=150)

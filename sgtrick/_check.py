@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _comparison, _with_gradient, _leaves
+from sgtrick import _arguments, _comparison, _leaves, _with_gradient
 from sgtrick._comparison import Function, Named
 from sgtrick._report import GradientCheckError, GradientReport
 
@@ -75,9 +75,10 @@ def check_gradient(
         `atol`, `rtol` and the estimated error of the latter allow, and that error is small enough
         to see a gradient that is off by 1 %: relative to the derivative, or to the largest one of
         the same value by the same leaf. It is `refused` where `f` does not know the derivative, and
-        says so by an error or NaN: the message is the entry's remark. It is `cannot tell` where the estimated error is larger, a
-        `kink` where the one-sided derivatives differ and the embedded one lies between, and `wrong`
-        otherwise. A gradient that is None is compared as zero, and said to be None.
+        says so by an error or NaN: the message is the entry's remark. It is `cannot tell` where the
+        estimated error is larger, a `kink` where the one-sided derivatives differ and the embedded
+        one lies between, and `wrong` otherwise. A gradient that is None is compared as zero, and
+        said to be None.
 
     Raises:
         GradientCheckError: An entry is wrong, refused or cannot be told; carries the report.

@@ -198,7 +198,9 @@ class Comparison:
         verdicts = _verdicts(embedded, estimate, tolerance, visible)
         absolutes = np.abs(embedded - estimate.derivative)
         with np.errstate(invalid="ignore"):  # of what is not finite
-            relatives = np.divide(absolutes, larger, out=np.zeros_like(larger), where=absolutes != 0)
+            relatives = np.divide(
+                absolutes, larger, out=np.zeros_like(larger), where=absolutes != 0
+            )
         for i, (name, verdict) in enumerate(zip(names, verdicts, strict=True)):
             remark = "" if connected else "no gradient"
             if verdict == "kink":
@@ -262,10 +264,10 @@ class Comparison:
     def _pulled(self, upstream: Sequence[Any]) -> tuple[list[Any], str]:
         """The gradients, NaN where they are refused, and what was said by who refused them."""
 
-        def pull() -> list[Any]:
+        def pull() -> Any:
             return _pull(self._tape, self._ys, self._xs, upstream)
 
-        def again() -> list[Any]:
+        def again() -> Any:
             with tf.GradientTape() as tape:
                 tape.watch(self._xs)
                 ys = self._call(list(zip(self._names, self._xs, strict=True)))

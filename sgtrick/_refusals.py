@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from sgtrick._core import loud
 
-Pull = Callable[[], list[Any]]
+Pull = Callable[[], Any]
 
 
 def gradients(pull: Pull, again: Pull, xs: Sequence[Any]) -> tuple[list[Any], str]:

@@ -1,5 +1,7 @@
 """`check_gradient(order=2)` on everything that can have second derivatives: right, wrong, refused."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -70,9 +72,7 @@ RIGHT = {
     "from_numpy, hessp": (engine(hessp=lambda x, v: np.array(hessian(x)) @ v), X),
     "from_numpy, hess, of a batch": (engine(hess=hessian), constant([[0.5, 2.0], [1.0, -1.0]])),
     "from_numpy, several arguments": (
-        sgtrick.from_numpy(
-            lambda a, b: (a @ b, (b, a)), hessp=lambda a, b, v: (v[1], v[0])
-        ),
+        sgtrick.from_numpy(lambda a, b: (a @ b, (b, a)), hessp=lambda a, b, v: (v[1], v[0])),
         (X, constant([1.0, 3.0])),
     ),
     "with_gradient": (with_own_gradient(), X),
@@ -193,7 +193,8 @@ class TestWrong:
 
     def test_asymmetric_where_differences_cannot_tell(self):
         rounds = sgtrick.from_numpy(
-            lambda x: (value(x), np.round(gradient(x), 1)), hessp=lambda x, v: np.tril(hessian(x)) @ v
+            lambda x: (value(x), np.round(gradient(x), 1)),
+            hessp=lambda x, v: np.tril(hessian(x)) @ v,
         )
         found = check_gradient(rounds, X, order=2, raise_exception=False)
         assert is_asymmetric(found)
@@ -208,7 +209,10 @@ class TestWrong:
     @pytest.mark.parametrize(
         ("f", "message"),
         [
-            (lambda x: embedded(x, tf.zeros([3, 2], tf.float64)), r"hx \[3, 2\] and x \[2\] do not fit"),
+            (
+                lambda x: embedded(x, tf.zeros([3, 2], tf.float64)),
+                r"hx \[3, 2\] and x \[2\] do not fit",
+            ),
             (
                 lambda x: embedded(x, lambda v: tf.zeros([3], tf.float64)),
                 r"hx\(v\) has shape \[3\], expected \[2\]",
@@ -248,7 +252,7 @@ class TestRefused:
         ]
         np.testing.assert_allclose(numerical, np.ravel(hessian(X.numpy())), rtol=1e-8)
         row = next(line for line in str(found).splitlines() if "x[0] by x[0]" in line)
-        assert row.split() == ["2", *"x[0] by x[0] - 6".split(), row.split()[6], *"- - refused".split()]
+        assert re.fullmatch(r" +2  x\[0\] by x\[0\] +- +6 +\S+ +- +- +refused", row)
 
     def test_the_rest_is_still_checked(self):
         known = sgtrick.with_gradient(lambda a: a**2, lambda a: 2 * a)
@@ -275,8 +279,11 @@ class TestRefused:
         assert any("second derivatives were not checked" in note for note in found.notes)
 
     def test_nan_that_nobody_explains_is_wrong(self):
-        f = sgtrick.with_gradient(lambda x: x**2, lambda x: 2 * x + 0 * tf.sqrt(tf.abs(x - 1)))
-        found = check_gradient(f, constant(1.0), order=2, raise_exception=False)
+        def trap(x):  # where() keeps log(0) out of the value, and not out of the gradient
+            return 2 * x + tf.where(x > 5, tf.math.log(x - 1), 0)
+
+        f = sgtrick.with_gradient(lambda x: x**2, trap)
+        found = check_gradient(f, constant(1.0), order=2, eps=0.1, raise_exception=False)
         assert (found.worst.order, found.worst.verdict) == (2, "wrong")
         assert np.isnan(found.worst.embedded)
 
