@@ -485,10 +485,6 @@ class TestOrder2:
         expected = {"x[0] by x[0]": 10, "x[0] by x[1]": 6, "x[1] by x[0]": 6, "x[1] by x[1]": 0}
         assert second == pytest.approx(expected, abs=1e-9)
 
-    def test_value_and_gradient_have_none(self):
-        with pytest.raises(ValueError, match=r"\(value, gradient\), which promises no second"):
-            check_gradient(lambda x: (x**2, 2 * x), constant(1.0), order=2)
-
 
 class TestCost:
     def test_random_mode_does_not_depend_on_dimension(self):

@@ -1,6 +1,5 @@
 """What a kept override promises: the value of `f`, and the rule's derivatives everywhere."""
 
-import functools
 import itertools
 
 import numpy as np
@@ -18,7 +17,6 @@ from forms import (
     exact,
     forward_derivative,
     hidden,
-    host_slope,
     jvp_form,
     mapped,
     on_host,
@@ -172,9 +170,7 @@ def _grad_fns():
         "one of several outputs": lambda x: two(x)[1],
         "the native one of several outputs": lambda x: two(x)[0],
         "maps another form": of(
-            lambda u, x: (
-                mapped(identity)(u) * slope(x) if u.shape.rank else identity(u) * slope(x)
-            )
+            lambda u, x: mapped(identity)(u) * slope(x) if u.shape.rank else identity(u) * slope(x)
         ),
         "a gradient of a tape": of(lambda u, x: u * derivative(true)(x)),
         "a pullback of a tape": of(lambda u, x: _pullback(x, u)),
@@ -327,12 +323,14 @@ class TestWhenRulesRun:
 
     BODIES = {
         "nothing": lambda u: u,
-        "loop": lambda u: tf.while_loop(
-            lambda i, _: i < tf.cast(tf.reduce_sum(u * 0), tf.int32) + 3,
-            lambda i, w: (i + 1, w + u),
-            (0, tf.zeros_like(u)),
-        )[1]
-        / 3,
+        "loop": lambda u: (
+            tf.while_loop(
+                lambda i, _: i < tf.cast(tf.reduce_sum(u * 0), tf.int32) + 3,
+                lambda i, w: (i + 1, w + u),
+                (0, tf.zeros_like(u)),
+            )[1]
+            / 3
+        ),
         "branch": lambda u: tf.cond(tf.reduce_sum(u) > 1e9, lambda: 0 * u, lambda: 1 * u),
     }
 
@@ -501,6 +499,4 @@ class TestMapped:
         with tf.GradientTape() as tape:
             tape.watch(w)
             y = tf.vectorized_map(lambda x: x * form(w), tf.constant(POINTS))
-        np.testing.assert_allclose(
-            tape.gradient(y, w), POINTS.sum() * exact(1, 0.4), rtol=1e-12
-        )
+        np.testing.assert_allclose(tape.gradient(y, w), POINTS.sum() * exact(1, 0.4), rtol=1e-12)

@@ -297,7 +297,9 @@ class TestJvp:
 
     @WRAPS
     def test_of_a_partial(self, wrap):
-        form = sgtrick.custom_jvp(functools.partial(lambda scale, x: scale * x, scale=constant(2.0)))
+        form = sgtrick.custom_jvp(
+            functools.partial(lambda scale, x: scale * x, scale=constant(2.0))
+        )
         form.defjvp(lambda primals, tangents: (None, 7 * tangents[-1]))
         assert wrap(lambda x: form(x=x))(constant(3.0)).numpy() == 6
 
@@ -368,9 +370,7 @@ class TestVjp:
 
         @wrap
         def run(w0, w1, x):
-            return gradients(
-                lambda w0, w1, x: tf.nest.flatten(f({"w": (w0, w1)}, x)), w0, w1, x
-            )
+            return gradients(lambda w0, w1, x: tf.nest.flatten(f({"w": (w0, w1)}, x)), w0, w1, x)
 
         assert [g.numpy() for g in run(*map(constant, (1.0, 2.0, 3.0)))] == [2, 3, 12]
 

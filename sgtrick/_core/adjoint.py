@@ -33,8 +33,8 @@ def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[
     # Rounding in L itself is not bounded by eps: half of the digits decide.
     difference = tf.add_n(sums)
     fits = tf.abs(difference) <= eps**0.5 * size
-    # Not as "not greater", which TensorFlow's optimizer makes "less or equal", false for NaN. Stopped,
-    # for the second JVP of is_nan fails in a function.
+    # Not as "not greater", which TensorFlow's optimizer makes "less or equal", false for NaN.
+    # Stopped, for the second JVP of is_nan fails in a function.
     return fits | tf.math.is_nan(tf.stop_gradient(difference))
 
 
