@@ -54,8 +54,9 @@ def with_gradient(
             for a tuple: a Jacobian `B + R + D` in the structure of its argument, with None where
             there is none. It is called when a derivative is asked for, once a backward pass, with
             the values that variables among the arguments had when `f` was called, and never in a
-            forward pass. A `grad` that takes a keyword `variables` is given the trainable variables that `f` read
-            and that are not among its arguments, each once, in the order read, and returns
+            forward pass. A `grad` that takes a keyword `variables` is given the trainable variables
+            that `f` read and that are not among its arguments, each once, in the order read, and
+            returns
             `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape of the
             value followed by that of the variable, for a scalar value also as `tf.IndexedSlices`.
             That is then exactly their gradient. What else `f` closes over has none then.

@@ -179,17 +179,25 @@ class Product:
         paths = [path for path, _ in _leaves.flatten(self._x)]
         product = self._hx(tf.nest.pack_sequence_as(self._x, [by_path.get(p) for p in paths]))
         products = {path: hv for path, _, hv in _leaves.pair(self._x, product, gx_name="hx(v)")}
+        if all(hv is None for hv in products.values()):
+            raise ValueError(_leaves.NOT_CONNECTED.format("TensorFlow"))
         return [_like_gradient(products[leaf.path], leaf) for leaf in self._leaves]
 
     def push(self, *tangents: Any) -> list[Any]:
         """From tangents of the points to tangents of the gradients."""
         ts = [tf.cast(t, leaf.x.dtype) for t, leaf in zip(tangents, self._leaves, strict=True)]
-        return embedding.refused(
-            self._name,
-            self.times(ts),
-            [leaf.x for leaf in self._leaves],
-            _THIRD.format(self._name),
-        )
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(ts)
+            ts_ = [tf.identity(t) for t in ts]
+            products = self.times(ts_)
+        if all(g is None for g in tape.gradient(products, ts)):
+            # It called the host, or is no product: H is symmetric, and a constant is not.
+            ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
+            fits = adjoint.holds(ws, products, self.times(ws), ts)
+            zero = loud.insist(fits, _leaves.NOT_CONNECTED.format("TensorFlow"))
+            products = [p + tf.cast(zero, p.dtype) for p in products]
+        xs = [leaf.x for leaf in self._leaves]
+        return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
 
     def pull(self, *z: Any) -> list[Any]:
         """From what multiplies the gradients to what it makes of the points: `H` is symmetric."""

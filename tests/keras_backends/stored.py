@@ -36,9 +36,14 @@ def error_slope(y_true, y_pred):
     return 2 * (y_pred - y_true) / y_pred.shape[-1]
 
 
-def misled(f):
+def misled(f, name="misled"):
     """A value whose own derivative is lost, so that a lost rule is seen."""
-    return lambda *args: ops.stop_gradient(f(*args))
+
+    def value(*args):
+        return ops.stop_gradient(f(*args))
+
+    value.__name__ = name  # by which Keras stores it
+    return value
 
 
 def by_vjp(decorator):
@@ -53,13 +58,14 @@ def by_vjp(decorator):
 
 
 def by_gradient():
-    activation = sgtrick.with_gradient(misled(bent), bent_slope)
-    loss = sgtrick.with_gradient(misled(error), error_slope, argnums=1)
+    activation = sgtrick.with_gradient(misled(bent, "activation"), bent_slope)
+    loss = sgtrick.with_gradient(misled(error, "loss"), error_slope, argnums=1)
     return activation, loss
 
 
 def by_jvp():
-    activation, loss = sgtrick.custom_jvp(misled(bent)), sgtrick.custom_jvp(misled(error))
+    activation = sgtrick.custom_jvp(misled(bent, "activation"))
+    loss = sgtrick.custom_jvp(misled(error, "loss"))
 
     @activation.defjvp
     def _(primals, tangents):
@@ -81,8 +87,7 @@ MAKERS = {
     "custom_jvp": by_jvp,
 }
 OF_KERAS = ["native", "keras.custom_vjp"]
-# Enable "custom_vjp", "with_gradient" and "custom_jvp" here, as soon as they are plain functions.
-OF_TENSORFLOW: list[str] = []
+OF_TENSORFLOW = ["custom_vjp", "with_gradient", "custom_jvp"]
 ENABLED = OF_KERAS + (OF_TENSORFLOW if BACKEND == "tensorflow" else [])
 
 

@@ -24,7 +24,6 @@ from transformations import (
 import sgtrick.keras
 
 # To be enabled on tensorflow as soon as sgtrick.custom_gradient knows hx=0 and refuses.
-of_higher_order = pytest.mark.skipif(BACKEND == "tensorflow", reason="not yet there")
 
 NAN, INF = np.nan, np.inf
 embed = sgtrick.keras.custom_gradient
@@ -378,16 +377,14 @@ class TestStopping:
 
 
 class TestSecondOrder:
-    @of_higher_order
     @pytest.mark.parametrize("of", OF)
     @pytest.mark.parametrize("transformation", [*SECOND, *MAPPED_SECOND])
     def test_is_never_zero_without_a_word(self, transformation, of):
         form, _, args = FORMS["structure"]
         u, args = tensor(np.ones(4)), [tensor(a) for a in args]
-        with pytest.raises(LookupError, match=r"Pass hx, the Hessian, .*hx=0"):
+        with pytest.raises(LookupError, match=r"(?s)second derivative.*hx.*hx=0"):
             (SECOND | MAPPED_SECOND)[transformation](OF[of](form), args, u, args)
 
-    @of_higher_order
     @pytest.mark.parametrize("hx", [0, 0.0, [[None]]])
     @pytest.mark.parametrize("transformation", SECOND)
     def test_is_zero_where_that_is_said(self, transformation, hx):
@@ -400,11 +397,14 @@ class TestSecondOrder:
 
         check(SECOND[transformation], form, truth, [POINTS])
 
-    @of_higher_order
     @pytest.mark.parametrize("name", ["blocks", "product"])
     @pytest.mark.parametrize("transformation", THIRD)
     def test_third_derivatives_are_refused(self, transformation, name):
-        hessian = scalar_hessian if name == "blocks" else lambda x: lambda v: scalar_hessian(x) @ v
+        hessian = (
+            scalar_hessian
+            if name == "blocks"
+            else lambda x: lambda v: ops.sum(scalar_hessian(x) * v, -1)
+        )
 
         def form(x):
             return embed(constant(scalar(x)), scalar_gradient(x), x, hx=hessian(x))
@@ -412,7 +412,6 @@ class TestSecondOrder:
         with pytest.raises(LookupError, match="third derivative"):
             THIRD[transformation](form, tensor(POINTS[0]))
 
-    @of_higher_order
     @pytest.mark.parametrize("transformation", THIRD)
     def test_third_derivatives_of_a_constant_product_are_refused(self, transformation):
         """What hx says of one point does not say that it holds everywhere."""
@@ -423,14 +422,13 @@ class TestSecondOrder:
         with pytest.raises(LookupError, match="third derivative"):
             THIRD[transformation](form, tensor(POINTS[0]))
 
-    @of_higher_order
     def test_a_product_is_computed_only_for_a_second_derivative(self):
         calls = []
 
         def form(x):
             def hx(v):
                 calls.append(x)
-                return ops.sinh(1.0) * v
+                return ops.sinh(ops.ones_like(v)) * v
 
             return embed(constant(scalar(x)), scalar_gradient(x), x, hx=hx)
 
@@ -492,7 +490,7 @@ class TestSecondOrder:
     def test_a_hessian_that_is_none_is_refused(self, hx, message):
         x = tensor(POINTS)
         form = lambda x: embed(scalar(x), scalar_gradient(x), x, hx=hx)  # noqa: E731
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, LookupError), match=message):
             TWICE(form, [x], tensor(np.ones(4)), [x])
 
     @pytest.mark.parametrize(
