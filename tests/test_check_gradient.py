@@ -459,17 +459,6 @@ class TestOrder2:
         assert check_gradient(h, x, order=2, mode=mode).passed
 
     @MODES
-    def test_what_promises_only_the_first(self, mode):
-        x = constant([0.5, 2.0, -1.0])
-        h = sgtrick.with_gradient(density, density_gradient)
-        found = report(h, x, order=2, mode=mode)
-        assert found.worst.order == 2
-        assert {e.verdict for e in found.entries if e.order == 1} == {"ok"}
-        assert any("None" in note for note in found.notes)
-        with pytest.raises(sgtrick.GradientCheckError, match="The second derivative is wrong"):
-            check_gradient(h, x, order=2, mode=mode)
-
-    @MODES
     def test_twice_the_second_derivative(self, mode):  # the formula naively un-stopped
         def h(x):
             s = tf.stop_gradient(x)

@@ -237,6 +237,8 @@ def _guarded(
             if all(part is not u for u in at)
         )
 
+    transposable = by_graph and not callable(rule.push)
+
     def again(*z: Any) -> list[Any]:
         points: list[Any] = [None] * len(xs)
         if is_lost():
@@ -247,25 +249,31 @@ def _guarded(
                     else None
                     for x in xs
                 ]
-        if not by_graph or callable(rule.push):
+        if not transposable:
             return [*z, *points]
+        missing = [None] * len(at)
         if isinstance(rule.push, str):
             zero = loud.insist(tf.constant(False), rule.push)
         else:
             found = _tensorflow.gradients_in(parts[0].graph, parts, at, z)
             fits = adjoint.holds(parts, z, found, at)
             zero = loud.insist(fits, _NOT_TRANSPOSED.format(rule.name))
-        return [*(z_i + tf.cast(zero, z_i.dtype) for z_i in z), *points]
+            # Where nothing leads from a gradient to the upstream one, the error would get lost too.
+            missing = [
+                tf.zeros_like(u) + tf.cast(zero, u.dtype) if g is None else None
+                for u, g in zip(at, found, strict=True)
+            ]
+        return [*(z_i + tf.cast(zero, z_i.dtype) for z_i in z), *missing, *points]
 
     def along(*tangents: Any) -> list[Any]:
-        z, points = tangents[: len(parts)], tangents[len(parts) :]
+        z, points = tangents[: len(parts)], tangents[-len(xs) :]
         if _tensorflow.apart(is_lost):
             moving = [t for t in points if t is not None]
             zero = loud.insist_on_zeros(moving, lost(rule.name))
             return [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return list(z)
 
-    guarded = _pass_on(parts, xs, again, along)
+    guarded = _pass_on(parts, [*at, *xs] if transposable else xs, again, along)
     for i, part in zip(places, guarded, strict=True):
         gradients[i] = _like(gradients[i], part)
     return gradients
