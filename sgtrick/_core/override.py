@@ -230,11 +230,13 @@ def _guarded(
     def is_lost() -> bool:
         if known is not None:
             return known
-        return any(
-            all(d is None for d in tape.gradient(part, sources)) and not _is_constant(rule, us, i)
-            for i, part in zip(places, parts, strict=True)
-            if all(part is not u for u in at)
-        )
+        with loud.not_raising():  # it is not the caller who asks
+            return any(
+                all(d is None for d in tape.gradient(part, sources))
+                and not _is_constant(rule, us, i)
+                for i, part in zip(places, parts, strict=True)
+                if all(part is not u for u in at)
+            )
 
     def again(*z: Any) -> list[Any]:
         points: list[Any] = [None] * len(xs)
