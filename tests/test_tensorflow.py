@@ -299,15 +299,14 @@ class TestGraphs:
         def run(x):
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                y = tf.while_loop(
-                    lambda i, y: i < 2, lambda i, y: (i + 1, form(y)), (0, x)
-                )[1]
+                y = tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, form(y)), (0, x))[1]
             return tape.gradient(y, x)
 
         assert run(tf.constant(3.0)).numpy() == 4 * 27
         assert found
         assert all(known for _, known in found), (
-            "the gradient graph of a loop has no _indirect_captures or _forward_graph: " + str(found)
+            "the gradient graph of a loop has no _indirect_captures or _forward_graph: "
+            + str(found)
         )
 
     def test_the_age_of_an_operation(self):
@@ -332,7 +331,9 @@ class TestGraphs:
         with tf.GradientTape() as tape:
             tape.watch(b)
             y = function([tf.constant(2.0)], [b])
-        assert tape.gradient(y, b).numpy() == 2, "set_external_captures: what is set has no gradient"
+        assert tape.gradient(y, b).numpy() == 2, (
+            "set_external_captures: what is set has no gradient"
+        )
 
     def test_other_captures_in_a_graph(self):
         @tf.function
