@@ -135,7 +135,7 @@ def compiled(f: Form) -> Form:
 
 
 def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:
-    """`right`, `raises`, `NaN`, `None` or `wrong`."""
+    """`right`, `raises`, `NaN` (nothing finite), `None` or `wrong`."""
     try:
         y = run(tf.constant(x))
         if y is None:
@@ -145,4 +145,4 @@ def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:
         return "raises"
     if y.shape == expected.shape and np.allclose(y, expected, rtol=1e-9, atol=1e-12):
         return "right"
-    return "NaN" if np.all(np.isnan(y)) else "wrong"
+    return "wrong" if np.any(np.isfinite(y)) else "NaN"

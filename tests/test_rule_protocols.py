@@ -282,7 +282,7 @@ class TestJvp:
     @WRAPS
     def test_partial_with_keywords(self, wrap):
         @sgtrick.custom_jvp
-        def f(x, scale, power=2.0):
+        def f(x, scale, power=constant(2.0)):
             return scale * tf.stop_gradient(x) ** power
 
         @f.defjvp
@@ -290,18 +290,20 @@ class TestJvp:
             (x, scale, power), (t, *_) = primals, tangents
             return None, scale * power * x ** (power - 1) * t
 
-        for form in (functools.partial(f, scale=constant(5.0)), lambda x: f(scale=5.0, x=x)):
+        for form in (
+            functools.partial(f, scale=constant(5.0)),
+            lambda x: f(scale=constant(5.0), x=x),
+        ):
             assert wrap(derivative(form))(constant(3.0)).numpy() == 30
-        form = functools.partial(f, scale=5.0, power=3.0)
+        form = functools.partial(f, scale=constant(5.0), power=constant(3.0))
         assert wrap(derivative(form))(constant(3.0)).numpy() == 135
 
     @WRAPS
     def test_of_a_partial(self, wrap):
-        form = sgtrick.custom_jvp(
-            functools.partial(lambda scale, x: scale * x, scale=constant(2.0))
-        )
-        form.defjvp(lambda primals, tangents: (None, 7 * tangents[-1]))
-        assert wrap(lambda x: form(x=x))(constant(3.0)).numpy() == 6
+        form = sgtrick.custom_jvp(functools.partial(lambda scale, x: scale * x, constant(2.0)))
+        form.defjvp(lambda primals, tangents: (None, 7 * tangents[0]))
+        assert wrap(form)(constant(3.0)).numpy() == 6
+        assert wrap(derivative(form))(constant(3.0)).numpy() == 7
 
     @WRAPS
     def test_the_rule_is_not_called_for_others(self, wrap):

@@ -312,6 +312,29 @@ def unconvertible(y: Any, message: str) -> Any:
     return prevented
 
 
+def finite_if_used(number: Any, message: str) -> Any:
+    """`tf.debugging.check_numerics` of a float64 in a graph, which nobody runs who does not use it.
+
+    That operation is stateful, and a function runs all of its stateful operations. A call that is
+    declared not to be stateful is left out with all that is in it.
+    """
+    check = _check_numerics(message)
+    check.add_to_graph(tf.compat.v1.get_default_graph())
+    with not_recording():
+        (checked,) = tf.raw_ops.PartitionedCall(args=[number], Tout=[number.dtype], f=check)
+    checked.set_shape([])
+    return checked
+
+
+@functools.cache
+def _check_numerics(message: str) -> Any:
+    with tf.init_scope():
+        return trace(
+            lambda number: tf.debugging.check_numerics(number, message),
+            [tf.TensorSpec([], tf.float64)],
+        )
+
+
 def here(t: Any) -> Any:
     """A tensor as one of the graph that is being traced, if any.
 
