@@ -7,7 +7,12 @@ nox.options.sessions = ["lint", "test"]
 nox.options.reuse_venv = "yes"
 
 SITE = "docs/_build/html"
-BENCHMARKS = ["bench_custom_gradient.py", "bench_custom_vjp.py", "bench_from_numpy.py"]
+BENCHMARKS = [
+    "bench_custom_gradient.py",
+    "bench_custom_vjp.py",
+    "bench_graphs.py",
+    "bench_from_numpy.py",
+]
 
 
 @nox.session

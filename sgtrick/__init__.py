@@ -1,12 +1,13 @@
 """Custom derivatives in TensorFlow: right under every transformation, and loud otherwise."""
 
 from sgtrick._check import check_gradient
+from sgtrick._custom_gradient import custom_gradient
+from sgtrick._custom_jvp import custom_jvp
+from sgtrick._custom_vjp import custom_vjp
 from sgtrick._executors import MainThreadExecutor
 from sgtrick._frameworks import from_jax, from_torch
-from sgtrick._with_gradient import from_value_and_gradient, with_gradient
 from sgtrick._host import from_numpy
 from sgtrick._implicit import implicit_reparameterize, implicit_root
-from sgtrick._custom_jvp import custom_jvp
 from sgtrick._report import GradientCheckError, GradientReport
 from sgtrick._tricks import (
     clip_gradient,
@@ -16,9 +17,8 @@ from sgtrick._tricks import (
     stop_gradient,
     straight_through,
 )
-from sgtrick._custom_gradient import custom_gradient
 from sgtrick._versions import show_versions
-from sgtrick._custom_vjp import custom_vjp
+from sgtrick._with_gradient import from_value_and_gradient, with_gradient
 
 __all__ = [
     "custom_gradient",

@@ -201,8 +201,8 @@ class Function:
             if not there:
                 raise ValueError(
                     f"argnums has {key!r}, but the call of {self.name} has {count - self.own} "
-                    f"positional arguments and the keywords {list(call.kwargs)}; its parameters are "
-                    f"{parameters}."
+                    f"positional arguments and the keywords {list(call.kwargs)}; its parameters "
+                    f"are {parameters}."
                 )
             if isinstance(key, int):
                 key %= count
@@ -251,6 +251,7 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     return form
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
     """Returns `make(f)`, under a class method or static method if `f` is one."""
     if not isinstance(f, (classmethod, staticmethod)):
@@ -263,6 +264,11 @@ def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
     for attribute in attributes:
         setattr(method, attribute, getattr(inside, attribute))
     return method
+
+
+def unbound(f: Any) -> Any:
+    """What a class method or static method is made of, as a class body sees it; else `f`."""
+    return f.__func__ if isinstance(f, (classmethod, staticmethod)) else f
 
 
 def name_of(f: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _comparison, _with_gradient, _leaves
+from sgtrick import _arguments, _comparison, _leaves, _with_gradient
 from sgtrick._comparison import Function, Named
 from sgtrick._report import GradientCheckError, GradientReport
 
@@ -49,7 +49,8 @@ def check_gradient(
             `check_grads`; anything else is one, `f(x)`. Leaves without derivatives (integers,
             booleans, strings) are passed on. Variables that `f` reads by itself are not checked:
             make them arguments.
-        order: 2 checks the derivative of the gradient too, against differences of the gradient.
+        order: 2 checks the derivative of the gradient too, against differences of the gradient: of
+            `hx`, `hess` and `hessp` it finds what is wrong or not symmetric.
         mode: "full" compares every entry of the Jacobian by `x`, which takes about 25 evaluations
             for each entry of `x` and a backward pass for each of the value. "random" compares the
             derivatives of 10 random projections of the value along random directions, in which
@@ -67,18 +68,20 @@ def check_gradient(
         atol: The error allowed besides. None: 16 units of rounding of the largest derivative of
             the same value by the same leaf, which is what autodiff rounds away.
         seed: Of the random directions.
-        raise_exception: Whether to raise where an entry is wrong or cannot be told.
+        raise_exception: Whether to raise where an entry is wrong, refused or cannot be told.
 
     Returns:
         The report. An entry is `ok` where embedded and numerical derivative differ by no more than
         `atol`, `rtol` and the estimated error of the latter allow, and that error is small enough
         to see a gradient that is off by 1 %: relative to the derivative, or to the largest one of
-        the same value by the same leaf. It is `cannot tell` where the estimated error is larger, a
-        `kink` where the one-sided derivatives differ and the embedded one lies between, and `wrong`
-        otherwise. A gradient that is None is compared as zero, and said to be None.
+        the same value by the same leaf. It is `refused` where `f` does not know the derivative, and
+        says so by an error or NaN: the message is the entry's remark. It is `cannot tell` where the
+        estimated error is larger, a `kink` where the one-sided derivatives differ and the embedded
+        one lies between, and `wrong` otherwise. A gradient that is None is compared as zero, and
+        said to be None.
 
     Raises:
-        GradientCheckError: An entry is wrong or cannot be told; carries the report.
+        GradientCheckError: An entry is wrong, refused or cannot be told; carries the report.
         TypeError: Arguments or values are complex, or have no derivatives.
         ValueError: `f` or `x` is not finite, `f` returns different values for the same `x`, or an
             option is impossible.
@@ -92,11 +95,14 @@ def check_gradient(
     _check_options(order, mode, eps, rtol, atol)
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly; call it outside tf.function and graphs.")
-    function, inputs, notes = _read(f, x, order)
+    function, inputs, notes = _read(f, x)
     random = np.random.default_rng(seed) if mode == "random" else None
     comparisons = []
     for k in range(1, order + 1):
         comparisons.append(_comparison.Comparison(function, inputs, k, eps, rtol, atol, random))
+        if k < order and not all(np.isfinite(e.embedded) for e in comparisons[-1].entries):
+            notes.append("Not every gradient is finite, so second derivatives were not checked.")
+            break
         if k < order:
             function = _comparison.derivative(function, random)
     report = GradientReport(
@@ -128,7 +134,7 @@ def _check_options(order: Any, mode: Any, eps: Any, rtol: Any, atol: Any) -> Non
         )
 
 
-def _read(f: Callable[..., Any], x: Any, order: int) -> tuple[Function, Named, list[str]]:
+def _read(f: Callable[..., Any], x: Any) -> tuple[Function, Named, list[str]]:
     """Returns `f` as a function of the leaves of `x` that have derivatives, these, and notes."""
     leaves = list(_leaves.flatten(x, "x"))
     places = [i for i, (_, leaf) in enumerate(leaves) if _arguments.has_derivatives(leaf)]
@@ -157,11 +163,6 @@ def _read(f: Callable[..., Any], x: Any, order: int) -> tuple[Function, Named, l
     y = f(*arguments(inputs))
     notes = []
     if type(y) is tuple and len(y) == 2:
-        if order > 1:
-            raise ValueError(
-                "f returns (value, gradient), which promises no second derivatives; use order=1. "
-                "If these are two outputs, return them as a list."
-            )
         argnums = tuple(range(len(x))) if type(x) is tuple else 0
         f = _with_gradient.from_value_and_gradient(f, argnums=argnums)
         notes.append("f returns (value, gradient): this gradient is the embedded one.")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _differences
+from sgtrick import _differences, _refusals
 from sgtrick._report import Entry
 
 DIRECTIONS = 10  # of the random mode
@@ -93,7 +93,9 @@ class Comparison:
 
     def _compare_entries(self) -> None:
         """Every entry of the Jacobian."""
-        gradients = [_pull(self._tape, self._ys, self._xs, u) for _, u in _rows(self._ys)]
+        pulled = [self._pulled(u) for _, u in _rows(self._ys)]
+        gradients, refusals = [g for g, _ in pulled], [why for _, why in pulled]
+        jacobians = []
         values = [name for name, *_ in _entries(self._ys)]
         for leaf, name in enumerate(self._names):
             column = [row[leaf] for row in gradients]
@@ -102,6 +104,7 @@ class Comparison:
             jacobian = np.stack(
                 [np.zeros(shape) if g is None else wide(tf.convert_to_tensor(g)) for g in column]
             )
+            jacobians.append(jacobian.reshape(len(values), -1))
             estimates = [(i, self._along_entry(leaf, i)) for i in np.ndindex(*shape)]
             largest = np.fmax.reduce(
                 [np.abs(e.derivative) for _, e in estimates], axis=0, initial=0.0
@@ -115,8 +118,11 @@ class Comparison:
                     scale=largest,
                     value=np.abs(self._value) / max(self._sizes[leaf], 1.0),
                     connected=connected,
+                    refusals=refusals,
                 )
             self._note_unconnected(name, connected)
+        if self._order == 2:
+            self._note_asymmetry(np.concatenate(jacobians, axis=1))
 
     def _compare_directions(self, random: np.random.Generator) -> None:
         """Derivatives of random projections of the value along random directions."""
@@ -133,7 +139,7 @@ class Comparison:
             # Weighted, lest values of one size drown those of another.
             u = [v / (np.abs(wide(y)).max(initial=0.0) or 1.0)
                  for v, (_, y) in zip(_signs(random, self._ys), self._ys, strict=True)]  # fmt: skip
-            gradients = _pull(self._tape, self._ys, self._xs, u)
+            gradients, refusal = self._pulled(u)
             reached = [r or g is not None for r, g in zip(reached, gradients, strict=True)]
             parts = [
                 (v * wide(tf.convert_to_tensor(g))).ravel()
@@ -153,6 +159,7 @@ class Comparison:
                 scale=np.array([norm]),
                 value=np.abs(projection * self._value).sum(keepdims=True) / max(largest, 1.0),
                 connected=any(reached),
+                refusals=[refusal],
                 of_terms=norm,
             )
         for name, connected in zip(self._names, reached, strict=True):
@@ -167,6 +174,7 @@ class Comparison:
         scale: Array,
         value: Array,
         connected: bool,
+        refusals: Sequence[str],
         of_terms: float = 0.0,
     ) -> None:
         """Appends the entries for the derivatives `[m]` along one line.
@@ -179,6 +187,7 @@ class Comparison:
             value: Size of the values over that of `x`; what changes by less than a millionth of it
                 is constant as far as can be seen.
             connected: Whether there was a gradient.
+            refusals: What was said by who refused to give these derivatives, where they are NaN.
             of_terms: Of what is summed up in `embedded`, to which `rtol` applies too.
         """
         larger = np.fmax(np.abs(embedded), np.abs(estimate.derivative))
@@ -187,11 +196,17 @@ class Comparison:
         tolerance = self._rtol * size + atol
         visible = np.fmax(tolerance, VISIBLE * np.fmax(np.fmax(size, scale), 1e-6 * value))
         verdicts = _verdicts(embedded, estimate, tolerance, visible)
+        absolutes = np.abs(embedded - estimate.derivative)
+        with np.errstate(invalid="ignore"):  # of what is not finite
+            relatives = np.divide(
+                absolutes, larger, out=np.zeros_like(larger), where=absolutes != 0
+            )
         for i, (name, verdict) in enumerate(zip(names, verdicts, strict=True)):
             remark = "" if connected else "no gradient"
             if verdict == "kink":
                 remark = f"{estimate.left[i]:.3g} | {estimate.right[i]:.3g}"
-            absolute = abs(float(embedded[i]) - float(estimate.derivative[i]))
+            if refusals[i] and np.isnan(embedded[i]):
+                verdict, remark = "refused", refusals[i]
             self.entries.append(
                 Entry(
                     order=self._order,
@@ -199,8 +214,8 @@ class Comparison:
                     embedded=float(embedded[i]) + 0.0,  # no minus zero
                     numerical=float(estimate.derivative[i]),
                     uncertainty=float(estimate.error[i]),
-                    absolute=absolute,
-                    relative=float(np.divide(absolute, larger[i])) if absolute else 0.0,
+                    absolute=float(absolutes[i]),
+                    relative=float(relatives[i]),
                     allowed=float(tolerance[i] + estimate.error[i]),
                     verdict=verdict,
                     remark=remark,
@@ -245,6 +260,20 @@ class Comparison:
             rounding = np.sqrt(np.sum((projection * rounding) ** 2, keepdims=True))
         steps = _differences.sweep(size, position, self._eps)
         return _differences.differentiate(at, project(self._value), steps, rounding)
+
+    def _pulled(self, upstream: Sequence[Any]) -> tuple[list[Any], str]:
+        """The gradients, NaN where they are refused, and what was said by who refused them."""
+
+        def pull() -> Any:
+            return _pull(self._tape, self._ys, self._xs, upstream)
+
+        def again() -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(self._xs)
+                ys = self._call(list(zip(self._names, self._xs, strict=True)))
+            return _pull(tape, ys, self._xs, upstream)
+
+        return _refusals.gradients(pull, again, self._xs)
 
     def _call(self, inputs: Named) -> Named:
         self.evaluations += 1
@@ -296,6 +325,24 @@ class Comparison:
     def _note_unconnected(self, name: str, connected: bool) -> None:
         if not connected:
             self.notes.append(f"No gradient by {name}: the tape returns None, compared as zero.")
+
+    def _note_asymmetry(self, hessian: Array) -> None:
+        """Says where the two mixed derivatives that should be one differ the most."""
+        n = hessian.shape[1]
+        hessians = hessian.reshape(-1, n, n)  # of each entry of the value
+        size = np.fmax(np.abs(hessians), np.abs(np.swapaxes(hessians, 1, 2)))
+        atol = 16 * self._unit * size.max(initial=0.0) if self._atol is None else self._atol
+        excess = np.abs(hessians - np.swapaxes(hessians, 1, 2)) - self._rtol * size - atol
+        if not np.any(excess > 0):  # NaN is judged elsewhere
+            return
+        k, i, j = np.unravel_index(np.nanargmax(excess), excess.shape)
+        rows = [name for name, *_ in _entries(self._ys)]
+        columns = [name for name, *_ in _entries(list(zip(self._names, self._xs, strict=True)))]
+        first, second = (
+            f"{rows[k * n + a]} by {columns[b]} is {hessians[k, a, b]:.8g}"
+            for a, b in ((i, j), (j, i))
+        )
+        self.notes.append(f"The embedded Hessian is not symmetric: {first}, {second}.")
 
     def _insist_finite(self) -> None:
         for (name, *_), value in zip(_entries(self._ys), self._value, strict=True):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from sgtrick import _devices, _dtypes, _leaves
 from sgtrick._core import embedding
-from sgtrick._core._tensorflow import here, not_recording
+from sgtrick._core._tensorflow import here, not_recording, unconverted
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
@@ -117,23 +117,34 @@ def custom_gradient(
         name = name or "custom_gradient"
         with tf.name_scope(name):
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
-            hessian = None
-            if callable(hx):
-                hessian = Product(name, hx, x, fx, leaves)
-            elif hx is not None and not _is_zero(hx):
-                hessian = Blocks(name, hx, x, fx, leaves, stop)
+            hessian = _hessian(name, hx, x, fx, leaves, stop)
             order = None if _is_zero(hx) else 1 if hx is None else 2
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
             return _embed(name, stop(fx), leaves, hessian, order)
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@unconverted
+def _hessian(
+    name: str, hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf], stop: Callable[[Any], Any]
+) -> Blocks | Product | None:
+    if callable(hx):
+        return Product(name, hx, x, fx, leaves)
+    return None if hx is None or _is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
+
+
+@unconverted
 def _is_zero(hx: Any) -> bool:
     return isinstance(hx, (int, float)) and hx == 0
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int | None) -> Any:
+@unconverted
+def _embed(
+    name: str,
+    fx: Any,
+    leaves: Sequence[Leaf],
+    hessian: Blocks | Product | None,
+    order: int | None,
+) -> Any:
     """One meaning twice: for tapes as a pullback, which takes less time, and as the formula.
 
     Eager execution honours pullbacks, so there the formula is not computed. A graph keeps the
@@ -146,8 +157,10 @@ def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int 
 
     def jacobians() -> list[Leaf]:
         gxs = [leaf.gx for leaf in leaves]
-        if order is not None:
-            gxs = embedding.differentiable(name, gxs, xs, hessian or _FIRST_ORDER.format(name))
+        if hessian is not None:
+            gxs = embedding.differentiable(name, gxs, xs, hessian)
+        elif order is not None:
+            gxs = embedding.refused(name, gxs, xs, _FIRST_ORDER.format(name))
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
     rule = embedding.beside(embedding.of_jacobians(name, fx, jacobians))
@@ -155,7 +168,7 @@ def _embed(name: str, fx: Any, leaves: Sequence[Leaf], hessian: Any, order: int 
     if tf.executing_eagerly() or not xs:
         return keep([fx], [fx, *xs], rule)[0]
     is_product = isinstance(hessian, Product)
-    times, known = (None, 1) if is_product else (hessian and hessian.times, order)
+    times, known = (hessian.times, order) if isinstance(hessian, Blocks) else (None, order and 1)
     with not_recording():
         h = formula(fx, leaves, times, order=known)
     return keep([fx], [fx, *xs], rule, natural=[h], in_graph=is_product)[0]

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick import _arguments, _leaves
-from sgtrick._core import _tensorflow, adjoint, loud
+from sgtrick._core import _tensorflow, adjoint, ancestry, loud
 from sgtrick._core.override import Rule, keep
 
 
@@ -83,6 +83,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
             )
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
         f, jvp = converted(function.f), converted(rule)
+        before = _tensorflow.version()
         y = point.stopped(f)
         if not point.xs:
             return y
@@ -90,6 +91,12 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
             (path, _leaves.to_tensor(y_i, path)) for path, y_i in _leaves.flatten(y, f"{name}(...)")
         ]
         ys, at = [y_i for _, y_i in outputs], point.read()
+        # Where the values have no derivatives of their own, TensorFlow would look for some in all
+        # of f, whose operations may have none.
+        is_live = tf.executing_eagerly() or any(
+            ancestry.has_sources(y_i, point.stopped_xs, before) for y_i in ys
+        )
+        own = ys if is_live else []
 
         def tangents_at(ts: Sequence[Any]) -> list[Any]:
             before = [at.args[i] for i in nondiff]
@@ -101,7 +108,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
         def pull(*upstream: Any) -> list[Any]:
             if _is_transposing(form, nondiff, at):
-                return [*upstream, *_natural(at, point, f, upstream)]
+                return [*upstream[: len(own)], *_natural(point, f, upstream)]
             ts = [adjoint.probe(x) for x in point.xs]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(ts)
@@ -116,17 +123,22 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
             fits = adjoint.holds(us, lt, found, ts)
             zero = loud.insist(fits, _NOT_LINEAR.format(name))
+            if not tf.executing_eagerly():  # what is not there could not be an error
+                found = [
+                    tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
+                ]
             pulled = [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
-            return [*upstream, *pulled]
+            return [*upstream[: len(own)], *pulled]
 
         def push(*tangents: Any) -> list[Any]:
-            along, ts = tangents[: len(ys)], tangents[len(ys) :]
+            ts = tangents[len(own) :]
+            along = tangents[: len(own)] or [None] * len(ys)
             return [
                 a if t is None else t if a is None else a + t
                 for a, t in zip(along, tangents_at(ts), strict=True)
             ]
 
-        kept = keep(ys, [*ys, *point.xs], Rule(name, pull, push, sources=point.xs))
+        kept = keep(ys, [*own, *point.xs], Rule(name, pull, push, sources=point.xs))
         return tf.nest.pack_sequence_as(y, kept)
 
     form = _tensorflow.form(call)
@@ -134,9 +146,10 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
     def defjvp(jvp: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the rule; a decorator."""
         nonlocal rule
-        if not callable(jvp) and not hasattr(jvp, "__func__"):
+        inside = _arguments.unbound(jvp)
+        if not callable(inside):
             raise TypeError(f"jvp must be a function, got {type(jvp).__name__}: {jvp!r}.")
-        rule = getattr(jvp, "__func__", jvp)
+        rule = inside
         return jvp
 
     form.defjvp = defjvp  # type: ignore[attr-defined]
@@ -195,9 +208,7 @@ def _transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Iter
         _NOW.reset(token)
 
 
-def _natural(
-    at: _arguments.Call, point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[Any]
-) -> list[Any]:
+def _natural(point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
     """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:

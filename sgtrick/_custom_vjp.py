@@ -1,4 +1,4 @@
-"""Functions that bring their own vector-Jacobian product, by the protocol of `tf.custom_gradient`."""
+"""Functions that bring their own pullback, by the protocol of `tf.custom_gradient`."""
 
 import functools
 import inspect

@@ -5,9 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SEVERITY = ("wrong", "cannot tell", "kink", "ok")
+SEVERITY = ("wrong", "refused", "cannot tell", "kink", "ok")
 SHOWN = 20  # entries in a printed table
 ADVICE = {
+    "refused": (
+        "refused: f raises, or returns NaN, where this derivative is asked for, which it does not "
+        "know; what it says is above. The numerical column shows what the derivative would be."
+    ),
     "cannot tell": (
         "cannot tell: the differences are not accurate enough to see an error of 1 %. Try a "
         "float64 x, steps (eps) at which f is smooth and above its noise, or a larger rtol if it "
@@ -26,14 +30,14 @@ class Entry(NamedTuple):
     Attributes:
         order: 1 for the gradient, 2 for the derivative of the gradient.
         name: `x[0]['a'][2, 3]`, `y[1] by x[3]`, or `direction 4`.
-        embedded: What the tape returns, 0 for None.
+        embedded: What the tape returns, 0 for None, NaN for what is refused.
         numerical: By differences.
         uncertainty: The estimated error of `numerical`.
         absolute: The difference of `embedded` and `numerical`.
         relative: The same in relation to the larger of the two.
         allowed: What `absolute` may be.
-        verdict: `wrong`, `cannot tell`, `kink` or `ok`.
-        remark: What else is to be said.
+        verdict: `wrong`, `refused`, `cannot tell`, `kink` or `ok`.
+        remark: What else is to be said; of what is refused, the message of who refused it.
         steps: The step sizes that were tried, array `[k]`.
         differences: The central differences there, array `[k]`.
     """
@@ -54,7 +58,8 @@ class Entry(NamedTuple):
     @property
     def rank(self) -> tuple[int, float]:
         """What the table is sorted by: the verdict, then the error in units of what is allowed."""
-        excess = np.divide(self.absolute, self.allowed) if self.absolute else 0.0
+        with np.errstate(invalid="ignore"):  # both are infinite where `embedded` is
+            excess = np.divide(self.absolute, self.allowed) if self.absolute else 0.0
         return SEVERITY.index(self.verdict), -np.nan_to_num(excess, nan=np.inf)
 
 
@@ -108,6 +113,7 @@ class GradientReport:
         lines += [*_align(self.entries[:SHOWN])]
         if len(self.entries) > SHOWN:
             lines.append(f"... and {len(self.entries) - SHOWN} more with smaller errors")
+        lines += dict.fromkeys(e.remark for e in self.entries if e.verdict == "refused")
         lines += self.notes
         lines += [advice for verdict, advice in ADVICE.items() if self.count(verdict)]
         return "\n".join(lines)
@@ -181,6 +187,8 @@ def _headline(worst: Entry) -> str:
             f"The {derivative} is wrong, most of all at {worst.name}: embedded "
             f"{worst.embedded:.8g}, numerical {worst.numerical:.8g} +- {worst.uncertainty:.1g}."
         )
+    if worst.verdict == "refused":
+        return f"The {derivative} is refused at {worst.name}: {worst.remark}"
     return (
         f"The {derivative} could not be checked, least of all at {worst.name}: numerical "
         f"{worst.numerical:.8g} +- {worst.uncertainty:.1g}."
@@ -198,6 +206,8 @@ def _align(entries: tuple[Entry, ...]) -> list[str]:
             *(f"{number:.1e}" for number in (e.uncertainty, e.absolute, e.relative)),
         )
         verdict = f"{e.verdict} ({e.remark})" if e.remark else e.verdict
+        if e.verdict == "refused":  # what was said is below the table, once
+            numbers, verdict = ("-", *numbers[1:3], "-", "-"), e.verdict
         row = (e.name, *numbers, verdict)
         rows.append((str(e.order), *row) if second else row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -118,7 +118,7 @@ def _with_gradient(
         """Sets the gradient function; a decorator."""
         nonlocal rule
         _insist_on_function(grad, "grad")
-        rule = _arguments.Function(getattr(grad, "__func__", grad))
+        rule = _arguments.Function(_arguments.unbound(grad))
         return grad
 
     if grad is not None:

@@ -27,6 +27,6 @@ def formula_alone(monkeypatch):
     """Without the pullback that most tapes take in the formula's place."""
 
     def embed(name, fx, leaves, hessian, order):
-        return formula(fx, leaves, hessian and hessian.times, order=order)
+        return formula(fx, leaves, hessian and hessian.times, order=order) if leaves else fx
 
     monkeypatch.setattr(_custom_gradient, "_embed", embed)

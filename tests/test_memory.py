@@ -1,9 +1,17 @@
-"""Peak memory of the value form, in temporaries of the size of `x`."""
+"""Peak memory of the value form, in temporaries of the size of `x`; what lives on of a graph."""
 
+import gc
+import os
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+from forms import ALL, POINTS, derivative, forward_derivative, mapped
 
 SCRIPT = """
 import resource, sys
@@ -36,3 +44,113 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (4 
 def test_at_most_one_temporary_more_than_needed(mode, needed):
     out = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, check=True)
     assert float(out.stdout) < needed + 1.2
+
+
+class TestGraphs:
+    """Die with who traced them: nothing of TensorFlow's may hold what a form needs."""
+
+    MODES = {
+        "forward": lambda f: f,
+        "gradient": derivative,
+        "second derivative": lambda f: derivative(derivative(f)),
+        "forward mode": forward_derivative,
+        "vectorized_map": mapped,
+        "gradient of vectorized_map": lambda f: derivative(mapped(f)),
+    }
+
+    @staticmethod
+    def traced(f):
+        """Weak references to the graphs of a function that is dropped then."""
+        graphs = []
+
+        @tf.function
+        def run(x):
+            graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+            return f(x)
+
+        run.get_concrete_function(tf.TensorSpec([3], tf.float64))
+        return graphs
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("name", ALL)
+    def test_are_freed(self, name, mode):
+        before = registered()
+        graphs = self.traced(self.MODES[mode](ALL[name]))
+        gc.collect()
+        assert graphs
+        assert [g() for g in graphs if g() is not None] == []
+        assert registered() <= before
+
+    @pytest.mark.parametrize("name", ALL)
+    def test_that_ran_are_freed(self, name):
+        def run():
+            f = tf.function(ALL[name])
+            derivative(f)(tf.constant(POINTS))
+            return weakref.ref(f.get_concrete_function(tf.TensorSpec([3], tf.float64)).graph)
+
+        graph = run()
+        gc.collect()
+        assert graph() is None
+        assert registered() == 0
+
+    def test_the_test_sees_what_is_kept(self):
+        """TensorFlow's own form keeps its graph."""
+        form = tf.custom_gradient(lambda x: (tf.sin(x), lambda u: u * tf.cos(x)))
+        graphs = self.traced(derivative(form))
+        gc.collect()
+        assert graphs[0]() is not None
+
+
+def registered():
+    """How many gradients of sgtrick are in TensorFlow's registry, after the dead ones have left."""
+    gc.collect()
+    return sum(name.startswith("sgtrick") for name in ops.gradient_registry._registry)
+
+
+MAPPED = """
+import gc, resource, sys
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from forms import ALL, derivative, mapped, true
+
+calls = 60
+
+def resident():
+    gc.collect()
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize()
+
+def graphs():
+    gc.collect()
+    return sum(isinstance(o, tf.Graph) for o in gc.get_objects())
+
+def growth(f):
+    run = derivative(mapped(f))
+    x = tf.constant([0.1, 0.2, 0.3], tf.float64)
+    for _ in range(20):
+        run(x)
+    before, alive = resident(), graphs()
+    for _ in range(calls):
+        run(x)
+    return (resident() - before) / calls, graphs() - alive
+
+native, _ = growth(true)
+grown, alive = growth(ALL[sys.argv[1]])
+left = sum(name.startswith("sgtrick") for name in ops.gradient_registry._registry)
+print(native, grown, alive, left)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["with_gradient", "custom_vjp", "custom_jvp", "from_numpy"])
+def test_eager_vectorized_map_leaves_nothing(name):
+    """Each call traces anew; native code grows, too, by what TensorFlow itself never frees."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    out = subprocess.run(
+        [sys.executable, "-c", MAPPED, name], capture_output=True, check=True, env=environ
+    )
+    native, grown, graphs, left = map(float, out.stdout.split())
+    print(native, grown)
+    assert (graphs, left) == (0, 0)
+    assert grown - native < 10_000

@@ -125,7 +125,6 @@ FORMS = {
     "values, Hessian": Form(with_hessian, True),
     "values, stopped by hand": Form(manually_stopped, True),
     "with_gradient": Form(with_gradient, True, True),
-    "with_gradient, order 2": Form(partial(with_gradient, order=2), True),
     "with_gradient, variables": Form(with_variables, False, True),
     "from_value_and_gradient": Form(from_value_and_gradient, True, True),
     "custom_vjp": Form(custom_vjp, False, True),

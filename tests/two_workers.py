@@ -145,7 +145,6 @@ FORMS = {
     "custom_gradient": custom_gradient,
     "custom_gradient, hx": with_hessian,
     "with_gradient": sgtrick.with_gradient(stopped, gradients, argnums=(0, 1)),
-    "with_gradient, order 2": sgtrick.with_gradient(stopped, gradients, argnums=(0, 1), order=2),
     "with_gradient, reads a variable": reads_b,
     "with_gradient, takes variables": takes_variables,
     "from_value_and_gradient": sgtrick.from_value_and_gradient(

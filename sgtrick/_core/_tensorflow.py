@@ -23,6 +23,12 @@ from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 Pullback = Callable[..., Sequence[Any]]
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def unconverted(f: F) -> F:
+    """Keeps AutoGraph out of a function; the same for type checkers."""
+    return tf.autograph.experimental.do_not_convert(f)  # type: ignore[no-any-return]
 
 
 def somebody_records() -> bool:
@@ -64,7 +70,6 @@ def record_override(
         push: From one tangent for each input, None for those without derivatives, to one tangent
             or None for each output.
     """
-
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
 
 
@@ -132,7 +137,7 @@ def form(call: Callable[..., Any]) -> Callable[..., Any]:
     AutoGraph takes a second to rewrite what has nothing for it, so that it is kept out of `call`.
     `converted` makes of a caller's function one that AutoGraph converts, where it converts callers.
     """
-    call = tf.autograph.experimental.do_not_convert(call)
+    call = unconverted(call)
 
     def form(*args: Any, **kwargs: Any) -> Any:
         status = tf.__internal__.autograph.control_status_ctx()

@@ -25,24 +25,29 @@ def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[
     left, right = _terms(us, lt), _terms(lu, ts)
     if not left and not right:
         return tf.constant(True)
-    difference = tf.add_n([_sum(t) for t in left] + [-_sum(t) for t in right])
-    size = tf.add_n([_sum(tf.abs(t)) for t in [*left, *right]])
-    dtypes = [t.dtype for t in (*us, *ts) if t is not None]
-    eps = max(_eps(dtype) for dtype in dtypes)
+    wide = any(t.dtype == tf.float64 for t in [*left, *right])
+    sum_ = functools.partial(_sum, tf.float64 if wide else tf.float32)
+    sums = [*map(sum_, left), *(-sum_(t) for t in right)]
+    size = tf.add_n([sum_(tf.abs(t)) for t in [*left, *right]])
+    eps = max(_eps(t.dtype) for t in (*us, *ts) if t is not None)
     # Rounding in L itself is not bounded by eps: half of the digits decide.
-    return tf.logical_not(tf.abs(difference) > eps**0.5 * size)  # true for NaN
+    difference = tf.add_n(sums)
+    fits = tf.abs(difference) <= eps**0.5 * size
+    # Not as "not greater", which TensorFlow's optimizer makes "less or equal", false for NaN.
+    # Stopped, for the second JVP of is_nan fails in a function.
+    return fits | tf.math.is_nan(tf.stop_gradient(difference))
 
 
 def probe(like: Any) -> Any:
     """A direction that no structure favours: fixed pseudo-random numbers of the size of 1."""
     dtype = like.dtype
     size = like.shape.num_elements()
-    numbers = _numbers()
+    numbers = _numbers(dtype.real_dtype)
     if size is not None and size <= len(numbers):
-        flat = tf.constant(numbers[:size], dtype.real_dtype)
+        flat = tf.constant(numbers[:size])
         t = tf.reshape(flat, like.shape)
     else:
-        flat = tf.constant(numbers, dtype.real_dtype)
+        flat = tf.constant(numbers)
         n = tf.size(like)
         t = tf.reshape(tf.tile(flat, [n // len(numbers) + 1])[:n], tf.shape(like))
         t.set_shape(like.shape)
@@ -52,9 +57,9 @@ def probe(like: Any) -> Any:
 
 
 @functools.cache
-def _numbers() -> Any:
+def _numbers(dtype: Any) -> Any:
     # A prime count, so that tiling them never falls into step with the rows of a matrix.
-    return np.random.default_rng(0).normal(size=1009)
+    return np.random.default_rng(0).normal(size=1009).astype(dtype.as_numpy_dtype)
 
 
 def _terms(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
@@ -68,8 +73,8 @@ def _terms(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _sum(t: Any) -> Any:
-    return tf.cast(tf.reduce_sum(t), tf.float64)
+def _sum(dtype: Any, t: Any) -> Any:
+    return tf.cast(tf.reduce_sum(t), dtype)
 
 
 def _eps(dtype: Any) -> float:

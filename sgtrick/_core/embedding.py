@@ -5,7 +5,7 @@ missing is the Jacobian's own derivative, which is a Hessian or an error.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -56,7 +56,7 @@ def of_jacobians(name: str, y: Any, jacobians: Callable[[], Sequence[Leaf | None
     return Rule(name, pull, push)
 
 
-def embed_constant(name: str, y: Any, leaves: Sequence[Leaf], hessian: "Product | str") -> Any:
+def embed_constant(name: str, y: Any, leaves: Sequence[Leaf], hessian: "Hessian | str") -> Any:
     """Returns `y` with gradients that came with it, without a derivative of their own.
 
     Args:
@@ -68,54 +68,53 @@ def embed_constant(name: str, y: Any, leaves: Sequence[Leaf], hessian: "Product 
     xs = [leaf.x for leaf in leaves]
 
     def jacobians() -> list[Leaf]:
-        gxs = differentiable(name, [leaf.gx for leaf in leaves], xs, hessian)
+        gxs = [leaf.gx for leaf in leaves]
+        if isinstance(hessian, str):
+            gxs = refused(name, gxs, xs, hessian)
+        else:
+            gxs = differentiable(name, gxs, xs, hessian)
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
     return keep([y], xs, of_jacobians(name, y, jacobians)._replace(lost=[False] * len(xs)))[0]
 
 
-class Product(NamedTuple):
-    """A Hessian by what it multiplies.
+class Hessian(Protocol):
+    """A Hessian by what it multiplies."""
 
-    Attributes:
-        pull: From what multiplies the gradients to what it makes of the points: `z -> H' z`.
-        push: From tangents of the points to tangents of the gradients: `t -> H t`.
-    """
+    def pull(self, *z: Any) -> Sequence[Any]:
+        """From what multiplies the gradients to what it makes of the points: `z -> H' z`."""
 
-    pull: Callable[..., Sequence[Any]]
-    push: Callable[..., Sequence[Any]]
+    def push(self, *tangents: Any) -> Sequence[Any]:
+        """From tangents of the points to tangents of the gradients: `t -> H t`."""
 
 
-def differentiable(
-    name: str, gxs: Sequence[Any], xs: Sequence[Any], hessian: Product | str
-) -> list[Any]:
-    """Returns gradients that were computed elsewhere, with a Hessian as their derivative.
-
-    Args:
-        name: What errors call the function.
-        gxs: The gradients.
-        xs: The points.
-        hessian: The Hessian, or what the error says of its absence.
-    """
-    n = len(gxs)
-    message = hessian if isinstance(hessian, str) else None
-    again = None
-    if not isinstance(hessian, str):
-        specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in gxs]
-        again = _tensorflow.carried(hessian.pull, specs, xs[0])
+def differentiable(name: str, gxs: Sequence[Any], xs: Sequence[Any], hessian: Hessian) -> list[Any]:
+    """Returns gradients that were computed elsewhere, with a Hessian as their derivative."""
+    specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in gxs]
+    again = _tensorflow.carried(hessian.pull, specs, xs[0])
     xs = [_tensorflow.here(x) for x in xs]
 
     def pull(*z: Any) -> list[Any]:
-        if message is not None:
-            return [*z, *(loud.failure(x, message, z) for x in xs)]
         return [*z, *again(*z)]
 
     def push(*tangents: Any) -> list[Any]:
-        along, points = tangents[:n], tangents[n:]
-        if message is not None:
-            still = [tf.reduce_all(tf.equal(t, 0)) for t in points]
-            zero = loud.insist(tf.reduce_all(tf.stack(still)), message)
-            return [t + tf.cast(zero, t.dtype) for t in along]
+        along, points = tangents[: len(gxs)], tangents[len(gxs) :]
         return [t + ht for t, ht in zip(along, hessian.push(*points), strict=True)]
 
-    return keep(gxs, [*gxs, *xs], Rule(name, pull, push, lost=[False] * (n + len(xs))))
+    rule = Rule(name, pull, push, lost=[False] * (len(gxs) + len(xs)))
+    return keep(gxs, [*gxs, *xs], rule)
+
+
+def refused(name: str, gxs: Sequence[Any], xs: Sequence[Any], message: str) -> list[Any]:
+    """Returns tensors that were computed elsewhere, and an error for their derivative."""
+    xs = [_tensorflow.here(x) for x in xs]
+
+    def pull(*z: Any) -> list[Any]:
+        return [*z, *(loud.failure(x, message, z) for x in xs)]
+
+    def push(*tangents: Any) -> list[Any]:
+        zero = loud.insist_on_zeros(tangents[len(gxs) :], message)
+        return [t + tf.cast(zero, t.dtype) for t in tangents[: len(gxs)]]
+
+    rule = Rule(name, pull, push, lost=[False] * (len(gxs) + len(xs)))
+    return keep(gxs, [*gxs, *xs], rule)

@@ -10,10 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from sgtrick._core._tensorflow import unconverted
 from sgtrick._leaves import Leaf
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@unconverted
 def formula(
     fx: Any,
     leaves: Sequence[Leaf],
@@ -74,7 +75,7 @@ def minus_zero(x: Any, *, guard: bool = False) -> Any:
 
 
 def with_linear(y: Any, minus_terms: Sequence[Any]) -> Any:
-    """Returns `y - sum(minus_terms)` for terms that are zero, with the value of `y` to the last bit.
+    """Returns `y - sum(minus_terms)` for terms that are zero: the value of `y` to the last bit.
 
     The derivative of an entry with a NaN is cut off.
     """

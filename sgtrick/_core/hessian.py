@@ -4,7 +4,7 @@ As the derivative of the gradients, a Hessian is known at one point: its own der
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -27,7 +27,7 @@ def symmetric(
     times: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
     at: Sequence[Any],
     xs: Sequence[Any],
-) -> embedding.Product:
+) -> "Symmetric":
     """A Hessian by a function for its product with a vector, which nothing differentiates.
 
     Args:
@@ -44,8 +44,7 @@ def symmetric(
             return [*product(at, xs, z), *(loud.failure(x, _THIRD.format(name), z) for x in xs)]
 
         def push(*tangents: Any) -> list[Any]:
-            still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents[len(xs) :]]
-            zero = loud.insist(tf.reduce_all(tf.stack(still)), _THIRD.format(name))
+            zero = loud.insist_on_zeros(tangents[len(xs) :], _THIRD.format(name))
             pushed = product(at, xs, tangents[: len(xs)])
             return [t + tf.cast(zero, t.dtype) for t in pushed]
 
@@ -55,11 +54,18 @@ def symmetric(
     def at_the_point(*vs: Any) -> list[Any]:
         return product(at, xs, vs)
 
-    return embedding.Product(at_the_point, at_the_point)
+    return Symmetric(at_the_point, at_the_point)
+
+
+class Symmetric(NamedTuple):
+    """The same function for both modes."""
+
+    pull: Callable[..., Sequence[Any]]
+    push: Callable[..., Sequence[Any]]
 
 
 class Blocks:
-    """Blocks `H_ij`, each the Jacobian of one `gx` with respect to another `x`, `B + R + D_i + D_j`.
+    """Blocks `H_ij`, `B + R + D_i + D_j`: the Jacobian of one `gx` with respect to another `x`.
 
     Only the symmetric part counts, as in `1/2 <H z, z>`.
     """
@@ -123,7 +129,7 @@ class Blocks:
     def _symmetric(self) -> list[list[Any]]:
         rows = [
             [
-                block and block._replace(gx=(block.gx + _swapped(other, p, q)) / 2)
+                other and block and block._replace(gx=(block.gx + _swapped(other, p, q)) / 2)
                 for q, block, other in zip(
                     self._leaves, row, (r[i] for r in self._rows), strict=True
                 )
@@ -132,7 +138,7 @@ class Blocks:
         ]
         blocks = [block for row in rows for block in row if block is not None]
         known = iter(
-            embedding.differentiable(
+            embedding.refused(
                 self._name,
                 [block.gx for block in blocks],
                 [leaf.x for leaf in self._leaves],
@@ -160,7 +166,7 @@ def _swapped(block: Leaf, p: Leaf, q: Leaf) -> Any:
 
 
 class Product:
-    """A function `v -> H v` on the structure of `x`, called when a second derivative is asked for."""
+    """A function `v -> H v` on the structure of `x`, called for second derivatives alone."""
 
     def __init__(
         self, name: str, hx: Callable[[Any], Any], x: Any, fx: Any, leaves: Sequence[Leaf]
@@ -178,7 +184,7 @@ class Product:
     def push(self, *tangents: Any) -> list[Any]:
         """From tangents of the points to tangents of the gradients."""
         ts = [tf.cast(t, leaf.x.dtype) for t, leaf in zip(tangents, self._leaves, strict=True)]
-        return embedding.differentiable(
+        return embedding.refused(
             self._name,
             self.times(ts),
             [leaf.x for leaf in self._leaves],

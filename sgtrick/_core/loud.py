@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from sgtrick._core import _tensorflow
 
-
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
+_NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
 
 
 @contextlib.contextmanager
@@ -25,6 +25,21 @@ def not_raising() -> Iterator[None]:
         yield
     finally:
         _MAY_RAISE.reset(token)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[str]]:
+    """A scope without errors, only NaN, that yields what the errors would have said.
+
+    In eager; it may be more than what somebody asked for.
+    """
+    messages: list[str] = []
+    token = _NOTED.set(messages)
+    try:
+        with not_raising():
+            yield messages
+    finally:
+        _NOTED.reset(token)
 
 
 def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
@@ -44,6 +59,7 @@ def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
     """
     if tf.executing_eagerly() and _MAY_RAISE.get() and _tensorflow.asked_for(like):
         raise LookupError(message)
+    _note(message)
     nan = tf.constant(float("nan"), tf.float64)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
         nan = tf.debugging.check_numerics(nan, message)
@@ -62,5 +78,19 @@ def insist(holds: Any, message: str) -> Any:
         if not holds:
             raise LookupError(message)
         return tf.constant(0.0, tf.float64)
+    if tf.executing_eagerly() and not holds:
+        _note(message)
     nan = tf.where(holds, tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64))
     return tf.debugging.check_numerics(nan, message) if _MAY_RAISE.get() else nan
+
+
+def insist_on_zeros(tangents: Sequence[Any], message: str) -> Any:
+    """The same where any of the tangents is not zero, as those of what does not move."""
+    still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents]
+    return insist(tf.reduce_all(tf.stack(still)), message)
+
+
+def _note(message: str) -> None:
+    messages = _NOTED.get()
+    if messages is not None and message not in messages:
+        messages.append(message)

@@ -13,7 +13,6 @@ from sgtrick._core import adjoint
 from sgtrick._core._tensorflow import here
 from sgtrick._core.override import Rule, keep
 
-
 Gradients = Callable[[Any, Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 

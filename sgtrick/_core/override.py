@@ -9,6 +9,7 @@ host call, a loop, stateful. A derivative that TensorFlow loses in it when it is
 its turn raises: that is what `_guarded` adds.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import tensorflow as tf
 
 from sgtrick import _devices, _leaves
 from sgtrick._core import _tensorflow, adjoint, ancestry, loud
-from sgtrick._core._tensorflow import Pullback, here
+from sgtrick._core._tensorflow import Pullback, here, unconverted
 
 
 class Rule(NamedTuple):
@@ -42,7 +43,7 @@ class Rule(NamedTuple):
     lost: Sequence[bool] | None = None
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@unconverted
 def keep(
     ys: Sequence[Any],
     xs: Sequence[Any],
@@ -126,7 +127,7 @@ def _pull(
     with _devices.of(ys[0]):
         if tf.executing_eagerly() and not _tensorflow.somebody_records():
             return list(rule.pull(*upstream))
-        return _guarded(rule, ys, xs, upstream, by_graph=by_graph)
+        return _guarded(rule, xs, upstream, by_graph=by_graph)
 
 
 def _pull_for_graph(
@@ -194,7 +195,7 @@ _NOT_TRANSPOSED = (
 
 
 def _guarded(
-    rule: Rule, ys: Sequence[Any], xs: Sequence[Any], upstream: Sequence[Any], *, by_graph: bool
+    rule: Rule, xs: Sequence[Any], upstream: Sequence[Any], *, by_graph: bool
 ) -> list[Any]:
     """The gradients, whose own derivatives are those of the pullback, or errors.
 
@@ -239,10 +240,13 @@ def _guarded(
     def again(*z: Any) -> list[Any]:
         points: list[Any] = [None] * len(xs)
         if is_lost():
-            points = [
-                loud.failure(x, lost(rule.name), z) if _leaves.is_differentiable(x.dtype) else None
-                for x in xs
-            ]
+            with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
+                points = [
+                    loud.failure(x, lost(rule.name), z)
+                    if _leaves.is_differentiable(x.dtype)
+                    else None
+                    for x in xs
+                ]
         if not by_graph or callable(rule.push):
             return [*z, *points]
         if isinstance(rule.push, str):
@@ -256,16 +260,22 @@ def _guarded(
     def along(*tangents: Any) -> list[Any]:
         z, points = tangents[: len(parts)], tangents[len(parts) :]
         if _tensorflow.apart(is_lost):
-            moved = [tf.reduce_any(tf.not_equal(t, 0)) for t in points if t is not None]
-            still = tf.logical_not(tf.reduce_any(tf.stack(moved)))
-            zero = loud.insist(still, lost(rule.name))
-            z = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
+            moving = [t for t in points if t is not None]
+            zero = loud.insist_on_zeros(moving, lost(rule.name))
+            return [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return list(z)
 
     guarded = _pass_on(parts, xs, again, along)
     for i, part in zip(places, guarded, strict=True):
         gradients[i] = _like(gradients[i], part)
     return gradients
+
+
+def _is_of_function(parts: Sequence[Any]) -> bool:
+    """Whether the gradient of the function that holds these tensors is made, as a whole."""
+    if tf.executing_eagerly():
+        return False
+    return parts[0].graph is not tf.compat.v1.get_default_graph()
 
 
 def _pass_on(parts: list[Any], xs: Sequence[Any], pull: Pullback, push: Pullback) -> list[Any]:
@@ -343,7 +353,7 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
         places[:] = [i for i, g in enumerate(gradients) if g is not None]
         for i in places:
             g = _values(gradients[i])
-            missing[i] = _is_lost(g, rule.sources, us)
+            missing[i] = _is_lost(g, rule.sources or (), us)
         return [tf.convert_to_tensor(gradients[i]) for i in places]
 
     specs = [

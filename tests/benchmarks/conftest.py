@@ -9,7 +9,7 @@ import tensorflow as tf
 def take_turns(benchmark):
     """Runs rivals by turns, so that whatever else the machine does hits them alike."""
 
-    def run(what, rivals, arguments, n):
+    def run(what, rivals, arguments, n, rounds=40):
         seconds = {name: [] for name in rivals}
         repeats = max(1, 50_000 // n)
 
@@ -20,7 +20,7 @@ def take_turns(benchmark):
                     rival(*arguments)
                 seconds[name].append((time.perf_counter() - start) / repeats)
 
-        benchmark.pedantic(turn, rounds=40, warmup_rounds=3)
+        benchmark.pedantic(turn, rounds=rounds, warmup_rounds=3)
         benchmark.extra_info["seconds"] = {key: values[3:] for key, values in seconds.items()}
         benchmark.extra_info["what"] = what
 

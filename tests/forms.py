@@ -1,0 +1,148 @@
+"""Every form of one true function, `asinh`, entry by entry.
+
+Their forwards have twice its derivative: who drops an override gets double. Those in `EVERY_ORDER`
+have rules that TensorFlow can differentiate as often as it likes, those in `FIRST_ORDER` have none
+of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import sgtrick
+from matrix.functions import misled
+
+POINTS = np.array([-1.3, 0.4, 2.1])
+
+Form = Callable[[Any], Any]
+
+
+def true(x: Any) -> Any:
+    return tf.asinh(x)
+
+
+hidden = misled(true)
+
+
+def slope(x: Any) -> Any:
+    return (1 + x**2) ** -0.5
+
+
+def on_host(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` of arrays as an operation that TensorFlow cannot differentiate."""
+
+    def call(*tensors: Any) -> Any:
+        y = tf.numpy_function(f, tensors, tensors[0].dtype, stateful=False)
+        y.set_shape(tensors[0].shape)
+        return y
+
+    return call
+
+
+host_slope = on_host(lambda x: (1 + x**2) ** -0.5)
+
+
+def exact(order: int, x: Any = POINTS) -> Any:
+    """The derivative of this order at POINTS."""
+    return [
+        np.arcsinh(x),
+        (1 + x**2) ** -0.5,
+        -x * (1 + x**2) ** -1.5,
+        (2 * x**2 - 1) * (1 + x**2) ** -2.5,
+    ][order]
+
+
+def jvp_form(f: Form, slope: Form) -> Form:
+    form = sgtrick.custom_jvp(f)
+    form.defjvp(lambda primals, tangents: (f(primals[0]), slope(primals[0]) * tangents[0]))
+    return form
+
+
+def vjp_form(f: Form, slope: Form) -> Form:
+    return sgtrick.custom_vjp(lambda x: (f(x), lambda upstream: upstream * slope(x)))
+
+
+def _root(a: Any) -> Any:
+    return sgtrick.implicit_root(
+        lambda y, a: tf.sinh(y) - a, hidden(a), a, batch_ndims=a.shape.rank
+    )
+
+
+def _sample(a: Any) -> Any:
+    return sgtrick.implicit_reparameterize(lambda y, a: tf.sinh(y) - a, hidden(a), a)
+
+
+EVERY_ORDER: dict[str, Form] = {
+    "with_gradient": sgtrick.with_gradient(hidden, slope),
+    "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (hidden(x), slope(x))),
+    "custom_jvp": jvp_form(hidden, slope),
+    "custom_vjp": vjp_form(hidden, slope),
+    "implicit_root": _root,
+    "implicit_reparameterize": _sample,
+}
+
+FIRST_ORDER: dict[str, Form] = {
+    "custom_gradient": lambda x: sgtrick.custom_gradient(hidden(x), slope(x), x),
+    "with_gradient, host": sgtrick.with_gradient(hidden, host_slope),
+    "with_gradient, stopped": sgtrick.with_gradient(hidden, lambda x: tf.stop_gradient(slope(x))),
+    "from_value_and_gradient, host": sgtrick.from_value_and_gradient(
+        lambda x: (hidden(x), host_slope(x))
+    ),
+    "custom_jvp, host": jvp_form(hidden, host_slope),
+    "custom_vjp, host": vjp_form(hidden, host_slope),
+    "custom_vjp, stopped": vjp_form(hidden, lambda x: tf.stop_gradient(slope(x))),
+    "from_numpy": sgtrick.from_numpy(
+        lambda x: (np.arcsinh(x), (1 + x**2) ** -0.5), event_ndims=0, vectorized=True
+    ),
+}
+
+ALL = EVERY_ORDER | FIRST_ORDER
+
+CALLS_HOST = {name for name in FIRST_ORDER if "host" in name or name == "from_numpy"}
+
+
+def derivative(f: Form) -> Form:
+    """The derivative entry by entry, by a tape."""
+
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.gradient(y, x)
+
+    return run
+
+
+def forward_derivative(f: Form) -> Form:
+    """The derivative entry by entry, by an accumulator."""
+
+    def run(x: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+            y = f(x)
+        return accumulator.jvp(y)
+
+    return run
+
+
+def mapped(f: Form) -> Form:
+    return lambda x: tf.vectorized_map(f, x, fallback_to_while_loop=False)
+
+
+def compiled(f: Form) -> Form:
+    return tf.function(f, jit_compile=True)
+
+
+def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:
+    """`right`, `raises`, `NaN`, `None` or `wrong`."""
+    try:
+        y = run(tf.constant(x))
+        if y is None:
+            return "None"
+        y = y.numpy()
+    except Exception:
+        return "raises"
+    if y.shape == expected.shape and np.allclose(y, expected, rtol=1e-9, atol=1e-12):
+        return "right"
+    return "NaN" if np.all(np.isnan(y)) else "wrong"

@@ -1,0 +1,318 @@
+"""`check_gradient(order=2)` on everything that can have second derivatives: right, wrong, refused."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from sgtrick import check_gradient
+
+MODES = pytest.mark.parametrize("mode", ["full", "random"])
+
+
+def constant(value):
+    return tf.constant(value, tf.float64)
+
+
+X = constant([0.5, 2.0])
+
+
+def value(x):
+    return x[0] ** 3 * x[1] + x[1] ** 2
+
+
+def gradient(x):
+    return 3 * x[0] ** 2 * x[1], x[0] ** 3 + 2 * x[1]
+
+
+def hessian(x):
+    return [[6 * x[0] * x[1], 3 * x[0] ** 2], [3 * x[0] ** 2, 2.0]]
+
+
+def embedded(x, hx=None):
+    return sgtrick.custom_gradient(value(x), tf.stack(gradient(x)), x, hx=hx)
+
+
+def engine(**options):
+    return sgtrick.from_numpy(lambda x: (value(x), np.stack(gradient(x))), **options)
+
+
+@sgtrick.custom_jvp
+def by_jvp(x):
+    return tf.sin(x)
+
+
+@by_jvp.defjvp
+def _(primals, tangents):
+    return tf.sin(*primals), tf.cos(*primals) * tangents[0]
+
+
+def with_own_gradient():
+    return sgtrick.with_gradient(lambda x: value(x), lambda x: tf.stack(gradient(x)))
+
+
+RIGHT = {
+    "hx": (lambda x: embedded(x, tf.stack(hessian(x))), X),
+    "hx callable": (
+        lambda x: embedded(x, lambda v: tf.linalg.matvec(tf.stack(hessian(x)), v)),
+        X,
+    ),
+    "hx in blocks": (
+        lambda a, b: sgtrick.custom_gradient(
+            value([a, b]), gradient([a, b]), (a, b), hx=hessian([a, b])
+        ),
+        (constant(0.5), constant(2.0)),
+    ),
+    "hx in a sum, in a tf.function": (
+        tf.function(lambda x: tf.reduce_sum(tf.sin(x)) + embedded(x, tf.stack(hessian(x)))),
+        X,
+    ),
+    "from_numpy, hessp": (engine(hessp=lambda x, v: np.array(hessian(x)) @ v), X),
+    "from_numpy, hess, of a batch": (engine(hess=hessian), constant([[0.5, 2.0], [1.0, -1.0]])),
+    "from_numpy, several arguments": (
+        sgtrick.from_numpy(lambda a, b: (a @ b, (b, a)), hessp=lambda a, b, v: (v[1], v[0])),
+        (X, constant([1.0, 3.0])),
+    ),
+    "with_gradient": (with_own_gradient(), X),
+    "from_value_and_gradient": (
+        sgtrick.from_value_and_gradient(lambda x: (tf.sin(x), tf.cos(x))),
+        X,
+    ),
+    "value and gradient": (lambda x: (tf.sin(x), tf.cos(x)), X),
+    "custom_jvp": (by_jvp, X),
+    "custom_vjp": (sgtrick.custom_vjp(lambda x: (tf.exp(x), lambda u: u * tf.exp(x))), X),
+    "implicit_root": (
+        tf.function(
+            lambda a: sgtrick.implicit_root(lambda r, a: r**3 - a, a ** (1 / 3), a, batch_ndims=1)
+        ),
+        X,
+    ),
+}
+
+HOST = "sees no connection from the gradient to the point"
+REFUSED = {
+    "custom_gradient": (embedded, X, "Pass the Hessian"),
+    "custom_gradient of something else": (lambda x: embedded(2 * x), X, "Pass the Hessian"),
+    "custom_gradient in a tf.function": (tf.function(embedded), X, "Pass the Hessian"),
+    "custom_gradient in XLA": (tf.function(embedded, jit_compile=True), X, "Pass the Hessian"),
+    "from_numpy": (engine(), X, "Pass hessp="),
+    "from_numpy, of a batch": (engine(), constant([[0.5, 2.0], [1.0, -1.0]]), "Pass hessp="),
+    "from_numpy in a sum": (lambda x: tf.reduce_sum(x**2) + engine()(2 * x), X, "Pass hessp="),
+    "from_numpy in a tf.function": (tf.function(lambda x: engine()(x) ** 2), X, "Pass hessp="),
+    "float32": (engine(), tf.constant([0.5, 2.0]), "Pass hessp="),
+    "with_gradient of the host": (
+        sgtrick.with_gradient(lambda x: tf.sin(x), lambda x: tf.constant(np.cos(x.numpy()))),
+        X,
+        HOST,
+    ),
+    "custom_vjp of the host": (
+        sgtrick.custom_vjp(
+            lambda x: (tf.sin(x), lambda u: u * tf.numpy_function(np.cos, [x], tf.float64))
+        ),
+        X,
+        HOST,
+    ),
+    "value and gradient of NumPy": (
+        lambda x: (np.sum(np.sin(x)), np.cos(np.asarray(x))),
+        X,
+        HOST,
+    ),
+    "clip_gradient around a tf.function": (
+        tf.function(lambda x: sgtrick.clip_gradient(x**2, -1.0, 1.0)),
+        constant(2.0),
+        "clip_gradient clips the gradient",
+    ),
+}
+
+
+def is_asymmetric(report):
+    return any("is not symmetric" in note for note in report.notes)
+
+
+class TestRight:
+    @MODES
+    @pytest.mark.parametrize("case", RIGHT)
+    def test_passes(self, case, mode):
+        found = check_gradient(*RIGHT[case], order=2, mode=mode)
+        assert {(entry.order, entry.verdict) for entry in found.entries} == {(1, "ok"), (2, "ok")}
+        assert not is_asymmetric(found)
+
+    def test_entries_are_those_of_the_hessian(self):
+        found = check_gradient(*RIGHT["from_numpy, hessp"], order=2)
+        second = {e.name: (e.embedded, e.numerical) for e in found.entries if e.order == 2}
+        expected = {
+            f"x[{i}] by x[{j}]": pytest.approx([hessian(X.numpy())[i][j]] * 2)
+            for i, j in np.ndindex(2, 2)
+        }
+        assert {name: list(pair) for name, pair in second.items()} == expected
+
+
+class TestWrong:
+    @MODES
+    @pytest.mark.parametrize("by", ["hx", "hx callable", "hess", "hessp"])
+    @pytest.mark.parametrize("scale", [0.0, 1.02], ids=["zero", "off by 2 %"])
+    def test_is_found(self, by, scale, mode):
+        f = {
+            "hx": lambda x: embedded(x, scale * tf.stack(hessian(x))),
+            "hx callable": lambda x: embedded(
+                x, lambda v: scale * tf.linalg.matvec(tf.stack(hessian(x)), v)
+            ),
+            "hess": engine(hess=lambda x: scale * np.array(hessian(x))),
+            "hessp": engine(hessp=lambda x, v: scale * np.array(hessian(x)) @ v),
+        }[by]
+        found = check_gradient(f, X, order=2, mode=mode, raise_exception=False)
+        assert (found.worst.order, found.worst.verdict) == (2, "wrong")
+        assert {entry.verdict for entry in found.entries if entry.order == 1} == {"ok"}
+        with pytest.raises(sgtrick.GradientCheckError, match="The second derivative is wrong"):
+            check_gradient(f, X, order=2, mode=mode)
+
+    @MODES
+    def test_zero_that_is_not(self, mode):
+        found = check_gradient(
+            lambda x: embedded(x, 0), X, order=2, mode=mode, raise_exception=False
+        )
+        assert (found.worst.order, found.worst.verdict) == (2, "wrong")
+
+    @pytest.mark.parametrize("by", ["hx callable", "hess", "hessp"])
+    def test_asymmetric(self, by):
+        lower = np.tril(hessian(X.numpy()))
+        f = {
+            "hx callable": lambda x: embedded(x, lambda v: tf.linalg.matvec(lower, v)),
+            "hess": engine(hess=lambda x: lower),
+            "hessp": engine(hessp=lambda x, v: lower @ v),
+        }[by]
+        found = check_gradient(f, X, order=2, raise_exception=False)
+        wrong = {entry.name for entry in found.entries if entry.verdict == "wrong"}
+        assert len(wrong) == 1
+        assert wrong < {"x[0] by x[1]", "x[1] by x[0]"}
+        assert is_asymmetric(found)
+        random = check_gradient(f, X, order=2, mode="random", raise_exception=False)
+        assert random.worst.verdict == "wrong"
+
+    def test_asymmetric_where_differences_cannot_tell(self):
+        rounds = sgtrick.from_numpy(
+            lambda x: (value(x), np.round(gradient(x), 1)),
+            hessp=lambda x, v: np.tril(hessian(x)) @ v,
+        )
+        found = check_gradient(rounds, X, order=2, raise_exception=False)
+        assert is_asymmetric(found)
+
+    def test_only_the_symmetric_part_of_blocks_counts(self):
+        lower = 2 * np.tril(hessian(X.numpy()), -1) + np.diag(np.diag(hessian(X.numpy())))
+        found = check_gradient(lambda x: embedded(x, lower), X, order=2)
+        assert not is_asymmetric(found)
+
+    @MODES
+    @pytest.mark.parametrize("graph", [False, True])
+    @pytest.mark.parametrize(
+        ("f", "message"),
+        [
+            (
+                lambda x: embedded(x, tf.zeros([3, 2], tf.float64)),
+                r"hx \[3, 2\] and x \[2\] do not fit",
+            ),
+            (
+                lambda x: embedded(x, lambda v: tf.zeros([3], tf.float64)),
+                r"hx\(v\) has shape \[3\], expected \[2\]",
+            ),
+            (engine(hess=lambda x: np.zeros(2)), r"must have the shape \[2, 2\], got \[2\]"),
+            (engine(hessp=lambda x, v: np.zeros(3)), r"must have the shape \[2\], got \[3\]"),
+        ],
+        ids=["hx", "hx callable", "hess", "hessp"],
+    )
+    def test_wrong_shape(self, f, message, graph, mode):
+        with pytest.raises(ValueError, match=message):
+            check_gradient(tf.function(f) if graph else f, X, order=2, mode=mode)
+
+
+class TestRefused:
+    @MODES
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_is_a_verdict_with_the_forms_own_message(self, case, mode):
+        f, x, message = REFUSED[case]
+        found = check_gradient(f, x, order=2, mode=mode, raise_exception=False)
+        assert {entry.verdict for entry in found.entries if entry.order == 1} == {"ok"}
+        second = [entry for entry in found.entries if entry.order == 2]
+        assert {entry.verdict for entry in second} == {"refused"}
+        assert all(np.isnan(entry.embedded) and message in entry.remark for entry in second)
+        assert not found.passed
+        assert str(found).count(message) == 1  # not in each row
+        assert "node" not in found.worst.remark  # nor what TensorFlow calls its operations
+        with pytest.raises(sgtrick.GradientCheckError, match="second derivative is refused") as e:
+            check_gradient(f, x, order=2, mode=mode)
+        assert message in str(e.value).partition("\n")[0]
+
+    def test_what_it_would_be_is_shown(self):
+        found = check_gradient(engine(), X, order=2, raise_exception=False)
+        numerical = [
+            next(e.numerical for e in found.entries if e.name == f"x[{i}] by x[{j}]")
+            for i, j in np.ndindex(2, 2)
+        ]
+        np.testing.assert_allclose(numerical, np.ravel(hessian(X.numpy())), rtol=1e-8)
+        row = next(line for line in str(found).splitlines() if "x[0] by x[0]" in line)
+        assert re.fullmatch(r" +2  x\[0\] by x\[0\] +- +6 +\S+ +- +- +refused", row)
+
+    def test_the_rest_is_still_checked(self):
+        known = sgtrick.with_gradient(lambda a: a**2, lambda a: 2 * a)
+        of_host = engine()
+        found = check_gradient(
+            lambda a, x: known(a) * x[0] + of_host(x),
+            (constant(3.0), X),
+            order=2,
+            raise_exception=False,
+        )
+        refused = {e.name for e in found.entries if e.verdict == "refused"}
+        assert refused == {f"x[1][{i}] by x[1][{j}]" for i, j in np.ndindex(2, 2)}
+        assert {e.verdict for e in found.entries if e.name not in refused} == {"ok"}
+
+    def test_of_first_order(self):
+        def slope(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = embedded(2 * x)
+            return tape.gradient(y, x)
+
+        found = check_gradient(slope, X, order=2, raise_exception=False)
+        assert {(entry.order, entry.verdict) for entry in found.entries} == {(1, "refused")}
+        assert any("second derivatives were not checked" in note for note in found.notes)
+
+    def test_nan_that_nobody_explains_is_wrong(self):
+        def trap(x):  # where() keeps log(0) out of the value, and not out of the gradient
+            return 2 * x + tf.where(x > 5, tf.math.log(x - 1), 0)
+
+        f = sgtrick.with_gradient(lambda x: x**2, trap)
+        found = check_gradient(f, constant(1.0), order=2, eps=0.1, raise_exception=False)
+        assert (found.worst.order, found.worst.verdict) == (2, "wrong")
+        assert np.isnan(found.worst.embedded)
+
+    def test_what_runs_in_a_graph_alone(self):
+        @tf.function
+        def slope(x):
+            return tf.gradients(embedded(x), x)[0]
+
+        found = check_gradient(slope, X, raise_exception=False)
+        assert not found.passed
+        assert not np.isfinite(found.worst.embedded)
+
+    def test_functions_are_graphs_again_afterwards(self):
+        check_gradient(tf.function(engine()), X, order=2, raise_exception=False)
+        assert not tf.config.functions_run_eagerly()
+
+    @pytest.mark.parametrize("kind", [KeyError, IndexError, ZeroDivisionError])
+    def test_mistakes_in_a_rule_are_no_refusals(self, kind):
+        def rule(u):
+            @tf.custom_gradient
+            def inner(u):
+                def again(_):
+                    raise kind("mistake")
+
+                return u, again
+
+            return inner(u * X)
+
+        with pytest.raises(kind, match="mistake"):
+            check_gradient(
+                sgtrick.custom_vjp(lambda x: (tf.reduce_sum(x**2) / 2, rule)), X, order=2
+            )

@@ -1,0 +1,502 @@
+"""What a kept override promises: the value of `f`, and the rule's derivatives everywhere."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from forms import (
+    ALL,
+    CALLS_HOST,
+    EVERY_ORDER,
+    POINTS,
+    compiled,
+    derivative,
+    exact,
+    forward_derivative,
+    hidden,
+    jvp_form,
+    mapped,
+    on_host,
+    slope,
+    true,
+    verdict,
+    vjp_form,
+)
+
+LOUD = {"raises", "NaN"}
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+
+FORWARD_MODES = {
+    "eager": forward_derivative,
+    "around tf.function": lambda f: forward_derivative(tf.function(f)),
+    "in tf.function": lambda f: tf.function(forward_derivative(f)),
+    "XLA": lambda f: compiled(forward_derivative(f)),
+}
+MAPPED = {
+    "tape around": lambda f: derivative(mapped(f)),
+    "tape inside": lambda f: mapped(derivative(f)),
+    "tape around, in tf.function": lambda f: tf.function(derivative(mapped(f))),
+    "tape around, XLA": lambda f: compiled(derivative(mapped(f))),
+    "forward mode around": lambda f: forward_derivative(mapped(f)),
+    "forward mode inside": lambda f: mapped(forward_derivative(f)),
+}
+PLACES = {
+    "eager": lambda f: f,
+    "tf.function": tf.function,
+    "XLA": compiled,
+    "vectorized_map": mapped,
+}
+
+
+def constant(value):
+    return tf.constant(value, tf.float64)
+
+
+class TestTheValue:
+    """To the last bit that of `f`, whatever the rule says."""
+
+    # Not a number that arithmetic with the rule's result could hide.
+    SPECIAL = np.array([-0.0, 0.0, np.inf, -np.inf, 1e-300, 0.1, -1e308])
+
+    RULES = {
+        "NaN": lambda x: x * np.nan,
+        "infinite": lambda x: tf.fill(tf.shape(x), constant(np.inf)),
+        "huge": lambda x: 1e300 + 0 * x,
+    }
+
+    @pytest.mark.parametrize("mode", ["nothing", "tape", "forward"])
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("rule", RULES)
+    def test_is_that_of_f(self, rule, place, mode):
+        rule = self.RULES[rule]
+        forms = [
+            sgtrick.with_gradient(lambda x: tf.identity(x), rule),
+            sgtrick.from_value_and_gradient(lambda x: (tf.identity(x), rule(x))),
+            jvp_form(lambda x: tf.identity(x), rule),
+            vjp_form(tf.identity, rule),
+            lambda x: sgtrick.custom_gradient(tf.identity(x), rule(x), x),
+            lambda x: sgtrick.implicit_root(
+                lambda y, a: y * rule(a), x, x, batch_ndims=x.shape.rank
+            ),
+        ]
+
+        def values(x):
+            return [f(x) for f in forms]
+
+        def recorded(x):
+            if mode == "tape":
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    return values(x)
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)):
+                return values(x)
+
+        x = tf.constant(self.SPECIAL)
+        for y in PLACES[place](values if mode == "nothing" else recorded)(x):
+            assert y.numpy().tobytes() == self.SPECIAL.tobytes()
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_beside_a_jvp_rule_that_is_not_linear(self, place):
+        form = sgtrick.custom_jvp(lambda x: tf.sin(x))
+        form.defjvp(lambda primals, tangents: (tf.sin(primals[0]), tf.cos(primals[0])))
+        x = constant([1.0, 2.0])
+        np.testing.assert_array_equal(PLACES[place](form)(x), PLACES[place](tf.sin)(x))
+        # And the gradient is an error: the rule has no transpose.
+        assert verdict(PLACES[place](derivative(form)), np.cos(POINTS)) in LOUD
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_beside_a_grad_fn_that_calls_a_form(self, place):
+        # Whose tangent is not linear: the rule of the inner one adds a constant.
+        inner = sgtrick.custom_vjp(lambda u: (2 * u, lambda v: 2 * v + 0.5))
+        outer = sgtrick.custom_vjp(lambda x: (x**2, lambda u: inner(u) * x))
+        x = constant([2.0, 3.0])
+        np.testing.assert_array_equal(PLACES[place](outer)(x), [4.0, 9.0])
+        np.testing.assert_array_equal(PLACES[place](derivative(outer))(x), [4.0, 6.0])
+
+
+class TestRulesWithTapes:
+    """Tapes in rules, where TensorFlow suspends or silences tapes."""
+
+    FORMS = {
+        "with_gradient": sgtrick.with_gradient(hidden, derivative(true)),
+        "custom_vjp": vjp_form(hidden, derivative(true)),
+        "custom_jvp": jvp_form(hidden, derivative(true)),
+        "from_value_and_gradient": sgtrick.from_value_and_gradient(
+            lambda x: (hidden(x), derivative(true)(x))
+        ),
+    }
+
+    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize("mode", FORWARD_MODES)
+    def test_in_forward_mode(self, name, mode):
+        assert verdict(FORWARD_MODES[mode](self.FORMS[name]), exact(1)) == "right"
+
+    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize(
+        "way",
+        [
+            lambda f: derivative(mapped(tf.recompute_grad(f))),
+            lambda f: mapped(derivative(tf.recompute_grad(f))),
+            lambda f: tf.function(derivative(mapped(tf.recompute_grad(f)))),
+            lambda f: derivative(tf.recompute_grad(f)),
+            lambda f: tf.function(derivative(tf.recompute_grad(f))),
+        ],
+        ids=["mapped", "in mapped", "mapped in tf.function", "eager", "tf.function"],
+    )
+    def test_of_what_is_recomputed(self, name, way):
+        assert verdict(way(self.FORMS[name]), exact(1)) == "right"
+
+
+def _grad_fns():
+    """What `custom_vjp` makes of `asinh` with a part of `grad_fn` that is hard to transpose."""
+    host_times = on_host(lambda u, x: u * (1 + x**2) ** -0.5)
+    identity = sgtrick.custom_vjp(lambda u: (2 * u - u, lambda v: v))
+
+    def of(pull):
+        return sgtrick.custom_vjp(lambda x: (hidden(x), lambda u: pull(u, x)))
+
+    @sgtrick.custom_vjp
+    def two(x):
+        return (hidden(x), hidden(x)), lambda u, v: u * slope(x) + host_times(v, x)
+
+    return {
+        "a call of the host": of(host_times),
+        "half a call of the host": of(lambda u, x: u * slope(x) / 2 + host_times(u, x) / 2),
+        "stopped in part": of(lambda u, x: (u + tf.stop_gradient(u)) / 2 * slope(x)),
+        "a nested tf.function": of(lambda u, x: tf.function(lambda u: u * slope(x))(u)),
+        "one of several outputs": lambda x: two(x)[1],
+        "the native one of several outputs": lambda x: two(x)[0],
+        "maps another form": of(
+            lambda u, x: mapped(identity)(u) * slope(x) if u.shape.rank else identity(u) * slope(x)
+        ),
+        "a gradient of a tape": of(lambda u, x: u * derivative(true)(x)),
+        "a pullback of a tape": of(lambda u, x: _pullback(x, u)),
+    }
+
+
+def _pullback(x, u):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = true(x)
+    return tape.gradient(y, x, u)
+
+
+GRAD_FNS = _grad_fns()
+TRANSPOSABLE = {
+    "a nested tf.function",
+    "the native one of several outputs",
+    "maps another form",
+    "a gradient of a tape",
+    "a pullback of a tape",
+}
+
+
+class TestGradFunctions:
+    """Of `custom_vjp`, that TensorFlow cannot transpose, or only with care."""
+
+    @pytest.mark.parametrize("name", GRAD_FNS)
+    @pytest.mark.parametrize(
+        "way",
+        [MAPPED["tape around"], MAPPED["tape around, in tf.function"], MAPPED["tape inside"]],
+        ids=["tape around", "in tf.function", "tape inside"],
+    )
+    def test_mapped(self, name, way):
+        assert verdict(way(GRAD_FNS[name]), exact(1)) == "right"
+
+    @pytest.mark.parametrize("name", GRAD_FNS)
+    @pytest.mark.parametrize("mode", FORWARD_MODES)
+    def test_in_forward_mode(self, name, mode):
+        came = verdict(FORWARD_MODES[mode](GRAD_FNS[name]), exact(1))
+        if name in TRANSPOSABLE and not (mode == "XLA" and "outputs" in name):
+            assert came == "right"
+        else:
+            assert came in LOUD
+
+    @pytest.mark.parametrize("name", ["a call of the host", "stopped in part"])
+    def test_the_error_of_forward_mode(self, name):
+        x = tf.constant(POINTS)
+        message = "Forward mode transposes the gradient function.*sgtrick.custom_jvp"
+        with pytest.raises(LookupError, match=message):
+            forward_derivative(GRAD_FNS[name])(x)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            tf.function(forward_derivative(GRAD_FNS[name]))(x)
+
+
+class TestHostCallsOnTangents:
+    """A JVP rule that calls the host with the tangents serves forward mode alone."""
+
+    FORM = sgtrick.custom_jvp(lambda x: hidden(x))
+
+    @staticmethod
+    @FORM.defjvp
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return hidden(x), on_host(lambda x, t: t * (1 + x**2) ** -0.5)(x, t)
+
+    @pytest.mark.parametrize("mode", ["eager", "in tf.function"])
+    def test_forward_mode(self, mode):
+        assert verdict(FORWARD_MODES[mode](self.FORM), exact(1)) == "right"
+
+    def test_forward_mode_around_a_function(self):
+        assert verdict(FORWARD_MODES["around tf.function"](self.FORM), exact(1)) in {"right", *LOUD}
+
+    def test_forward_mode_mapped(self):
+        way = MAPPED["forward mode inside"]
+        assert verdict(way(self.FORM), exact(1)) in {"right", *LOUD}
+
+    @pytest.mark.parametrize(
+        "way",
+        [
+            derivative,
+            lambda f: tf.function(derivative(f)),
+            lambda f: derivative(tf.function(f)),
+            MAPPED["tape around"],
+            MAPPED["tape inside"],
+        ],
+        ids=["eager", "tf.function", "around tf.function", "mapped", "in mapped"],
+    )
+    def test_tapes(self, way):
+        assert verdict(way(self.FORM), exact(1)) in LOUD
+
+    def test_the_error_of_tapes(self):
+        with pytest.raises(LookupError, match="Reverse mode transposes the JVP rule"):
+            derivative(self.FORM)(tf.constant(POINTS))
+
+
+class TestRulesThatAreNotLinear:
+    """Gradients that are clipped, or only a sign: nothing to transpose, and right in reverse."""
+
+    PULLS = {
+        "clipped": lambda u: tf.clip_by_value(u, -0.5, 0.5),
+        "sign": tf.sign,
+        "clipped by norm": lambda u: tf.clip_by_norm(u, 1.0),
+    }
+    MEMBERS = np.random.default_rng(3).normal(size=(5, 3)) * 2
+
+    @pytest.mark.parametrize("pull", PULLS)
+    @pytest.mark.parametrize("way", ["around", "inside", "around, in tf.function", "XLA"])
+    def test_mapped_as_by_map_fn(self, pull, way):
+        pull = self.PULLS[pull]
+        form = sgtrick.custom_vjp(lambda x: (2 * x, pull))
+
+        def loss(x):
+            return tf.reduce_sum(form(x) ** 2, -1)
+
+        ways = {
+            "around": MAPPED["tape around"],
+            "inside": MAPPED["tape inside"],
+            "around, in tf.function": MAPPED["tape around, in tf.function"],
+            "XLA": MAPPED["tape around, XLA"],
+        }
+        x = tf.constant(self.MEMBERS)
+        expected = tf.map_fn(derivative(loss), x)
+        np.testing.assert_allclose(expected[0], pull(8 * x[0]) / 1, rtol=1e-12)
+        np.testing.assert_allclose(ways[way](loss)(x), expected, rtol=1e-12)
+
+    @pytest.mark.parametrize("pull", PULLS)
+    @pytest.mark.parametrize("mode", FORWARD_MODES)
+    def test_forward_mode_is_loud(self, pull, mode):
+        form = sgtrick.custom_vjp(lambda x: (2 * x, self.PULLS[pull]))
+        assert verdict(FORWARD_MODES[mode](form), np.full(3, 2.0)) in LOUD
+
+
+class TestWhenRulesRun:
+    """Once a backward pass, and not before."""
+
+    @staticmethod
+    def counted(body):
+        """`asinh` with a rule that counts, and does `body` to the upstream gradient."""
+        count = tf.Variable(0, dtype=tf.int64)
+
+        @sgtrick.custom_vjp
+        def form(x):
+            def grad_fn(u):
+                with tf.control_dependencies([count.assign_add(1)]):
+                    return body(tf.identity(u)) * slope(x)
+
+            return hidden(x), grad_fn
+
+        return form, count
+
+    BODIES = {
+        "nothing": lambda u: u,
+        "loop": lambda u: (
+            tf.while_loop(
+                lambda i, _: i < tf.cast(tf.reduce_sum(u * 0), tf.int32) + 3,
+                lambda i, w: (i + 1, w + u),
+                (0, tf.zeros_like(u)),
+            )[1]
+            / 3
+        ),
+        "branch": lambda u: tf.cond(tf.reduce_sum(u) > 1e9, lambda: 0 * u, lambda: 1 * u),
+    }
+
+    @pytest.mark.parametrize("body", BODIES)
+    @pytest.mark.parametrize("place", PLACES)
+    def test_no_forward_pass_runs_them(self, body, place):
+        form, count = self.counted(self.BODIES[body])
+        x = tf.constant(POINTS)
+        np.testing.assert_allclose(PLACES[place](form)(x), exact(0), rtol=1e-12)
+
+        def recorded(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                return form(x)
+
+        np.testing.assert_allclose(PLACES[place](recorded)(x), exact(0), rtol=1e-12)
+        assert count.numpy() == 0
+
+    @pytest.mark.parametrize("body", BODIES)
+    @pytest.mark.parametrize(
+        "way",
+        [derivative, lambda f: tf.function(derivative(f)), lambda f: derivative(tf.function(f))],
+        ids=["eager", "tf.function", "around tf.function"],
+    )
+    def test_a_backward_pass_runs_them_once(self, body, way):
+        form, count = self.counted(self.BODIES[body])
+        run = way(form)
+        for n in range(1, 4):
+            np.testing.assert_allclose(run(tf.constant(POINTS)), exact(1), rtol=1e-12)
+            assert count.numpy() == n
+
+    @pytest.mark.parametrize("name", ["with_gradient", "custom_jvp", "custom_vjp"])
+    @WRAPS
+    def test_a_forward_pass_does_not_even_call_them(self, name, wrap):
+        def rule(x):
+            raise AssertionError("called")
+
+        make = {"with_gradient": sgtrick.with_gradient, "custom_jvp": jvp_form}.get(name, vjp_form)
+        form = make(hidden, rule)
+
+        @wrap
+        def run(x):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = form(x)
+                other = tf.sin(x)
+            return y, tape.gradient(other, x), mapped(form)(x)
+
+        for came, expected in zip(
+            run(tf.constant(POINTS)), (exact(0), np.cos(POINTS), exact(0)), strict=True
+        ):
+            np.testing.assert_allclose(came, expected, rtol=1e-12)
+
+
+DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
+SECOND = {
+    "eager": lambda outer, inner: lambda f: outer(inner(f)),
+    "in tf.function": lambda outer, inner: lambda f: tf.function(outer(inner(f))),
+    "inner in tf.function": lambda outer, inner: lambda f: outer(tf.function(inner(f))),
+    "around tf.function": lambda outer, inner: lambda f: outer(inner(tf.function(f))),
+    "XLA": lambda outer, inner: lambda f: compiled(outer(inner(f))),
+    "around vectorized_map": lambda outer, inner: lambda f: outer(inner(mapped(f))),
+    "between": lambda outer, inner: lambda f: outer(mapped(inner(f))),
+    "in vectorized_map": lambda outer, inner: lambda f: mapped(outer(inner(f))),
+}
+
+
+class TestHigherDerivatives:
+    """By any nesting, those of the rule."""
+
+    @pytest.mark.parametrize("name", EVERY_ORDER)
+    @pytest.mark.parametrize("where", SECOND)
+    @pytest.mark.parametrize(
+        ("outer", "inner"), list(itertools.product(DERIVATIVES, repeat=2)), ids=lambda m: m
+    )
+    def test_of_second_order(self, name, where, outer, inner):
+        way = SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])
+        assert verdict(way(EVERY_ORDER[name]), exact(2)) == "right"
+
+    @pytest.mark.parametrize("name", EVERY_ORDER)
+    @pytest.mark.parametrize(
+        "way",
+        [
+            lambda f: derivative(derivative(derivative(f))),
+            lambda f: tf.function(derivative(derivative(derivative(f)))),
+            lambda f: compiled(derivative(derivative(derivative(f)))),
+            lambda f: derivative(derivative(derivative(tf.function(f)))),
+            lambda f: derivative(derivative(derivative(mapped(f)))),
+            lambda f: forward_derivative(derivative(derivative(f))),
+            lambda f: tf.function(forward_derivative(derivative(derivative(f)))),
+            lambda f: derivative(derivative(forward_derivative(f))),
+        ],
+        ids=[
+            "tapes in eager", "tapes in tf.function", "tapes in XLA", "tapes around tf.function",
+            "tapes around vectorized_map", "forward over tapes",
+            "forward over tapes in tf.function", "tapes over forward",
+        ],
+    )  # fmt: skip
+    def test_of_third_order(self, name, way):
+        assert verdict(way(EVERY_ORDER[name]), exact(3)) == "right"
+
+
+class TestMapped:
+    """Every form and trick by `tf.vectorized_map` without a loop."""
+
+    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize("way", MAPPED)
+    def test_first_derivatives(self, name, way):
+        came = verdict(MAPPED[way](ALL[name]), exact(1))
+        if "XLA" in way and name in CALLS_HOST:
+            assert came in LOUD
+        else:
+            assert came == "right"
+
+    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize(
+        "wrap", [lambda f: f, tf.function, compiled], ids=["eager", "tf.function", "XLA"]
+    )
+    def test_nested(self, name, wrap):
+        x = np.stack([POINTS, 2 * POINTS])
+        run = wrap(derivative(mapped(mapped(ALL[name]))))
+        came = verdict(run, exact(1, x), x)
+        if wrap is compiled and name in CALLS_HOST:
+            assert came in LOUD
+        else:
+            assert came == "right"
+
+    TRICKS = {
+        "stop_gradient": (lambda x: sgtrick.stop_gradient(x**2), lambda x: 0 * x),
+        "straight_through": (lambda x: sgtrick.straight_through(tf.round(x), x), np.ones_like),
+        "scale_gradient": (lambda x: sgtrick.scale_gradient(x**2, 3.0), lambda x: 6 * x),
+        "reverse_gradient": (lambda x: sgtrick.reverse_gradient(x**2), lambda x: -2 * x),
+        "clip_gradient": (
+            lambda x: 3 * sgtrick.clip_gradient(x**2, -0.5, 0.5),
+            lambda x: x,
+        ),
+        "magic_box": (lambda x: sgtrick.magic_box(x**2), lambda x: 2 * x),
+    }
+
+    @pytest.mark.parametrize("name", TRICKS)
+    @pytest.mark.parametrize("way", [w for w in MAPPED if "forward" not in w])
+    def test_tricks(self, name, way):
+        f, expected = self.TRICKS[name]
+        came = verdict(MAPPED[way](f), expected(POINTS))
+        # What is stopped altogether has no gradient, as tf.stop_gradient itself.
+        assert came == ("None" if name == "stop_gradient" and "around" in way else "right")
+
+    def test_arguments_that_members_share(self):
+        """The gradient is the sum over members."""
+
+        @sgtrick.custom_vjp
+        def form(x, w):
+            return hidden(x) * w, lambda u: (u * w * slope(x), u * true(x))
+
+        x, w = tf.constant(POINTS), constant(2.0)
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            y = tf.vectorized_map(lambda x: form(x, w), x, fallback_to_while_loop=False)
+        by_x, by_w = tape.gradient(y, [x, w])
+        np.testing.assert_allclose(by_x, 2 * exact(1), rtol=1e-12)
+        np.testing.assert_allclose(by_w, exact(0).sum(), rtol=1e-12)
+
+    def test_nothing_of_it_is_mapped(self):
+        form = EVERY_ORDER["custom_vjp"]
+        w = constant(0.4)
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = tf.vectorized_map(lambda x: x * form(w), tf.constant(POINTS))
+        np.testing.assert_allclose(tape.gradient(y, w), POINTS.sum() * exact(1, 0.4), rtol=1e-12)

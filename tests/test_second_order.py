@@ -1,0 +1,283 @@
+"""Second derivatives of forms of first order: an error for who asks, and for nobody else."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+import sgtrick
+from forms import (
+    ALL,
+    CALLS_HOST,
+    FIRST_ORDER,
+    POINTS,
+    compiled,
+    derivative,
+    exact,
+    forward_derivative,
+    mapped,
+    true,
+    verdict,
+)
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+LOUD = {"raises", "NaN"}
+FORMS = pytest.mark.parametrize("name", FIRST_ORDER)
+
+NESTINGS = list(itertools.product([derivative, forward_derivative], repeat=2))
+
+
+def looped(f):
+    def run(x):
+        return tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, y + f(x) / 2), (0, tf.zeros_like(x))
+        )[1]
+
+    return run
+
+
+def jacobian_of_gradient(f):
+    def run(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            g = derivative(f)(x)
+        return tf.linalg.diag_part(outer.jacobian(g, x))
+
+    return run
+
+
+def persistent(f):
+    def run(x):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            with tf.GradientTape(persistent=True) as inner:
+                inner.watch(x)
+                y = f(x)
+            g = inner.gradient(y, x)
+        return tape.gradient(g, x)
+
+    return run
+
+
+class TestLoud:
+    """No finite wrong number, zero or None."""
+
+    @FORMS
+    @pytest.mark.parametrize(
+        "where",
+        [
+            lambda f, d: d(f),
+            lambda f, d: tf.function(d(f)),
+            lambda f, d: d(tf.function(f)),
+            lambda f, d: d(mapped(f)),
+            lambda f, d: mapped(d(f)),
+        ],
+        ids=["eager", "tf.function", "around tf.function", "around mapped", "in mapped"],
+    )
+    def test_in_every_nesting(self, name, where):
+        came = {
+            (outer.__name__, inner.__name__): verdict(
+                where(FIRST_ORDER[name], lambda f, o=outer, i=inner: o(i(f))), exact(2)
+            )
+            for outer, inner in NESTINGS
+        }
+        assert {k: v for k, v in came.items() if v not in LOUD} == {}
+
+    @pytest.mark.parametrize("name", FIRST_ORDER.keys() - CALLS_HOST)
+    def test_in_xla(self, name):
+        for outer, inner in NESTINGS:
+            assert verdict(compiled(outer(inner(FIRST_ORDER[name]))), exact(2)) in LOUD
+
+    OF = {
+        "a square": lambda f: lambda x: f(x) ** 2,
+        "a sum with native terms": lambda f: lambda x: f(x) + x**3,
+        "a product with native terms": lambda f: lambda x: f(x) * tf.sin(x),
+        "a loop": looped,
+        "itself twice": lambda f: lambda x: f(f(x)),
+    }
+
+    @FORMS
+    @pytest.mark.parametrize("of", OF)
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda d, f: d(f),
+            lambda d, f: tf.function(d(f)),
+            lambda d, f: d(tf.function(f)),
+        ],
+        ids=["eager", "tf.function", "around tf.function"],
+    )
+    def test_of_what_is_made_of_it(self, name, of, wrap):
+        f = self.OF[of](FIRST_ORDER[name])
+        expected = derivative(derivative(self.OF[of](true)))(tf.constant(POINTS)).numpy()
+        assert verdict(wrap(lambda f: derivative(derivative(f)), f), expected) in LOUD
+
+    @FORMS
+    @WRAPS
+    @pytest.mark.parametrize("way", [jacobian_of_gradient, persistent])
+    def test_by_jacobians_and_persistent_tapes(self, name, wrap, way):
+        assert verdict(wrap(way(FIRST_ORDER[name])), exact(2)) in LOUD
+
+    @FORMS
+    def test_by_tf_hessians(self, name):
+        @tf.function
+        def run(x):
+            return tf.hessians(tf.reduce_sum(FIRST_ORDER[name](x)), x)[0]
+
+        assert verdict(run, np.diag(exact(2))) in LOUD
+
+    @pytest.mark.parametrize(
+        ("name", "advice"),
+        [("custom_gradient", "hx="), ("from_numpy", "hessp="), ("with_gradient, host", "0 [*] x")],
+    )
+    def test_the_error_says_what_to_do(self, name, advice):
+        twice = derivative(derivative(FIRST_ORDER[name]))
+        x = tf.constant(POINTS)
+        with pytest.raises(LookupError, match=advice):
+            twice(x)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=advice):
+            tf.function(twice)(x)
+
+    @pytest.mark.parametrize(
+        "where",
+        [lambda f: f, tf.function, compiled],
+        ids=["eager", "tf.function", "XLA"],
+    )
+    @pytest.mark.parametrize("product", [False, True])
+    def test_of_third_order(self, where, product):
+        """With a Hessian the second derivative is right, the third is not known."""
+
+        def form(x):
+            h = -x * (1 + x**2) ** -1.5
+            s = tf.stop_gradient(h)
+            return sgtrick.custom_gradient(
+                true(x), (1 + x**2) ** -0.5, x, hx=(lambda v: s * v) if product else h
+            )
+
+        assert verdict(where(derivative(derivative(form))), exact(2)) == "right"
+        assert verdict(where(derivative(derivative(derivative(form)))), exact(3)) in LOUD
+
+    @WRAPS
+    def test_a_hessian_that_is_zero_by_statement(self, wrap):
+        def form(x):
+            return sgtrick.custom_gradient(2 * x, tf.fill(x.shape, 2.0), x, hx=0)
+
+        x = tf.constant([1.0, 3.0])
+        twice = derivative(derivative(lambda x: form(x) ** 2))
+        np.testing.assert_array_equal(wrap(twice)(x), [8, 8])
+
+
+class TestNoFalseAlarms:
+    """Who does not ask for the second derivative gets what they asked for."""
+
+    @pytest.mark.parametrize("name", ALL)
+    @WRAPS
+    def test_watched_by_another_tape(self, name, wrap):
+        def run(x):
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                g = derivative(ALL[name])(x)
+                other = tf.sin(x)
+            return g, outer.gradient(other, x)
+
+        g, other = wrap(run)(tf.constant(POINTS))
+        np.testing.assert_allclose(g, exact(1), rtol=1e-9)
+        np.testing.assert_allclose(other, np.cos(POINTS))
+
+    @pytest.mark.parametrize("name", ALL)
+    @WRAPS
+    def test_persistent_tapes(self, name, wrap):
+        def run(x):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = ALL[name](x)
+                g = tape.gradient(y, x)
+                z = y**2
+            return g, tape.gradient(z, x)
+
+        g, by_z = wrap(run)(tf.constant(POINTS))
+        np.testing.assert_allclose(g, exact(1), rtol=1e-9)
+        np.testing.assert_allclose(by_z, 2 * exact(0) * exact(1), rtol=1e-9)
+
+    @FORMS
+    @WRAPS
+    def test_around_a_training_step(self, name, wrap):
+        """The outer tape watches x, too, and asks for the derivative of the step by its rate."""
+        form = FIRST_ORDER[name]
+
+        def run(x, rate):
+            with tf.GradientTape(watch_accessed_variables=False) as outer:
+                outer.watch([x, rate])
+                stepped = x - rate * derivative(form)(x)
+                after = form(tf.stop_gradient(x) - rate * tf.stop_gradient(derivative(form)(x)))
+            return stepped, outer.gradient(after, rate)
+
+        stepped, by_rate = wrap(run)(tf.constant(POINTS), tf.constant(0.1, tf.float64))
+        np.testing.assert_allclose(stepped, POINTS - 0.1 * exact(1), rtol=1e-9)
+        expected = -np.sum(exact(1, stepped.numpy()) * exact(1))
+        np.testing.assert_allclose(by_rate, expected, rtol=1e-9)
+
+    @FORMS
+    @WRAPS
+    def test_a_step_differentiated_by_its_rate(self, name, wrap):
+        """The gradient in the step is a factor of what is asked for, and not differentiated."""
+        form = FIRST_ORDER[name]
+
+        def run(x, rate):
+            with tf.GradientTape(watch_accessed_variables=False) as outer:
+                outer.watch([x, rate])
+                stepped = x - rate * derivative(form)(x)
+            return outer.gradient(stepped, rate)
+
+        by_rate = wrap(run)(tf.constant(POINTS), tf.constant(0.1, tf.float64))
+        np.testing.assert_allclose(by_rate, -np.sum(exact(1)), rtol=1e-9)
+
+    @pytest.mark.parametrize("name", ["custom_gradient", "with_gradient, host", "from_numpy"])
+    @WRAPS
+    def test_hmc_in_a_tape(self, name, wrap):
+        form = FIRST_ORDER[name]
+
+        def log_prob(x):
+            return -tf.reduce_sum(form(x) ** 2, -1)
+
+        def run(x, seed):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                draws = tfp.mcmc.sample_chain(
+                    2,
+                    current_state=x,
+                    kernel=tfp.mcmc.HamiltonianMonteCarlo(log_prob, 0.1, 2),
+                    trace_fn=None,
+                    seed=seed,
+                )
+                other = tf.reduce_sum(x**2)
+            return draws, tape.gradient(other, x)
+
+        x = tf.constant(POINTS)
+        draws, by_x = wrap(run)(x, tf.constant([1, 2]))
+        assert np.all(np.isfinite(draws))
+        assert np.all(draws[0] != POINTS)
+        np.testing.assert_allclose(by_x, 2 * POINTS)
+
+    @pytest.mark.parametrize("jit", [False, True])
+    @pytest.mark.parametrize("name", ["custom_gradient", "with_gradient, stopped"])
+    def test_fit_of_keras(self, name, jit):
+        form = FIRST_ORDER[name]
+
+        @keras.saving.register_keras_serializable(f"sgtrick_tests_{name[0]}_{jit}")
+        class Layer(keras.layers.Layer):
+            def build(self, shape):
+                self.w = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+            def call(self, x):
+                return form(x * tf.convert_to_tensor(self.w))
+
+        model = keras.Sequential([keras.Input((3,)), Layer(dtype="float64")])
+        model.compile("sgd", "mse", jit_compile=jit)
+        x = np.stack([POINTS, 2 * POINTS])
+        before = model.evaluate(x, 0 * x, verbose=0)
+        model.fit(x, 0 * x, epochs=3, verbose=0)
+        assert model.evaluate(x, 0 * x, verbose=0) < before

@@ -1,0 +1,416 @@
+"""TensorFlow's private names, each looked up, and doing what `sgtrick._core` builds on.
+
+A failure here names what a new version of TensorFlow has taken away or changed.
+"""
+
+import gc
+import importlib
+import inspect
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+import sgtrick
+from sgtrick._core import _host_calls, _tensorflow
+
+PLACES = [
+    "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
+    "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetRestartOnThread",
+    "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetStopOnThread",
+    "tensorflow.python.eager.record.could_possibly_record",
+    "tensorflow.python.eager.record.record_operation",
+    "tensorflow.python.eager.record.should_record_backprop",
+    "tensorflow.python.eager.record.stop_recording",
+    "tensorflow.python.framework.ops.EagerTensor",
+    "tensorflow.python.framework.ops.get_gradient_function",
+    "tensorflow.python.framework.ops.gradient_registry._registry",
+    "tensorflow.python.framework.ops.tensor_id",
+    "tensorflow.python.ops.control_flow_util.GraphOrParentsInXlaContext",
+    "tensorflow.python.ops.control_flow_v2_func_graphs.ControlFlowFuncGraph",
+    "tensorflow.python.ops.gradients_util._GradientsHelper",
+    "tensorflow.python.ops.parallel_for.pfor.PFor._convert_helper",
+    "tensorflow.python.ops.parallel_for.pfor.PFor.loop_len_vector",
+    "tensorflow.python.ops.parallel_for.pfor._stack",
+    "tensorflow.python.ops.parallel_for.pfor.wrap",
+    "tensorflow.__internal__.autograph.control_status_ctx",
+    "tensorflow.__internal__.autograph.tf_convert",
+    "tensorflow.Graph.gradient_override_map",
+    "tensorflow.raw_ops.PreventGradient",
+]
+
+
+def find(path):
+    """The object at a dotted path, of which the longest possible part is a module."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:n]))
+        except ImportError:
+            continue
+        for part in parts[n:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(path)
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_is_there(path):
+    try:
+        find(path)
+    except (AttributeError, ImportError) as e:
+        pytest.fail(f"TensorFlow {tf.__version__} no longer has {path}: {e}")
+
+
+def traced(f, *shapes):
+    """The graph of a function of floats."""
+    specs = [tf.TensorSpec(shape, tf.float64) for shape in shapes or [[]]]
+    return tf.function(f, autograph=False).get_concrete_function(*specs).graph
+
+
+class TestRecording:
+    def test_an_operation_with_two_derivatives(self):
+        """`record_operation` takes a pullback and, after it, the function for forward mode."""
+        parameters = list(inspect.signature(_tensorflow.record.record_operation).parameters)
+        assert parameters[4:5] == ["forward_function"], (
+            "record_operation no longer takes a forward_function: overrides cannot be kept in "
+            "forward mode"
+        )
+        x, y = tf.constant(1.0), tf.constant(2.0)
+        with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc, tf.GradientTape() as tape:
+            tape.watch(x)
+            _tensorflow.record_override([y], [x], lambda u: [3 * u], lambda t: [5 * t])
+        assert tape.gradient(y, x).numpy() == 3
+        assert acc.jvp(y).numpy() == 5, "record_operation ignores its forward_function"
+
+    def test_in_a_function(self):
+        @tf.function
+        def run(x):
+            with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
+                with _tensorflow.not_recording():
+                    y = x + 1
+                _tensorflow.record_override([y], [x], lambda u: [3 * u], lambda t: [5 * t])
+            return acc.jvp(y)
+
+        assert run(tf.constant(1.0)).numpy() == 5, "record_operation in a graph loses its JVP"
+
+    def test_nobody_records(self):
+        assert not _tensorflow.somebody_records()
+        with tf.GradientTape():
+            assert _tensorflow.somebody_records()
+        assert not _tensorflow.somebody_records()
+
+    def test_suspended(self):
+        x = tf.constant(2.0)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            with _tensorflow.not_recording():
+                before = x * 3
+                with _tensorflow.recording():
+                    resumed = x * 5
+                after = x * 7
+        found = [tape.gradient(y, x) for y in (before, resumed, after)]
+        assert found[1] is not None, "TFE_Py_TapeSetRestartOnThread no longer resumes tapes"
+        assert found[1].numpy() == 5
+        assert found[0] is None, "stop_recording no longer stops tapes"
+        assert found[2] is None, "TFE_Py_TapeSetStopOnThread no longer stops tapes"
+
+    def test_accumulators_silence_tapes(self):
+        x, y = tf.constant(1.0), tf.constant(2.0)
+        assert not _tensorflow.tapes_are_silenced()
+        seen = []
+
+        def push(t):
+            seen.append(_tensorflow.tapes_are_silenced())
+            seen.append(_tensorflow.apart(_tensorflow.tapes_are_silenced))
+            return [t]
+
+        with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
+            _tensorflow.record_override([y], [x], lambda u: [u], push)
+        acc.jvp(y)
+        assert seen[:2] == [True, False], "a tape's state is no longer that of its thread"
+
+
+class TestWhoAsked:
+    def test_sources_are_in_the_frame_of_the_tape(self):
+        x, other, y = tf.constant(1.0), tf.constant(2.0), tf.constant(3.0)
+        v = tf.Variable(1.0)
+        answers = []
+
+        def pull(u):
+            answers.append([_tensorflow.asked_for(t) for t in (x, other)])
+            return [u, u]
+
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch([x, other])
+            _tensorflow.record_override([y], [x, other], pull, lambda *ts: [ts[0]])
+        assert not _tensorflow.asked_for(x)
+        for sources in (x, [other], {"a": [x], "b": (other, v)}):
+            tape.gradient(y, sources)
+        assert answers == [[True, False], [False, True], [True, True]], (
+            "GradientTape.gradient has no local variable `sources` that holds what was asked for"
+        )
+
+    def test_the_parameter_of_the_tape(self):
+        assert "sources" in inspect.signature(tf.GradientTape.gradient).parameters
+
+
+class TestRegistry:
+    @staticmethod
+    def count():
+        return sum(name.startswith("sgtrick-") for name in ops.gradient_registry._registry)
+
+    def test_forgets_with_the_graph(self):
+        gc.collect()
+        before = self.count()
+        graph = tf.Graph()
+        with graph.as_default():
+            x = tf.constant(1.0)
+            meaning = _tensorflow.Override(lambda u: [7 * u], lambda batch: [])
+            (y,) = _tensorflow.override([x + 1], [x], meaning)
+            (g,) = tf.gradients(y, x)
+            assert self.count() == before + 1, "tf.RegisterGradient no longer fills _registry"
+            with tf.compat.v1.Session() as session:
+                assert session.run(g) == 7, "gradient_override_map no longer serves IdentityN"
+        alive = weakref.ref(graph)
+        del graph, x, y, g, session, meaning
+        gc.collect()
+        assert alive() is None
+        assert self.count() == before
+
+
+class TestPfor:
+    def test_an_operation_brings_its_converter(self):
+        called = []
+
+        def convert(pfor_input):
+            called.append(pfor_input.op.type)
+            (x,) = pfor_input.inputs
+            assert x.is_stacked, "pfor's inputs no longer say whether they are stacked"
+            return [_tensorflow.pfor_lib.wrap(100 * x.t, True)]
+
+        def f(x):
+            y = tf.raw_ops.PreventGradient(input=x, message="no rule of TensorFlow's")
+            y.op.pfor_converter = convert
+            return y
+
+        y = tf.vectorized_map(f, tf.constant([1.0, 2.0]), fallback_to_while_loop=False)
+        assert called, "pfor no longer looks for the attribute pfor_converter of an operation"
+        assert y.numpy().tolist() == [100, 200]
+
+    def test_converts_and_stacks_other_tensors(self):
+        def f(x):
+            other, shared = 2 * x, tf.constant(5.0)
+            y = tf.raw_ops.PreventGradient(input=x, message="")
+
+            def convert(pfor_input):
+                pfor = pfor_input.pfor
+                found = pfor._convert_helper(other)
+                assert found.is_stacked
+                assert not pfor._convert_helper(shared).is_stacked
+                stacked = _tensorflow.pfor_lib._stack(shared, pfor.loop_len_vector)
+                return [_tensorflow.pfor_lib.wrap(found.t + stacked.t, True)]
+
+            y.op.pfor_converter = convert
+            return y
+
+        y = tf.vectorized_map(f, tf.constant([1.0, 2.0]), fallback_to_while_loop=False)
+        assert y.numpy().tolist() == [7, 9], "pfor._convert_helper or pfor._stack has changed"
+
+    def test_host_calls_are_mapped_as_one(self):
+        shapes = []
+
+        def callback(x):
+            shapes.append(x.shape)
+            return [2 * x]
+
+        def f(x):
+            return _host_calls.call(callback, [x], [tf.float32])[0]
+
+        y = tf.vectorized_map(f, tf.ones([4, 3]), fallback_to_while_loop=False)
+        assert y.numpy().tolist() == [[2.0] * 3] * 4
+        assert shapes == [(4, 3)]
+
+
+class TestGraphs:
+    def test_gradients_of_another_graph(self):
+        """`_GradientsHelper` takes the graph to differentiate in, with the gradient elsewhere."""
+        parameters = inspect.signature(_tensorflow.gradients_util._GradientsHelper).parameters
+        assert "src_graph" in parameters, "_GradientsHelper no longer takes src_graph"
+        forward = {}
+
+        @tf.function
+        def outer(x):
+            @tf.function
+            def inner(x):
+                forward.update(x=x, y=x**3, graph=tf.compat.v1.get_default_graph())
+                return forward["y"]
+
+            return inner(x)
+
+        outer.get_concrete_function(tf.TensorSpec([], tf.float64))
+        graph = tf.__internal__.FuncGraph("gradient")
+        with graph.as_default():
+            u = tf.constant(1.0, tf.float64)
+            (found,) = _tensorflow.gradients_in(
+                forward["graph"], [forward["y"]], [forward["x"]], [u]
+            )
+            assert found.graph is graph, "_GradientsHelper no longer builds in the current graph"
+
+    def test_captures(self):
+        outer = {}
+
+        @tf.function
+        def run(x):
+            y = outer["y"] = 2 * x
+
+            @tf.function
+            def inner(z):
+                captured = y + 0
+                placeholder = captured.op.inputs[0]
+                outer["found"] = _tensorflow.captured_from(placeholder) is y
+                outer["argument"] = _tensorflow.captured_from(z)
+                return captured
+
+            return inner(x)
+
+        run(tf.constant(1.0))
+        assert outer["found"], "FuncGraph.captures no longer pairs outer and inner tensors"
+        assert outer["argument"] is None
+
+    def test_what_a_loop_hands_to_its_gradient(self):
+        """The gradient of a loop pops what the loop pushed: `_indirect_captures` says what."""
+        found = []
+
+        @sgtrick.custom_vjp
+        def form(x):
+            def grad_fn(u):
+                inner = tf.identity(x)
+                source = inner.op.inputs[0]
+                outside = _tensorflow.captured_from(source)
+                found.append((source.op.type, outside is not None))
+                return u * 2 * inner
+
+            return x**2, grad_fn
+
+        @tf.function
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, form(y)), (0, x))[1]
+            return tape.gradient(y, x)
+
+        assert run(tf.constant(3.0)).numpy() == 4 * 27
+        assert found
+        assert all(known for _, known in found), (
+            "the gradient graph of a loop has no _indirect_captures or _forward_graph: "
+            + str(found)
+        )
+
+    def test_the_age_of_an_operation(self):
+        def f(x):
+            y = x + 1
+            before = _tensorflow.version()
+            z = y + 1
+            assert _tensorflow.was_made_since(z.op, before), "Operation._id is behind Graph.version"
+            assert not _tensorflow.was_made_since(y.op, before), "Operation._id is ahead"
+            assert not _tensorflow.was_made_since(x.op, before)
+            return z
+
+        traced(f)
+
+    def test_other_captures(self):
+        """A traced function is called with other tensors than it captured."""
+        a, b = tf.constant(3.0), tf.constant(5.0)
+        function = _tensorflow.Traced(lambda x: a * x, [tf.TensorSpec([], tf.float32)])
+        assert [t is a for t in function.captured] == [True]
+        assert function([tf.constant(2.0)], [b]).numpy() == 10
+        assert function([tf.constant(2.0)], [a]).numpy() == 6
+        with tf.GradientTape() as tape:
+            tape.watch(b)
+            y = function([tf.constant(2.0)], [b])
+        assert tape.gradient(y, b).numpy() == 2, (
+            "set_external_captures: what is set has no gradient"
+        )
+
+    def test_other_captures_in_a_graph(self):
+        @tf.function
+        def run(a, b):
+            function = _tensorflow.Traced(lambda x: a * x, [tf.TensorSpec([], tf.float32)])
+            with tf.GradientTape() as tape:
+                tape.watch(b)
+                y = function([tf.constant(2.0)], [b])
+            return y, tape.gradient(y, b)
+
+        assert [t.numpy() for t in run(tf.constant(3.0), tf.constant(5.0))] == [10, 2]
+
+    def test_called_functions(self):
+        inner = tf.function(lambda x: x + 1)
+        graph = traced(lambda x: inner(x))
+        (call,) = (op for op in graph.get_operations() if "PartitionedCall" in op.type)
+        called = _tensorflow.called_function(call)
+        assert called is not None, "a graph no longer has _get_function, or that no graph"
+        assert "AddV2" in [op.type for op in called.get_operations()]
+        assert _tensorflow.called_function(graph.inputs[0].op) is None
+
+    def test_what_has_no_gradient(self):
+        def f(x):
+            for y, has_none in (
+                (tf.sin(x), False),
+                (tf.stop_gradient(x), True),
+                (tf.numpy_function(np.sin, [x], tf.float64), True),
+                (tf.raw_ops.Bitcast(input=x, type=tf.float64), True),
+                (tf.function(tf.sin)(x), False),
+            ):
+                assert _tensorflow.has_no_gradient(y.op) == has_none, y.op.type
+            return x
+
+        traced(f)
+
+    def test_host_calls_have_these_names(self):
+        def f(x):
+            ys = [
+                tf.numpy_function(np.sin, [x], tf.float64),
+                tf.numpy_function(np.sin, [x], tf.float64, stateful=False),
+                tf.py_function(tf.sin, [x], tf.float64),
+            ]
+            assert [y.op.type for y in ys] == list(_tensorflow.HOST_CALLS)
+            return ys
+
+        traced(f)
+
+    def test_tensors_are_the_same_by_name(self):
+        def f(x):
+            op = tf.identity(x).op
+            assert _tensorflow.identity_of(op.inputs[0]) == _tensorflow.identity_of(x)
+            return x
+
+        traced(f)
+        a, b = tf.constant(1.0), tf.constant(1.0)
+        assert _tensorflow.identity_of(a) != _tensorflow.identity_of(b)
+
+    def test_xla_is_known_while_tracing(self):
+        seen = []
+
+        def f(x):
+            seen.append(_host_calls.in_xla(tf.compat.v1.get_default_graph()))
+            return x
+
+        for compiled in (False, True):
+            tf.function(f, jit_compile=compiled)(tf.constant(1.0))
+        assert seen == [False, True], "GraphOrParentsInXlaContext no longer tells XLA while tracing"
+
+
+def test_a_function_that_cannot_be_stored(tmp_path):
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+    def f(x):
+        _host_calls.forbid_saving(tf.compat.v1.get_default_graph(), "because_of_the_host")
+        return x
+
+    module = tf.Module()
+    module.f = f
+    assert f(tf.constant(1.0)).numpy() == 1
+    with pytest.raises(AssertionError, match="because_of_the_host"):
+        tf.saved_model.save(module, str(tmp_path))
