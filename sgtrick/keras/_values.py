@@ -59,15 +59,15 @@ def custom_gradient(
             in each forward pass); or 0: the gradient is a constant.
 
     Returns:
-        A tensor with the dtype, shape and value of `fx`, of first order, or of second with `hx`.
-        `KerasTensor` if an argument is one.
+        A tensor with the dtype, shape and value of `fx`; a `KerasTensor` if an argument is one.
 
     Raises:
         TypeError: A dtype without derivatives, a complex `gx` of real `fx` and `x`, or something
             that is no number.
         ValueError: Structures or shapes do not fit together, or `hx` is not connected to its
             argument.
-        LookupError: On jax and torch, a second derivative without `hx`, or a third with it.
+        LookupError: A second derivative without `hx`, or a third with it; on tensorflow as in
+            `sgtrick.custom_gradient`.
         NotImplementedError: The backend has no derivatives; or, on torch, where it loses custom
             ones: forward mode over forward mode, and `torch.func` inside `torch.compile`.
     """
