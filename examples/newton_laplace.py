@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,7 +150,7 @@ rate = 2 * np.pi / 10
 guess = np.log([rate, rate / lynxes, rate, rate / hares, *DATA["pelts"][0], 0.4, 0.4])
 
 report = sgtrick.check_gradient(log_likelihood, guess, order=2)
-print(str(report).partition("\n")[0])
+print("The engine against differences:", str(report).partition("\n")[0])
 
 # %% [markdown]
 # ## The posterior, differentiated twice
@@ -193,7 +194,7 @@ try:
     derivatives(tf.constant(guess), first_order)
 except LookupError as error:
     refused = True
-    print(f"LookupError: {error}")
+    print(f"\nWithout hessp:\n{textwrap.fill(f'LookupError: {error}', 100)}")
 
 # %% [markdown]
 # ## The mode, by Newton's method
@@ -205,7 +206,7 @@ except LookupError as error:
 # %%
 x, calls, products = guess, log_likelihood.calls, log_likelihood.hess_calls
 value, gradient, hessian = derivatives(tf.constant(x))
-print(f"{'step':>4}{'log density':>14}{'|gradient|':>12}{'smallest eigenvalue':>21}")
+print(f"\n{'step':>4}{'log density':>14}{'|gradient|':>12}{'smallest eigenvalue':>21}")
 for step in range(50):
     curvature, axes = np.linalg.eigh(-hessian)
     print(f"{step:4}{value:14.6f}{np.linalg.norm(gradient):12.1e}{curvature[0]:21.3g}")
@@ -237,7 +238,7 @@ reference = {key: np.array([r[key] for r in REFERENCE.values()]) for key in REFE
 shift = (mean - reference["mean"]) / reference["sd"]
 ratio = sd / reference["sd"]
 
-print(f"{'':24}{'Laplace':>19}{'reference':>19}")
+print(f"\n{'':24}{'Laplace':>19}{'reference':>19}")
 statistics = f"{'mean':>10}{'sd':>9}" * 2
 print(f"{'':24}{statistics}{'shift/sd':>10}{'sd ratio':>10}")
 for i, (name, (meaning, _)) in enumerate(NAMES.items()):
@@ -286,7 +287,7 @@ figure.savefig(FIGURES / "newton_laplace.png", dpi=150)
 # ## Verdict
 
 # %%
-print(f"{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'newton_laplace.png'}")
+print(f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'newton_laplace.png'}")
 is_noise = np.array(["sigma" in name for name in NAMES])
 # Not where there is NaN.
 agrees = (np.abs(shift) < 0.1 + 0.6 * is_noise) & (np.abs(ratio - 1) < 0.15 + 0.1 * is_noise)

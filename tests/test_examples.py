@@ -18,8 +18,7 @@ def test_newton_laplace(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert not re.search("tensorflow|cuda|onednn", done.stderr, re.IGNORECASE)
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("72 entries: 72 ok.")
-    assert lines[1].startswith("LookupError: A second derivative of first_order was asked for")
-    assert "The approximation agrees with the reference draws" in lines[-1]
+    assert "72 entries: 72 ok." in done.stdout
+    assert "LookupError: A second derivative of first_order was asked for" in done.stdout
+    assert "The approximation agrees with the reference draws" in done.stdout
     assert (tmp_path / "figures" / "newton_laplace.png").stat().st_size > 10_000
