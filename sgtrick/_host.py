@@ -302,6 +302,8 @@ class HostFunction:
             layout = call.layout
             value, *gradients = call.evaluate(hosted)
             value.set_shape(batch)
+            if not tf.executing_eagerly():
+                value = tf.identity(value)  # on the device of the caller: the call is on the CPU
             aux = gradients.pop() if self._has_aux else None
             leaves = []
             for x, path, ndims, dtype in zip(

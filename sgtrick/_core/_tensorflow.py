@@ -279,6 +279,8 @@ def _convert(pfor_input: Any) -> list[Any]:
 
     def convert(tensor: Any) -> tuple[Any, bool]:
         if isinstance(tensor, ops.EagerTensor) or tensor.graph is not op.graph:
+            if _depends_on_member(tensor):
+                raise NotImplementedError(_OUT_OF_REACH)
             return tensor, False
         found = pfor._convert_helper(tensor)
         return found.t, bool(found.is_stacked)
@@ -296,6 +298,28 @@ def _convert(pfor_input: Any) -> list[Any]:
     return [pfor_lib.wrap(t, True) for t in outputs] + [
         pfor_lib.wrap(*found) for found in inputs[count:]
     ]
+
+
+_OUT_OF_REACH = (
+    "tf.vectorized_map over a sgtrick function whose gradient function calls another one, and that "
+    "one uses a tensor which the first computed and did not pass: pass it as an argument, or map "
+    "with tf.map_fn."
+)
+
+
+def _depends_on_member(tensor: Any) -> bool:
+    """Whether a tensor differs between the members of what `tf.vectorized_map` maps."""
+    stack, seen = [tensor], set()
+    while stack:
+        t = stack.pop()
+        if isinstance(t, ops.EagerTensor) or identity_of(t) in seen:
+            continue
+        seen.add(identity_of(t))
+        if t.op.type == "PlaceholderWithDefault" and t.dtype == tf.int32:  # the member's number
+            return True
+        outside = captured_from(t)
+        stack.extend(t.op.inputs if outside is None else [outside])
+    return False
 
 
 def unconvertible(y: Any, message: str) -> Any:

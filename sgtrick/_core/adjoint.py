@@ -38,6 +38,20 @@ def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[
     return fits | tf.math.is_nan(tf.stop_gradient(difference))
 
 
+def is_multiple(many: Sequence[Any], ones: Sequence[Any], factor: int) -> Any:
+    """Whether `many` are `factor` times `ones`, to within rounding; true where they are NaN."""
+    if len(many) != len(ones):
+        return tf.constant(False)
+    fits = []
+    for m, o in zip(many, ones, strict=True):
+        expected = tf.cast(factor, o.dtype) * o
+        wrong = tf.reduce_sum(tf.abs(m - expected))
+        size = tf.reduce_sum(tf.abs(expected))
+        near = wrong <= tf.cast(_eps(o.dtype) ** 0.5, size.dtype) * size
+        fits.append(near | tf.math.is_nan(tf.stop_gradient(wrong)))
+    return tf.reduce_all(tf.stack(fits))
+
+
 def probe(like: Any) -> Any:
     """A direction that no structure favours: fixed pseudo-random numbers of the size of 1."""
     dtype = like.dtype
