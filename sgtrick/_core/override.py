@@ -81,7 +81,7 @@ def keep(
         outputs,
         xs,
         lambda *upstream: _pull(rule, ys, xs, upstream, by_graph=False),
-        lambda *tangents: _push(rule, ys, xs, tangents),
+        lambda *tangents: _push(rule, ys, tangents),
     )
     return outputs
 
@@ -141,29 +141,22 @@ def _pull_for_graph(
     return _tensorflow.apart(pull) if _tensorflow.tapes_are_silenced() else pull()
 
 
-def _push(rule: Rule, ys: Sequence[Any], xs: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """The tangents of the outputs, with errors for what gets lost in a rule for them."""
+def _push(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The tangents of the outputs."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     push = rule.push or (lambda *ts: _transposed(rule, ys, ts))
     places: list[int] = []
-    sources = xs if rule.sources is None else rule.sources
-    is_lost = False
 
     def known(*some: Any) -> list[Any]:
-        nonlocal is_lost
         given = iter(some)
         pushed = push(*(None if t is None else next(given) for t in tangents))
         places[:] = [i for i, t in enumerate(pushed) if t is not None]
-        if rule.lost is None:
-            is_lost = any(_is_lost(pushed[i], sources, some) for i in places)
         return [pushed[i] for i in places]
 
     ts = [t for t in tangents if t is not None]
     with _devices.of(ys[0]):
-        moved = list(_tensorflow.call_apart(known, ts))
-        if is_lost:
-            moved = _losing(rule.name, moved, [here(x) for x in xs])
+        moved = _tensorflow.call_apart(known, ts)
         found = dict(zip(places, moved, strict=True))
     return [found.get(i) for i in range(len(ys))]
 
@@ -265,40 +258,16 @@ def _guarded(
     def along(*tangents: Any) -> list[Any]:
         z, points = tangents[: len(parts)], tangents[len(parts) :]
         if _tensorflow.apart(is_lost):
-            return _insisting(rule.name, z, points)
+            moved = [tf.reduce_any(tf.not_equal(t, 0)) for t in points if t is not None]
+            still = tf.logical_not(tf.reduce_any(tf.stack(moved)))
+            zero = loud.insist(still, lost(rule.name))
+            z = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return list(z)
 
     guarded = _pass_on(parts, xs, again, along)
     for i, part in zip(places, guarded, strict=True):
         gradients[i] = _like(gradients[i], part)
     return gradients
-
-
-def _losing(name: str, parts: list[Any], xs: Sequence[Any]) -> list[Any]:
-    """`parts`, with errors for their derivatives with respect to `xs`."""
-
-    def again(*z: Any) -> list[Any]:
-        live = (_leaves.is_differentiable(x.dtype) for x in xs)
-        return [
-            *z,
-            *(
-                loud.failure(x, lost(name), z) if is_live else None
-                for x, is_live in zip(xs, live, strict=True)
-            ),
-        ]
-
-    def along(*tangents: Any) -> list[Any]:
-        return _insisting(name, tangents[: len(parts)], tangents[len(parts) :])
-
-    return _pass_on(parts, xs, again, along)
-
-
-def _insisting(name: str, along: Sequence[Any], points: Sequence[Any]) -> list[Any]:
-    """Tangents, or an error where the points have some."""
-    moved = [tf.reduce_any(tf.not_equal(t, 0)) for t in points if t is not None]
-    still = tf.logical_not(tf.reduce_any(tf.stack(moved)))
-    zero = loud.insist(still, lost(name))
-    return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
 
 
 def _pass_on(parts: list[Any], xs: Sequence[Any], pull: Pullback, push: Pullback) -> list[Any]:
