@@ -437,7 +437,10 @@ class TestHigherDerivatives:
     )
     def test_of_second_order(self, name, where, outer, inner):
         way = SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])
-        assert verdict(way(EVERY_ORDER[name]), exact(2)) == "right"
+        came = verdict(way(EVERY_ORDER[name]), exact(2))
+        if came != "right":  # TensorFlow cannot do it with native code either
+            assert came in LOUD
+            assert verdict(way(true), exact(2)) in LOUD
 
     @pytest.mark.parametrize("name", EVERY_ORDER)
     @pytest.mark.parametrize(

@@ -468,9 +468,12 @@ def called_function(op: Any) -> Any:
 
 
 def captured_from(tensor: Any) -> Any:
-    """What a tensor stands for that a graph captured from outside of it, None for another."""
+    """What a tensor stands for that a graph captured from outside of it, None for another.
+
+    A small eager tensor stands in the graph as a constant, and is captured all the same.
+    """
     graph = tensor.graph
-    if tensor.op.type == "Placeholder":
+    if tensor.op.type in ("Placeholder", "Const"):
         captures = getattr(graph, "captures", ())
         return next((outer for outer, inner in captures if inner.name == tensor.name), None)
     # The gradient of a loop pops what the loop pushed.
