@@ -124,7 +124,9 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
             fits = adjoint.holds(us, lt, found, ts)
             zero = loud.insist(fits, _NOT_LINEAR.format(name))
             if not tf.executing_eagerly():  # what is not there could not be an error
-                found = [tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)]
+                found = [
+                    tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
+                ]
             pulled = [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
             return [*upstream[: len(own)], *pulled]
 
