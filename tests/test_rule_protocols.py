@@ -282,7 +282,7 @@ class TestJvp:
     @WRAPS
     def test_partial_with_keywords(self, wrap):
         @sgtrick.custom_jvp
-        def f(x, scale, power=constant(2.0)):
+        def f(x, scale, power=constant(2.0)):  # noqa: B008
             return scale * tf.stop_gradient(x) ** power
 
         @f.defjvp
