@@ -280,7 +280,7 @@ def _convert(pfor_input: Any) -> list[Any]:
     def convert(tensor: Any) -> tuple[Any, bool]:
         if isinstance(tensor, ops.EagerTensor) or tensor.graph is not op.graph:
             if _depends_on_member(tensor):
-                raise NotImplementedError(_OUT_OF_REACH)
+                raise OutOfReachError
             return tensor, False
         found = pfor._convert_helper(tensor)
         return found.t, bool(found.is_stacked)
@@ -300,11 +300,8 @@ def _convert(pfor_input: Any) -> list[Any]:
     ]
 
 
-_OUT_OF_REACH = (
-    "tf.vectorized_map over a sgtrick function whose gradient function calls another one, and that "
-    "one uses a tensor which the first computed and did not pass: pass it as an argument, or map "
-    "with tf.map_fn."
-)
+class OutOfReachError(Exception):
+    """A tensor of a mapped function that is not of the graph that is being converted."""
 
 
 def _depends_on_member(tensor: Any) -> bool:
@@ -317,6 +314,8 @@ def _depends_on_member(tensor: Any) -> bool:
         seen.add(identity_of(t))
         if t.op.type == "PlaceholderWithDefault" and t.dtype == tf.int32:  # the member's number
             return True
+        if t.op.type in ("Shape", "ShapeN", "Size", "Rank"):  # the same for all members
+            continue
         outside = captured_from(t)
         stack.extend(t.op.inputs if outside is None else [outside])
     return False

@@ -22,6 +22,23 @@ def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()
     )
 
 
+def is_connected_by(tape: Any, tensor: Any, sources: Sequence[Any]) -> bool:
+    """Whether an eager tensor of which another one is made is connected with one of `sources`.
+
+    Args:
+        tape: A persistent tape of how the eager ones were computed, or None.
+        tensor: A tensor of a graph.
+        sources: Eager tensors.
+    """
+    if tape is None:
+        return False
+    return any(
+        any(g is not None for g in tape.gradient(t, sources))
+        for t in _walk(tensor, differentiably=True)
+        if _tensorflow.operation(t) is None
+    )
+
+
 def _same(tensor: Any) -> Iterator[Any]:
     """Yields a tensor and those that it is another name of, within this graph and outside."""
     while tensor is not None:
@@ -61,13 +78,11 @@ def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
     """
     wanted = set(map(_tensorflow.identity_of, sources))
     for t in _walk(tensor, differentiably=False, until=wanted):
-        if (
-            _tensorflow.identity_of(t) not in wanted
-            and not t.op.inputs
-            and _leaves.is_differentiable(t.dtype)
-        ):
+        op = _tensorflow.operation(t)
+        if op is None or op.type in _tensorflow.HOST_CALLS or t.dtype == tf.resource:
             return False
-        if t.op.type in _tensorflow.HOST_CALLS or t.dtype == tf.resource:
+        begins = not op.inputs and _leaves.is_differentiable(t.dtype)
+        if begins and _tensorflow.identity_of(t) not in wanted:
             return False
     return True
 

@@ -157,7 +157,11 @@ def _push(rule: Rule, ys: Sequence[Any], xs: Sequence[Any], tangents: Sequence[A
         pushed = push(*(None if t is None else next(given) for t in tangents))
         places[:] = [i for i, t in enumerate(pushed) if t is not None]
         if rule.lost is None:
-            is_lost = any(_is_lost(pushed[i], sources, some) for i in places)
+            is_lost = any(
+                _is_lost(pushed[i], sources, some)
+                and not ancestry.is_connected_by(rule.tape, pushed[i], sources)
+                for i in places
+            )
         return [pushed[i] for i in places]
 
     ts = [t for t in tangents if t is not None]
@@ -410,9 +414,12 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
         if is_live
     ]
     member = _tensorflow.Traced(pull_member, specs, batch.graph)
-    captured = [batch.convert(t) for t in member.captured]
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     xs = batch.inputs[count:]
+    try:
+        captured = [batch.convert(t) for t in member.captured]
+    except _tensorflow.OutOfReachError:
+        return _out_of_reach(rule.name, ys, [x for x, _ in xs])
 
     def pull(*upstream: Any) -> list[Any]:
         def one(arguments: Any) -> Any:
@@ -432,3 +439,20 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
     push = rule.push if isinstance(rule.push, str) else None
     of_batch = Rule(rule.name, pull, push, lost=missing)
     return keep(ys, [x for x, _ in xs], of_batch, natural=ys)
+
+
+def _out_of_reach(name: str, ys: list[Any], xs: list[Any]) -> list[Any]:
+    """The batched outputs, and an error for who differentiates them."""
+    message = (
+        f"tf.vectorized_map over a function whose gradient function calls {name}, of which the "
+        "gradient function uses a tensor that the first one computed and did not pass. Pass it as "
+        "an argument, or map with tf.map_fn."
+    )
+
+    def pull(*upstream: Any) -> list[Any]:
+        us = [u for u in upstream if u is not None]
+        return [
+            loud.failure(x, message, us) if _leaves.is_differentiable(x.dtype) else None for x in xs
+        ]
+
+    return keep(ys, xs, Rule(name, pull, message, lost=[False] * len(xs)), natural=ys)
