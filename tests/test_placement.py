@@ -205,7 +205,8 @@ class TestForward:
     @DEVICES
     def test_eager(self, form, device):
         x = tf.constant(X)
-        with watched_ops() as ran:
+        with watched_ops() as ran, tf.GradientTape() as tape:  # nobody would have to be told else
+            tape.watch(x)
             y = in_scope(form, device)(x)
         assert ran
         assert all(is_on(device, *outputs) for _, outputs, _ in ran)
