@@ -413,7 +413,8 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
         for y, is_live in zip(batch.outputs, live, strict=False)
         if is_live
     ]
-    member = _tensorflow.Traced(pull_member, specs, batch.graph)
+    with loud.not_raising():
+        member = _tensorflow.Traced(pull_member, specs, batch.graph)
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     xs = batch.inputs[count:]
     try:
@@ -428,7 +429,8 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
             return member(us, [next(some) if is_stacked else t for t, is_stacked in captured])
 
         us = [u for u, is_live in zip(upstream, live, strict=True) if is_live]
-        mapped = tf.vectorized_map(one, (us, [t for t, is_stacked in captured if is_stacked]))
+        with loud.not_raising():
+            mapped = tf.vectorized_map(one, (us, [t for t, is_stacked in captured if is_stacked]))
         gradients: list[Any] = [None] * len(xs)
         for i, g in zip(places, mapped, strict=True):
             x, is_stacked = xs[i]
