@@ -34,11 +34,8 @@ def formula_alone(monkeypatch):
 
 # Known defects: loud errors where a derivative exists, and what TensorFlow keeps after one.
 KNOWN_DEFECTS = {
-    "test_loops[forward_derivative-tf.function]",
     "test_are_freed[from_value_and_gradient, host-gradient of vectorized_map]",
     "test_eager_vectorized_map_leaves_no_graph[from_value_and_gradient, host]",
-    "test_forward_mode_around[vectorized]",
-    "test_forward_mode_around[by member]",
 }
 
 

@@ -27,7 +27,7 @@ from forms import (
 )
 
 # Some of these laws do not hold yet, and all of them together take too long: see the issue.
-pytestmark = pytest.mark.skip(reason="not finished")
+pytestmark = []
 
 LOUD = {"raises", "NaN"}
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
@@ -415,6 +415,33 @@ class TestWhenRulesRun:
             run(tf.constant(POINTS)), (exact(0), np.cos(POINTS)), strict=True
         ):
             np.testing.assert_allclose(came, expected, rtol=1e-12)
+
+
+def looped(f):
+    def run(x):
+        limit = {"maximum_iterations": 2}  # for XLA
+        return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, f(y)), (0, x), **limit)[1]
+
+    return run
+
+
+def branched(f):
+    return lambda x: tf.cond(tf.reduce_sum(x) > -100.0, lambda: f(f(x)), lambda: x)
+
+
+class TestLoopsAndBranches:
+    """Whose bodies TensorFlow copies, in forward mode in a graph."""
+
+    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize("inside", [looped, branched])
+    @pytest.mark.parametrize("mode", [derivative, forward_derivative])
+    def test_first_derivatives(self, name, inside, mode):
+        twice = tf.asinh(POINTS)
+        expected = (exact(1) * exact(1, twice)).numpy()
+        f = inside(ALL[name])
+        assert verdict(tf.function(mode(f)), expected) == "right"
+        assert verdict(mode(tf.function(f)), expected) == "right"
+        assert verdict(compiled(mode(f)), expected) in (LOUD if name in CALLS_HOST else {"right"})
 
 
 DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
