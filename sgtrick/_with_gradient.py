@@ -279,7 +279,9 @@ def _from_value_and_gradient(
         with _devices.scope(device):
             point = _point(function, argnums, args, kwargs)
             before = _tensorflow.version()
-            y, gradients = _pair(point.stopped(f), f"{name} must return (value, gradient)")
+            # Without a record, a tape in it would say that there is no gradient.
+            returned = _tensorflow.unsuspended(lambda: point.stopped(f))
+            y, gradients = _pair(returned, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = _pair(y, f"{name} must return ((value, aux), gradient)")
             y = _value(y, name)

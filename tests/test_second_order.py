@@ -23,9 +23,6 @@ from forms import (
     verdict,
 )
 
-# Some of these laws do not hold yet, and all of them together take too long: see the issue.
-pytestmark = []
-
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 LOUD = {"raises", "NaN"}
 FORMS = pytest.mark.parametrize("name", FIRST_ORDER)

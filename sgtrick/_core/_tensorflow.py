@@ -59,6 +59,11 @@ def recording() -> Iterator[None]:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
+def unsuspended(f: Callable[[], T]) -> T:
+    """Calls a function whose own tapes have to record, where TensorFlow may have suspended them."""
+    return apart(f) if pywrap_tfe.TFE_Py_TapeSetIsStopped() else f()
+
+
 def record_override(
     outputs: Sequence[Any], inputs: Sequence[Any], pull: Pullback, push: Pullback
 ) -> None:
