@@ -14,6 +14,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
+from pages import section
 from sgtrick.tfp import Factor, LogDensity
 
 tfb, tfd = tfp.bijectors, tfp.distributions
@@ -221,20 +222,13 @@ model {
 
 @pytest.mark.filterwarnings("ignore")  # of aiohttp, by which PyStan talks to its compiler
 def test_a_program_of_stan():
-    """The unconstrained log density that PyStan has compiled, as in docs/host.md."""
-    stan = pytest.importorskip("stan", reason="PyStan is not installed: pip install pystan")
-    httpstan = pytest.importorskip("httpstan.models")
+    """By the code of docs/host.md, as it stands there."""
+    pytest.importorskip("stan", reason="PyStan is not installed: pip install pystan")
+    namespace = {"np": np, "sgtrick": sgtrick}
+    exec(section("stan"), namespace)
     data = {"J": 8, "y": Y.tolist(), "sigma": SIGMA.tolist()}
-    name = stan.build(STAN, data=data).model_name
-    model = httpstan.import_services_extension_module(name)
-
-    # Stan's automatic differentiation belongs to the thread that loaded it, and crashes elsewhere.
-    executor = sgtrick.MainThreadExecutor()
-
-    @sgtrick.from_numpy(executor=executor)
-    def log_prob(x):  # [mu, log(tau), theta_tilde...], with the Jacobian of the logarithm
-        x = x.tolist()
-        return model.log_prob(data, x, True), np.array(model.log_prob_grad(data, x, True))
+    # Of [mu, log(tau), theta_tilde...], with the Jacobian of the logarithm.
+    log_prob, write_array = namespace["log_prob_of"](STAN, data)
 
     x = np.random.default_rng(0).normal(size=(4, 10))
     constrained = np.insert(np.delete(x, 1, 1), 1, np.exp(x[:, 1]), 1)
@@ -248,7 +242,7 @@ def test_a_program_of_stan():
     np.testing.assert_allclose(tape.gradient(y, points), gradient, rtol=1e-9)
 
     density = LogDensity(log_prob, [10], tf.float64, name="x")
-    draws = executor.run(nuts, tfd.JointDistributionSequential([density]))[0].numpy()
-    flat = [model.write_array(data, row.tolist(), False, False) for row in draws.reshape(-1, 10)]
+    draws = namespace["executor"].run(nuts, tfd.JointDistributionSequential([density]))[0].numpy()
+    flat = [write_array(data, row.tolist(), False, False) for row in draws.reshape(-1, 10)]
     draws = np.reshape(flat, draws.shape)  # constrained by Stan's own transforms
     check_schools(draws[..., 0], draws[..., 1], draws[..., 2:])
