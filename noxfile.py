@@ -55,6 +55,13 @@ def stan(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random programs: `nox -s fuzz -- --seconds 3600 --seed 1`."""
+    session.install("-e", ".[test]")
+    session.run("python", "-m", "fuzz", *session.posargs, env={"PYTHONPATH": "tests"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks, and the tables and the figure of the page on performance."""
     session.install("-e", ".[test]")

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from sgtrick import _arguments, _foreign, _leaves, _shapes
 from sgtrick._core import embedding
+from sgtrick._core._tensorflow import here
 from sgtrick._core.hessian import symmetric
 from sgtrick._engine import Engine
 from sgtrick._host_call import HostCall

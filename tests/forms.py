@@ -130,6 +130,16 @@ def mapped(f: Form) -> Form:
     return lambda x: tf.vectorized_map(f, x, fallback_to_while_loop=False)
 
 
+def mapped_with_loops(f: Form) -> Form:
+    """For what calls the host by an operation that TensorFlow cannot map otherwise."""
+    return lambda x: tf.vectorized_map(f, x)
+
+
+def map_of(name: str) -> Callable[[Form], Form]:
+    """The one that serves a form of `ALL`."""
+    return mapped_with_loops if name in CALLS_HOST - {"from_numpy"} else mapped
+
+
 def compiled(f: Form) -> Form:
     return tf.function(f, jit_compile=True)
 

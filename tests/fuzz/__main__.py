@@ -12,14 +12,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import hypothesis
 
 import matrix
-from fuzz.strategies import SETTINGS, check, programs
+
+matrix.configure()  # before anything runs
+from fuzz.strategies import SETTINGS, check, programs  # noqa: E402
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--seconds", type=float, default=3600)
 parser.add_argument("--seed", type=int, default=0)
 arguments = parser.parse_args()
 
-matrix.configure()
 logging.disable(logging.CRITICAL)  # TensorFlow's, of what cannot be converted
 begin = time.monotonic()
 for seed in itertools.count(arguments.seed):
