@@ -234,7 +234,7 @@ class TestHostCallsOnTangents:
         (x,), (t,) = primals, tangents
         return hidden(x), on_host(lambda x, t: t * (1 + x**2) ** -0.5)(x, t)
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def form(self):
         form = sgtrick.custom_jvp(lambda x: hidden(x))
         form.defjvp(self.rule)

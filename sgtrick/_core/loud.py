@@ -64,9 +64,8 @@ def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
     nan = tf.constant(float("nan"), tf.float64)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
         nan = _tensorflow.as_one(_Finite(message), nan)
-    total = tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
-    return tf.fill(shape, tf.cast(nan * total, like.dtype))
+    return tf.fill(shape, tf.cast(nan * _total(through), like.dtype))
 
 
 def insist(holds: Any, message: str) -> Any:
@@ -82,6 +81,19 @@ def insist(holds: Any, message: str) -> Any:
     if tf.executing_eagerly() and not holds:
         _note(message)
     return _tensorflow.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
+
+
+def along(zero: Any, through: Sequence[Any]) -> Any:
+    """What `insist` returned, times a sum of `through`: it stays NaN where that is differentiated.
+
+    Forward mode around a function takes derivatives of gradients with respect to what they are
+    linear in, and in these a constant would be lost.
+    """
+    return tf.math.multiply_no_nan(_total(through), zero)
+
+
+def _total(through: Sequence[Any]) -> Any:
+    return tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
 
 
 @dataclasses.dataclass(frozen=True)
