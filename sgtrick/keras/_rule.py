@@ -118,7 +118,8 @@ def _outputs(y: Any) -> list[Any]:
 
 
 def _value_of(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, keras.Variable) else leaf
+    # On tensorflow, keras.Variable.value is a variable, that may be assigned before grad runs.
+    return ops.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf
 
 
 def _is_input(leaf: Any) -> bool:
