@@ -31,7 +31,6 @@ class Backend:
     swap: Callable[[Any, Any, Any], Any]  # (t, i, j): the last j dimensions with the i before
     sum: Callable[[Any, Any, Any], Any]  # (t, first, last): over dimensions, the last one not
     pack: Callable[[Any, Any], Any]  # leaves in a structure
-    infer_batch_ndims: Callable[..., Any]  # that of _shapes, for what may be a tensor
     check_at_run_time: Callable[..., Any]  # (fx, gx, x, batch_ndims, names): gx and batch_ndims
     shaped_like: Callable[..., Any]  # (t, like, name, like_name): t, checked to have that shape
 
@@ -97,9 +96,10 @@ class Backend:
         why = f"{names.fx} is {fx_dtype}, {names.x} {x_dtype}"
         gx = self.to_dtype(gx, dtype, names.gx, why)
         shapes = self.shape_of(fx), self.shape_of(gx), self.shape_of(x)
-        batch_ndims = self.infer_batch_ndims(*shapes, batch_ndims, names)
-        if not _shapes.is_known(*shapes):
-            gx, batch_ndims = self.check_at_run_time(fx, gx, x, batch_ndims, names)
-        elif self.rank(gx) < self.rank(x):
+        stated = batch_ndims is None or isinstance(batch_ndims, int)
+        if not (stated and _shapes.is_known(*shapes)):
+            return Leaf(path, x, *self.check_at_run_time(fx, gx, x, batch_ndims, names))
+        batch_ndims = _shapes.infer_batch_ndims(*shapes, batch_ndims, names)
+        if self.rank(gx) < self.rank(x):
             gx = self.broadcast_to(gx, x.shape)  # rank 0: the same partial for every entry
         return Leaf(path, x, gx, batch_ndims)

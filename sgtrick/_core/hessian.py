@@ -73,20 +73,12 @@ class Blocks(_given.Blocks):
 
     def pull(self, *z: Any) -> list[Any]:
         """From what multiplies the gradients to what it makes of the points."""
-        columns = zip(*self._known(), strict=True)
-        return [
-            tf.add_n(
-                [
-                    tf.zeros_like(leaf.x),
-                    *(
-                        TENSORFLOW.transpose(block, z_i)
-                        for block, z_i in zip(column, z, strict=True)
-                        if block is not None
-                    ),
-                ]
-            )
-            for leaf, column in zip(self._leaves, columns, strict=True)
-        ]
+        pulled = []
+        for leaf, column in zip(self._leaves, zip(*self._known(), strict=True), strict=True):
+            blocks = [(block, z_i) for block, z_i in zip(column, z, strict=True) if block]
+            terms = [TENSORFLOW.transpose(*block) for block in blocks]
+            pulled.append(tf.add_n([tf.zeros_like(leaf.x), *terms]))
+        return pulled
 
     def push(self, *tangents: Any) -> list[Any]:
         """From tangents of the points to tangents of the gradients."""

@@ -49,18 +49,15 @@ def _swap(t: Any, i: Any, j: Any) -> Any:
     return tf.transpose(t, tf.concat([front, tf.range(rank - j, rank), middle], 0))
 
 
-def _infer_batch_ndims(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names) -> Any:
-    if tf.is_tensor(batch_ndims):  # of another leaf, whose rank is not known
-        return batch_ndims
-    return _shapes.infer_batch_ndims(fx, gx, x, batch_ndims, names)
-
-
 def _check_at_run_time(
     fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names
 ) -> tuple[Any, Any]:
     """The contract of `_shapes` in graph ops: returns `gx` and `len(B)`."""
-    fx_shape, gx_shape, x_shape = tf.shape(fx), tf.shape(gx), tf.shape(x)
     b = batch_ndims
+    if not tf.is_tensor(b):  # as that of another leaf is, whose rank is not known
+        shapes = _leaves.static_shape(fx), _leaves.static_shape(gx), _leaves.static_shape(x)
+        b = _shapes.infer_batch_ndims(*shapes, b, names)
+    fx_shape, gx_shape, x_shape = tf.shape(fx), tf.shape(gx), tf.shape(x)
     if b is None:
         b = tf.where(tf.equal(tf.rank(gx), tf.rank(x)), tf.rank(fx), 0)
     if fx.shape.rank in (0, None) and gx.shape.rank in (0, None):
@@ -100,7 +97,6 @@ TENSORFLOW = Backend(
     swap=_swap,
     sum=_sum,
     pack=tf.nest.pack_sequence_as,
-    infer_batch_ndims=_infer_batch_ndims,
     check_at_run_time=_check_at_run_time,
     shaped_like=_leaves.shaped_like,
 )

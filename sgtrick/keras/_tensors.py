@@ -41,9 +41,10 @@ def _sum(t: Any, first: int, last: int) -> Any:
     return ops.sum(t, tuple(range(first, last))) if first < last else t
 
 
-def _as_they_are(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names) -> Any:
-    del fx, x, names  # shapes are known when a value is
-    return gx, batch_ndims
+def _check(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names) -> tuple[Any, Any]:
+    """Symbolic tensors, of which more is known at the call, are checked as far as they go."""
+    shapes = tuple(fx.shape), tuple(gx.shape), tuple(x.shape)
+    return gx, _shapes.infer_batch_ndims(*shapes, batch_ndims, names)
 
 
 def _shaped_like(t: Any, like: Any, name: str, like_name: str) -> Any:
@@ -68,7 +69,6 @@ KERAS = Backend(
     swap=_swap,
     sum=_sum,
     pack=_structures.pack,
-    infer_batch_ndims=_shapes.infer_batch_ndims,
-    check_at_run_time=_as_they_are,
+    check_at_run_time=_check,
     shaped_like=_shaped_like,
 )
