@@ -55,9 +55,10 @@ def custom_gradient(
         name: Prefix of TensorFlow's ops, and name of the operation in functional models.
         batch_ndims: `len(B)`, where it is not to be inferred.
         hx: The Hessian at `x`: blocks in a structure of structures, each `B + R + D_i + D_j`, None
-            for a zero block; or a callable `v -> H v`, linear and differentiable by the backend,
-            computed only for a second derivative (on torch, inside transformations of `torch.func`,
-            in each forward pass); or 0: the gradient is a constant.
+            for a zero block, of which only the symmetric part counts; or a callable `v -> H v`,
+            linear and differentiable by the backend, computed only for a second derivative (on
+            torch, inside transformations of `torch.func`, in each forward pass); or 0: the gradient
+            is a constant.
 
     Returns:
         A tensor with the dtype, shape and value of `fx`; a `KerasTensor` if an argument is one.
