@@ -7,8 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick import _arguments, _devices, _leaves, _variables
-from sgtrick._core import _tensorflow, ancestry, embedding, formula, loud, mixed
+from sgtrick._core import _tensorflow, ancestry, embedding, loud, mixed
 from sgtrick._core.override import Rule, keep, lost
+from sgtrick._core.tensors import TENSORFLOW
 
 
 def with_gradient(
@@ -156,7 +157,7 @@ def _embed(
 
     def gradients(upstream: Any, xs: Any, values: Any) -> list[Any]:
         leaves = jacobians(others.on(point.at(xs), values))
-        return [leaf and formula.transpose(leaf, upstream) for leaf in leaves]
+        return [leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in leaves]
 
     def pull(upstream: Any) -> list[Any]:
         zeros = mixed.zeros(name, gradients, upstream, xs, others.xs)
@@ -198,7 +199,7 @@ def _with_variables(
             "(gradients, variable_gradients)",
         )
         return [
-            *(leaf and formula.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),
+            *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),
             *tape.gradient(y, others.xs, upstream),
             *_variables.pull(by_variables, variables, reads, y, upstream, name),
         ]
