@@ -70,17 +70,12 @@ def _root(a: Any) -> Any:
     )
 
 
-def _sample(a: Any) -> Any:
-    return sgtrick.implicit_reparameterize(lambda y, a: tf.sinh(y) - a, hidden(a), a)
-
-
 EVERY_ORDER: dict[str, Form] = {
     "with_gradient": sgtrick.with_gradient(hidden, slope),
     "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (hidden(x), slope(x))),
     "custom_jvp": jvp_form(hidden, slope),
     "custom_vjp": vjp_form(hidden, slope),
     "implicit_root": _root,
-    "implicit_reparameterize": _sample,
 }
 
 FIRST_ORDER: dict[str, Form] = {

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 Pullback = Callable[..., Sequence[Any]]
@@ -264,9 +264,10 @@ def _of_copy(pull: Pullback, graph: Any, name: str, op: Any) -> Pullback:
     Forward mode in a graph differentiates loops and branches by copies of their bodies. What the
     pullback uses of the graph has the same name in the copy.
     """
-    if graph is None or op.name != name:
+    copy, is_body = op.graph, isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+    # Not that of a loaded model, whose variables are others.
+    if not is_body or (copy.name, op.name) != (graph.name, name):
         raise LookupError(_COPIED)
-    copy = op.graph
     captures = {id(outer): inner for outer, inner in getattr(graph, "captures", ())}
     inputs = [t.name for t in getattr(graph, "inputs", ())]
 
