@@ -270,6 +270,8 @@ def _guarded(
                     else None
                     for x in xs
                 ]
+            if by_graph:  # forward mode over forward mode differentiates what z becomes
+                z = tuple(_losing(rule.name, list(z), xs))
         if not transposable:
             return [*z, *points]
         if isinstance(rule.push, str):
