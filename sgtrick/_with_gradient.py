@@ -229,13 +229,13 @@ def _with_variables(
 
 
 def from_value_and_gradient(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | None = None,
     *,
     argnums: Any = 0,
     has_aux: bool = False,
     batch_ndims: int | None = None,
     device: Any = None,
-) -> Callable[..., Any]:
+) -> Any:
     """Embeds a function that returns its value and its gradient together.
 
     For engines that compute both at once, in the manner of `tfp.math.value_and_gradient` and
@@ -257,7 +257,8 @@ def from_value_and_gradient(
     Args:
         fn: Returns `(value, gradient)`: a tensor `B + R`, and for an int or name `argnums` a
             Jacobian `B + R + D` in the structure of the argument, for a tuple a tuple of these.
-            With `has_aux` it returns `((value, aux), gradient)`.
+            With `has_aux` it returns `((value, aux), gradient)`. Without `fn`,
+            `from_value_and_gradient` returns a decorator.
         argnums: The arguments by which the gradient is: positions or parameter names.
         has_aux: Whether there is something else beside the value.
         batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
@@ -275,8 +276,16 @@ def from_value_and_gradient(
         LookupError: When a second derivative is taken of a gradient that TensorFlow cannot
             differentiate, as in `with_gradient`.
     """
+    if fn is None:
+        return functools.partial(
+            from_value_and_gradient,
+            argnums=argnums,
+            has_aux=has_aux,
+            batch_ndims=batch_ndims,
+            device=device,
+        )
     _insist_on_function(fn, "fn")
-    return _arguments.as_form(  # type: ignore[no-any-return]
+    return _arguments.as_form(
         fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
     )
 

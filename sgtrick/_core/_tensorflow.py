@@ -134,7 +134,7 @@ def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         )
 
     function, moving, variables = apart(run)
-    if forwardprop_util.pack_tangents(variables).tangents:
+    if forwardprop_util.pack_tangents([as_used(t) for t in variables]).tangents:
         raise NotImplementedError(_VARIABLES_MOVE)
     return function(*arguments, *moving)
 

@@ -71,11 +71,11 @@ class Moving(NamedTuple):
                 ]
             gs, ws = [g for g, _ in pairs], [tf.cast(w, g.dtype) for g, w in pairs]
             moved = tape.gradient(gs, [*passed, *closed], output_gradients=ws)
-        pairs = [
-            (tf.convert_to_tensor(m), t)
-            for m, t in zip(moved, tangents, strict=True)
-            if m is not None and t is not None
-        ]
+            pairs = [
+                (tf.convert_to_tensor(m), t)  # of a table that is gathered from, slices
+                for m, t in zip(moved, tangents, strict=True)
+                if m is not None and t is not None
+            ]
         found = outer.gradient(
             [m for m, _ in pairs], weights, output_gradients=[t for _, t in pairs]
         )
