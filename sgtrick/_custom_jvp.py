@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick import _arguments, _leaves
-from sgtrick._core import _tensorflow, adjoint, ancestry, loud
+from sgtrick._core import _tensorflow, adjoint, ancestry, embedding, loud, mixed
+from sgtrick._core.closures import Closure
 from sgtrick._core.override import Rule, keep
 
 
@@ -83,8 +84,9 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
             )
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
         f, jvp = converted(function.f), converted(rule)
-        before = _tensorflow.version()
-        y = point.stopped(f)
+        others = point.others()
+        closure = Closure(lambda: point.stopped(f), others.xs)
+        y = closure.result
         if not point.xs:
             return y
         outputs = [
@@ -94,25 +96,25 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
         # Where the values have no derivatives of their own, TensorFlow would look for some in all
         # of f, whose operations may have none.
         is_live = tf.executing_eagerly() or any(
-            ancestry.has_sources(y_i, point.stopped_xs, before) for y_i in ys
+            ancestry.has_sources(y_i, point.stopped_xs, closure.before) for y_i in ys
         )
-        own = ys if is_live else []
+        made_of = closure.others(ys, point.stopped_xs) if is_live else None
 
-        def tangents_at(ts: Sequence[Any]) -> list[Any]:
-            before = [at.args[i] for i in nondiff]
-            result = jvp(*before, point.primals(at), point.tangents(ts))
+        def tangents_at(call: _arguments.Call, ts: Sequence[Any]) -> list[Any]:
+            before = [call.args[i] for i in nondiff]
+            result = jvp(*before, point.primals(call), point.tangents(ts))
             return [
                 None if t is None else _checked(t, y_i, path)
                 for (path, y_i), t in zip(outputs, _tangents(result, y, name), strict=True)
             ]
 
-        def pull(*upstream: Any) -> list[Any]:
+        def pulled(call: _arguments.Call, upstream: Sequence[Any]) -> list[Any]:
             if _is_transposing(form, nondiff, at):
-                return [*upstream[: len(own)], *_natural(point, f, upstream)]
+                return _natural(point, f, upstream)
             ts = [adjoint.probe(x) for x in point.xs]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(ts)
-                moved = tangents_at(ts)
+                moved = tangents_at(call, ts)
             pairs = [
                 (t, u)
                 for t, u in zip(moved, upstream, strict=True)
@@ -128,18 +130,24 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 found = [
                     tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
                 ]
-            pulled = [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
-            return [*upstream[: len(own)], *pulled]
+            return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
+
+        def gradients(us: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+            return pulled(others.on(point.on(at, xs), passed), us)
+
+        def pull(*upstream: Any) -> list[Any]:
+            return pulled(at, upstream)
 
         def push(*tangents: Any) -> list[Any]:
-            ts = tangents[len(own) :]
-            along = tangents[: len(own)] or [None] * len(ys)
-            return [
-                a if t is None else t if a is None else a + t
-                for a, t in zip(along, tangents_at(ts), strict=True)
-            ]
+            return tangents_at(at, tangents)
 
-        kept = keep(ys, [*own, *point.xs], Rule(name, pull, push, sources=point.xs))
+        derivative = Rule(name, pull, push, sources=point.xs)
+        if made_of is not None:
+            kept = mixed.beside(mixed.Moving(name, gradients, point.xs, made_of), ys, derivative)
+        elif is_live:
+            kept = keep(ys, [*ys, *point.xs], embedding.beside(derivative, len(ys)))
+        else:
+            kept = keep(ys, point.xs, derivative)
         return tf.nest.pack_sequence_as(y, kept)
 
     form = _tensorflow.form(call)

@@ -143,7 +143,7 @@ class Derivatives(NamedTuple):
     hess: Any = None
 
     def of(self, instance: Any, owner: Any) -> "Derivatives":
-        """The same as methods of `instance`."""
+        """The same as methods of `instance`, which is `owner` itself for methods of a class."""
         # Of the type, for a method that is bound already has the __get__ of its function.
         bind = (f.__get__(instance, owner) if hasattr(type(f), "__get__") else f for f in self)
         return Derivatives(*bind)
@@ -186,7 +186,7 @@ class HostFunction:
         self._bound_to, self._of_classes = bound_to, dict[type, HostFunction]()
         fn = functions.fn.__func__ if isinstance(functions.fn, classmethod) else functions.fn
         _arguments.imitate(self, fn)
-        self._attribute = _arguments.name_of(fn)
+        self._attribute, self._owner = _arguments.name_of(fn), type(None)
         self._signature = _arguments.signature_of(fn)
         self._event_ndims, self._has_aux = options.event_ndims, options.has_aux
         self._name = options.name or _arguments.name_of(fn)
@@ -203,8 +203,8 @@ class HostFunction:
         )
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Learns of which attribute of a class this is the function."""
-        self._attribute = name
+        """Learns of which attribute of which class this is the function."""
+        self._attribute, self._owner = name, owner
 
     def __get__(self, instance: Any, owner: Any = None) -> "HostFunction":
         """The function as a method of `instance`, always the same one: it counts its own calls."""
@@ -218,11 +218,12 @@ class HostFunction:
         if isinstance(instance, type):
             cache, key = self._of_classes, instance
         else:  # in the object itself, so that it lives as long; those with slots have no place
-            cache, key = getattr(instance, "__dict__", {}), f"_sgtrick_{self._attribute}"
+            cache = getattr(instance, "__dict__", {})
+            key = f"_sgtrick_{self._owner.__qualname__}.{self._attribute}"
         found: HostFunction | None = cache.get(key)
         # A copy of an object has what was kept in the other.
         if found is None or found._bound_to is None or found._bound_to[0] is not instance:
-            functions = self._functions.of(None if of_class else instance, owner)
+            functions = self._functions.of(instance, owner)
             if functions.fn is self._functions.fn:
                 return self  # callable, but no function that becomes a method
             bound_to = instance, self._attribute
@@ -294,6 +295,10 @@ class HostFunction:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value, with the gradient that the engine returned; with aux `(value, aux)`."""
+        if args and isinstance(args[0], self._owner):  # a method called on its class
+            method = self.__get__(args[0], type(args[0]))
+            if method is not self:
+                return method(*args[1:], **kwargs)
         args, names = self._arguments(args, kwargs)
         for name, argument in zip(names, args, strict=True):
             _foreign.refuse_tensors(self._name, name, argument)

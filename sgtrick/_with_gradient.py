@@ -1,13 +1,14 @@
 """Functions with gradients of their own; what the gradients are not by keeps autodiff."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from sgtrick import _arguments, _devices, _leaves, _variables
 from sgtrick._core import _tensorflow, ancestry, embedding, loud, mixed
+from sgtrick._core.closures import Closure
 from sgtrick._core.override import Rule, keep, lost
 from sgtrick._core.tensors import TENSORFLOW
 
@@ -110,9 +111,15 @@ def _with_gradient(
 
             if rule.takes("variables") and not function.takes("variables"):
                 return _with_variables(function.name, point, f, grad, jacobians, read)
-            before = _tensorflow.version()
-            y = _value(point.stopped(f), function.name)
-            return _embed(function.name, y, point, lambda call: jacobians(call(grad), y), before)
+            others = point.others()
+            closure = Closure(lambda: point.stopped(f), others.xs)
+            y = _value(closure.result, function.name)
+            at, call = point.read(), _Call(function.name, point, others, closure)
+
+            def evaluated(call: _arguments.Call) -> list[Any]:
+                return jacobians(call(grad), y)
+
+            return call.embed(y, at, lambda: evaluated(at), evaluated)
 
     form = _tensorflow.form(call)
 
@@ -129,47 +136,61 @@ def _with_gradient(
     return form
 
 
-def _embed(
-    name: str,
-    y: Any,
-    point: _arguments.Point,
-    jacobians: Callable[[_arguments.Call], list[Any]],
-    before: int,
-) -> Any:
-    """The value with its gradients; what else it depends on keeps autodiff.
+class _Call(NamedTuple):
+    """A call whose value was computed at a fixed point.
 
-    Args:
+    Attributes:
         name: What errors call the function.
-        y: The value.
-        point: The arguments.
-        jacobians: The gradients of another call.
-        before: The version of the graph before the value was computed.
+        point: The arguments by which there are gradients.
+        others: The others.
+        closure: The call itself.
     """
-    xs, others, at = point.xs, point.others(), point.read()
-    if not xs:
-        return y
-    if not tf.executing_eagerly() and not ancestry.has_sources(y, point.stopped_xs, before):
-        # TensorFlow would look for the derivatives of all of f, for nobody.
-        return keep([y], xs, embedding.of_jacobians(name, y, lambda: jacobians(at)))[0]
-    if not others.xs:
-        return embedding.embed(name, y, xs, lambda: jacobians(at))
-    rule = embedding.beside(embedding.of_jacobians(name, y, lambda: jacobians(at)))
 
-    def gradients(upstream: Any, xs: Any, values: Any) -> list[Any]:
-        leaves = jacobians(others.on(point.at(xs), values))
-        return [leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in leaves]
+    name: str
+    point: _arguments.Point
+    others: _arguments.Point
+    closure: Closure
 
-    def pull(upstream: Any) -> list[Any]:
-        zeros = mixed.zeros(name, gradients, upstream, xs, others.xs)
-        return [*rule.pull(upstream), *zeros]
+    def embed(
+        self,
+        y: Any,
+        at: _arguments.Call,
+        known: Callable[[], list[Any]],
+        evaluated: Callable[[_arguments.Call], list[Any]],
+    ) -> Any:
+        """The value with its gradients; what else it depends on keeps autodiff.
 
-    def push(*tangents: Any) -> list[Any]:
-        assert callable(rule.push)
-        (y_dot,) = rule.push(*tangents[: 1 + len(xs)])
-        along = tangents[1 + len(xs) :]
-        return [y_dot + mixed.tangent(name, gradients, y, xs, others.xs, along)]
+        Args:
+            y: The value.
+            at: The call, read when it was made.
+            known: The gradients of this call.
+            evaluated: Those of another call.
+        """
+        xs = self.point.xs
+        if not xs:
+            return y
+        rule = embedding.of_jacobians(self.name, y, known)
+        if not tf.executing_eagerly() and not ancestry.has_sources(
+            y, self.point.stopped_xs, self.closure.before
+        ):
+            # TensorFlow would look for the derivatives of all of f, for nobody.
+            return keep([y], xs, rule)[0]
+        others = self.closure.others([y], self.point.stopped_xs)
+        if others is None:
+            return keep([y], [y, *xs], embedding.beside(rule)._replace(sources=xs))[0]
 
-    return keep([y], [y, *xs, *others.xs], Rule(name, pull, push, sources=xs))[0]
+        def gradients(us: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+            leaves = evaluated(self.at(at, xs, passed))
+            return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
+
+        moving = mixed.Moving(self.name, gradients, xs, others)
+        return mixed.beside(moving, [y], rule._replace(sources=xs))[0]
+
+    def at(
+        self, call: _arguments.Call, xs: Sequence[Any], passed: Sequence[Any]
+    ) -> _arguments.Call:
+        """A call at another point, and with others in their place."""
+        return self.others.on(self.point.on(call, xs), passed)
 
 
 def _with_variables(
@@ -209,13 +230,13 @@ def _with_variables(
 
 
 def from_value_and_gradient(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | None = None,
     *,
     argnums: Any = 0,
     has_aux: bool = False,
     batch_ndims: int | None = None,
     device: Any = None,
-) -> Callable[..., Any]:
+) -> Any:
     """Embeds a function that returns its value and its gradient together.
 
     For engines that compute both at once, in the manner of `tfp.math.value_and_gradient` and
@@ -237,7 +258,8 @@ def from_value_and_gradient(
     Args:
         fn: Returns `(value, gradient)`: a tensor `B + R`, and for an int or name `argnums` a
             Jacobian `B + R + D` in the structure of the argument, for a tuple a tuple of these.
-            With `has_aux` it returns `((value, aux), gradient)`.
+            With `has_aux` it returns `((value, aux), gradient)`. Without `fn`,
+            `from_value_and_gradient` returns a decorator.
         argnums: The arguments by which the gradient is: positions or parameter names.
         has_aux: Whether there is something else beside the value.
         batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
@@ -255,8 +277,16 @@ def from_value_and_gradient(
         LookupError: When a second derivative is taken of a gradient that TensorFlow cannot
             differentiate, as in `with_gradient`.
     """
+    if fn is None:
+        return functools.partial(
+            from_value_and_gradient,
+            argnums=argnums,
+            has_aux=has_aux,
+            batch_ndims=batch_ndims,
+            device=device,
+        )
     _insist_on_function(fn, "fn")
-    return _arguments.as_form(  # type: ignore[no-any-return]
+    return _arguments.as_form(
         fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
     )
 
@@ -279,48 +309,53 @@ def _from_value_and_gradient(
 
         with _devices.scope(device):
             point = _point(function, argnums, args, kwargs)
-            before = _tensorflow.version()
+            others = point.others()
             # Without a record, a tape in it would say that there is no gradient.
-            returned = _tensorflow.unsuspended(lambda: point.stopped(f))
-            y, gradients = _pair(returned, f"{name} must return (value, gradient)")
+            run = functools.partial(_tensorflow.unsuspended, lambda: point.stopped(f))
+            closure = Closure(run, others.xs)
+            y, gradients = _pair(closure.result, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = _pair(y, f"{name} must return ((value, aux), gradient)")
             y = _value(y, name)
-            leaves = jacobians(gradients, y)
+            at, call = point.read(), _Call(name, point, others, closure)
 
-            def again(call: _arguments.Call) -> list[Any]:
-                def evaluated(xs: list[Any]) -> list[Any]:
-                    return jacobians(point.on(call, xs)(f)[1], y)
+            def evaluated(call: _arguments.Call) -> list[Any]:
+                return jacobians(call(f)[1], y)
 
-                return _differentiable(name, leaves, point.xs, evaluated)
-
-            y = _embed(name, y, point, again, before)
+            known = _differentiable(call, at, jacobians(gradients, y), evaluated)
+            y = call.embed(y, at, known, evaluated)
             return (y, aux) if has_aux else y
 
     return _tensorflow.form(call)
 
 
 def _differentiable(
-    name: str, leaves: list[Any], xs: list[Any], evaluated: Callable[[list[Any]], list[Any]]
-) -> list[Any]:
+    call: _Call,
+    at: _arguments.Call,
+    leaves: list[Any],
+    evaluated: Callable[[_arguments.Call], list[Any]],
+) -> Callable[[], list[Any]]:
     """The gradients that came with the value, whose derivatives are those of another evaluation."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
+    others = call.closure.others(known, call.point.stopped_xs) or mixed.Others(())
 
-    def again(*z: Any) -> list[Any]:
-        at = [tf.identity(x) for x in xs]
+    def gradients(zs: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+        points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(at)
-            gxs = [leaf.gx for leaf in evaluated(at) if leaf is not None]
-        found = tape.gradient(gxs, at, output_gradients=z)
+            tape.watch(points)
+            again = evaluated(call.at(at, points, passed))
+        gxs = [leaf.gx for leaf in again if leaf is not None]
+        found = tape.gradient(gxs, points, output_gradients=list(zs))
         if all(g is None for g in found):
-            return [loud.failure(x, lost(name), z) for x in xs]
+            return [loud.failure(x, lost(call.name), zs) for x in xs]
         return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
 
-    specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in known]
-    again = _tensorflow.carried(again, specs, xs[0])
-    rule = Rule(name, lambda *z: [*z, *again(*z)], lost=[False] * (len(known) + len(xs)))
-    gxs = iter(keep(known, [*known, *map(_tensorflow.here, xs)], rule))
-    return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
+    def jacobians() -> list[Any]:
+        moving = mixed.Moving(call.name, gradients, call.point.xs, others)
+        gxs = iter(mixed.beside(moving, known))
+        return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
+
+    return jacobians
 
 
 def _point(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import record
+from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
@@ -35,6 +35,13 @@ def unconverted(f: F) -> F:
 def somebody_records() -> bool:
     """Whether a tape or an accumulator is active, so that eager results have to be recorded."""
     return bool(record.could_possibly_record())
+
+
+def is_recorded(tensors: Sequence[Any]) -> bool:
+    """Whether a tape or an accumulator knows a derivative of one of some eager tensors."""
+    if record.should_record_backprop(list(tensors)):
+        return True
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 
 def not_recording() -> contextlib.AbstractContextManager[None]:
@@ -113,8 +120,9 @@ def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Returns `f(*arguments)`, traced apart and called here, where it is recorded as a whole."""
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in arguments]
 
-    def run() -> tuple[Any, list[Any]]:
+    def run() -> tuple[Any, list[Any], list[Any]]:
         traced = Traced(f, specs)
+        variables = [t for t in traced.captured if t.dtype == tf.resource]
         moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
 
         # Forward mode over a function fails if what the function captures has a tangent.
@@ -125,10 +133,23 @@ def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
             ]
             return traced(tensors[: len(specs)], captured)
 
-        return trace(explicit, [*specs, *(tf.TensorSpec(t.shape, t.dtype) for t in moving)]), moving
+        return (
+            trace(explicit, [*specs, *(tf.TensorSpec(t.shape, t.dtype) for t in moving)]),
+            moving,
+            variables,
+        )
 
-    function, moving = apart(run)
+    function, moving, variables = apart(run)
+    if forwardprop_util.pack_tangents([as_used(t) for t in variables]).tangents:
+        raise NotImplementedError(_VARIABLES_MOVE)
     return function(*arguments, *moving)
+
+
+# TensorFlow would leave out, without a word, how they move.
+_VARIABLES_MOVE = (
+    "Forward mode with respect to a variable, over forward mode through a rule that reads it. Pass "
+    "the variable as an argument, or differentiate by tf.GradientTape in one of the two."
+)
 
 
 def unrecorded(x: Any) -> Any:
@@ -424,6 +445,27 @@ def here(t: Any) -> Any:
         return t
     graph = tf.compat.v1.get_default_graph()
     return t if operation(t) is not None and t.graph is graph else tf.identity(t)
+
+
+def as_used(t: Any) -> Any:
+    """What stands for a tensor in the graph that is being traced, where a function closes over it.
+
+    A variable stands for itself.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not isinstance(t, tf.Tensor) or not hasattr(graph, "capture"):
+        return t
+    return t if operation(t) is not None and t.graph is graph else graph.capture(t)
+
+
+def holds_floats(handle: Any) -> bool:
+    """Whether a resource is a variable that has derivatives."""
+    outside = None if operation(handle) is None else captured_from(handle)
+    data = getattr(handle if outside is None else outside, "_handle_data", None)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return False
+    dtype = tf.as_dtype(data.shape_and_type[0].dtype)
+    return bool(dtype.is_floating or dtype.is_complex)
 
 
 def trace(f: Callable[..., Any], specs: Sequence[Any]) -> Any:

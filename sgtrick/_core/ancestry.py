@@ -71,6 +71,45 @@ def has_sources(tensor: Any, others: Sequence[Any], before: int) -> bool:
     return False
 
 
+def begins(
+    ys: Sequence[Any], point: Sequence[Any], before: int
+) -> tuple[list[Any], dict[Any, str]]:
+    """What tensors of a graph are made of that was there before, or outside, besides the point.
+
+    Args:
+        ys: The tensors.
+        point: Does not count.
+        before: The version of the graph before they were computed.
+
+    Returns:
+        The tensors as a function that uses them sees them; and by the identity of each handle of a
+        variable how it is used, "read" or "gathered".
+    """
+    seen = set(map(_tensorflow.identity_of, point))
+    tensors: list[Any] = []
+    handles: dict[Any, str] = {}
+    stack = [(y, "read") for y in ys]
+    while stack:
+        t, use = stack.pop()
+        key = _tensorflow.identity_of(t)
+        if t.dtype == tf.resource:
+            if _tensorflow.holds_floats(t) and handles.get(key) != "gathered":
+                handles[key] = use
+            continue
+        if key in seen or not (_leaves.is_differentiable(t.dtype) or t.dtype == tf.variant):
+            continue
+        seen.add(key)
+        op = _tensorflow.operation(t)
+        outside = None if op is None else _tensorflow.captured_from(t)
+        if op is None or outside is not None or not _tensorflow.was_made_since(op, before):
+            if _leaves.is_differentiable(t.dtype):
+                tensors.append(t if outside is None else outside)
+        elif not _tensorflow.has_no_gradient(op):
+            use = "gathered" if op.type.startswith("ResourceGather") else "read"
+            stack.extend((i, use) for i in op.inputs)
+    return tensors, handles
+
+
 def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
     """Whether a tensor takes no numbers from elsewhere than `sources`.
 

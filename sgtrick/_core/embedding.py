@@ -31,16 +31,18 @@ def embed(
     return keep([y], [y, *xs], rule._replace(sources=xs))[0]
 
 
-def beside(rule: Rule) -> Rule:
-    """The rule of a value whose own derivatives are added to those of `rule`."""
+def beside(rule: Rule, count: int = 1) -> Rule:
+    """The rule of `count` values whose own derivatives are added to those of `rule`."""
 
-    def pull(upstream: Any) -> list[Any]:
-        return [upstream, *rule.pull(upstream)]
+    def pull(*upstream: Any) -> list[Any]:
+        return [*upstream, *rule.pull(*upstream)]
 
-    def push(tangent: Any, *tangents: Any) -> list[Any]:
+    def push(*tangents: Any) -> list[Any]:
         assert callable(rule.push)
-        (along,) = rule.push(*tangents)
-        return [along if tangent is None else tangent + along]
+        return [
+            a if t is None else t if a is None else a + t
+            for t, a in zip(tangents[:count], rule.push(*tangents[count:]), strict=True)
+        ]
 
     return rule._replace(pull=pull, push=push)
 

@@ -43,7 +43,7 @@ def noted() -> Iterator[list[str]]:
         _NOTED.reset(token)
 
 
-def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
+def failure(like: Any, message: str, through: Sequence[Any], unless: Any = False) -> Any:
     """NaN like a tensor, for who differentiates with respect to it; an error where one can be sent.
 
     Tapes call pullbacks, and graphs are traced, for derivatives that nobody asked for. In graphs
@@ -54,14 +54,19 @@ def failure(like: Any, message: str, through: Sequence[Any]) -> Any:
         like: The tensor.
         message: What the error says.
         through: What a gradient would be linear in. So is the NaN, for forward mode transposes it.
+        unless: Where this is true there is no NaN but zero.
 
     Raises:
         LookupError: In eager.
     """
+    if tf.executing_eagerly() and unless:
+        return tf.zeros_like(like)
     if tf.executing_eagerly() and _MAY_RAISE.get() and _tensorflow.asked_for(like):
         raise LookupError(message)
     _note(message)
     nan = tf.constant(float("nan"), tf.float64)
+    if unless is not False:
+        nan = tf.where(unless, tf.zeros_like(nan), nan)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
         nan = _tensorflow.as_one(_Finite(message), nan)
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)

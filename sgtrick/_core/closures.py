@@ -1,0 +1,103 @@
+"""What a function is made of besides its arguments: variables, and tensors from outside."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick import _leaves
+from sgtrick._core import _tensorflow, adjoint, ancestry
+from sgtrick._core.mixed import Others
+
+
+class Closure:
+    """A call of a function, watched for what it is made of."""
+
+    def __init__(self, f: Callable[[], Any], passed: Sequence[Any]) -> None:
+        """Calls `f`, to which the tensors `passed` are passed.
+
+        Attributes:
+            result: What it returned.
+            before: The version of the graph before.
+        """
+        self._f, self._passed, self.before = f, list(passed), _tensorflow.version()
+        self._tape: Any = None
+        if tf.executing_eagerly() and not _tensorflow.somebody_records():
+            self.result = f()
+            return
+        self._tape = tf.GradientTape(persistent=True)
+        with self._tape:
+            self._tape.watch(self._passed)
+            self.result = f()
+
+    def others(self, ys: Sequence[Any], point: Sequence[Any]) -> Others | None:
+        """What values of the result are made of besides the point, None if of nothing."""
+        if self._tape is None:
+            return None
+        variables = [
+            v for v in self._tape.watched_variables() if _leaves.is_differentiable(v.dtype)
+        ]
+        ys = [y for y in ys if _leaves.is_differentiable(y.dtype)]
+        if tf.executing_eagerly():
+            if not (self._passed or variables or _tensorflow.is_recorded(ys)):
+                return None
+            sources = [*self._passed, *variables]
+            return Others(
+                self._passed,
+                variables,
+                lambda us, ts: self._covers(ys, sources, point, us, ts),
+                unknown=not sources,
+            )
+        tensors, handles = ancestry.begins(ys, point, self.before)
+        if not tensors and not handles and not self._passed:
+            return None
+        known = {_tensorflow.identity_of(_tensorflow.as_used(v.handle)): v for v in variables}
+        # The gradients of tables that are gathered from are slices, which zeros would fill.
+        read = [v for key, v in known.items() if handles.get(key) == "read"]
+        if len(read) == len(handles):
+            return Others(self._passed, [*tensors, *read])
+        return Others(self._passed, [*tensors, *read], _is_zero, unknown=True)
+
+    def _covers(
+        self,
+        ys: Sequence[Any],
+        sources: Sequence[Any],
+        point: Sequence[Any],
+        us: Sequence[Any],
+        ts: Sequence[Any],
+    ) -> Any:
+        """The dot-product test of the values' own derivatives.
+
+        In derivatives of higher order it fails without a reason, and what decides is whether there
+        are tensors that the function closes over at all.
+        """
+        us = [u for u in us if u is not None]
+        with tf.init_scope(), _tensorflow.not_recording():
+            probes = [adjoint.probe(y) for y in ys]
+            found = self._tape.gradient(list(ys), list(sources), probes)
+            found = [None if g is None else tf.convert_to_tensor(g) for g in found]
+        if not tf.executing_eagerly():
+            # Forward mode fails over a function that captures what is new to it.
+            probes = [tf.constant(p.numpy()) for p in probes]
+            found = [None if g is None else tf.constant(g.numpy()) for g in found]
+        with _tensorflow.not_recording():
+            fits = adjoint.holds(probes, us, found, ts)
+        if not tf.executing_eagerly() or fits:
+            return fits
+        return not self._closes_over_tensors(point)
+
+    def _closes_over_tensors(self, point: Sequence[Any]) -> bool:
+        """Whether the call uses tensors other than its arguments, as far as can be seen."""
+        try:
+            captured = _tensorflow.trace(lambda: [self._f(), None][1], []).graph.captures
+        except Exception:  # code that only runs eagerly
+            return True
+        known = set(map(_tensorflow.identity_of, [*self._passed, *point]))
+        return any(
+            _leaves.is_differentiable(t.dtype) and _tensorflow.identity_of(t) not in known
+            for t, _ in captured
+        )
+
+
+def _is_zero(us: Sequence[Any], _: Sequence[Any]) -> Any:
+    return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(u, 0)) for u in us if u is not None]))

@@ -1,0 +1,362 @@
+"""Every form on whatever Python can call, as a function and as a decorator with options.
+
+What is called is `scale * x**3`, with a `scale` that belongs to the object or is bound, and the
+gradient that each form gives is 10 times the true one: who drops it, or takes that of another
+object, gets another number.
+"""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+
+X = tf.constant([1.0, 2.0], tf.float64)
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+
+
+def cube(scale, x):
+    return scale * x**3
+
+
+def tenfold(scale, x):
+    return 10 * scale * 3 * x**2
+
+
+def both(scale, x):
+    return cube(scale, x), tenfold(scale, x)
+
+
+def with_rule(scale, x):
+    return cube(scale, x), lambda upstream: upstream * tenfold(scale, x)
+
+
+def rule(*args):
+    *before, primals, tangents = args
+    return None, tenfold(*map(scale_of, before), primals[-1]) * tangents[-1]
+
+
+def scale_of(bound):
+    """Of an object, or a class, or the number itself."""
+    return getattr(bound, "scale", bound)
+
+
+def of_object(f):
+    """The same with an object in the place of its scale."""
+
+    def method(self, x):
+        return f(self.scale, x)
+
+    return method
+
+
+def jvp_form(f, jvp, **options):
+    form = sgtrick.custom_jvp(f, **options)
+    form.defjvp(jvp)
+    return form
+
+
+# What is decorated, the decorator with options, and how to bring its rule if it does not.
+FORMS = {
+    "with_gradient": (cube, lambda of: sgtrick.with_gradient(grad=of(tenfold), device="CPU:0")),
+    "from_value_and_gradient": (
+        both,
+        lambda of: sgtrick.from_value_and_gradient(device="CPU:0"),
+    ),
+    "custom_jvp": (
+        cube,
+        lambda of: lambda f: jvp_form(f, rule, nondiff_argnums=()),
+    ),
+    "custom_vjp": (with_rule, lambda of: sgtrick.custom_vjp()),
+    "from_numpy": (both, lambda of: sgtrick.from_numpy(event_ndims=0, vectorized=True)),
+    "from_numpy, apart": (
+        cube,
+        lambda of: sgtrick.from_numpy(event_ndims=0, vectorized=True, grad=of(tenfold)),
+    ),
+}
+
+EVERY = pytest.mark.parametrize("name", FORMS)
+
+
+def check(h, scale, wrap=lambda f: f):
+    """Value and gradient are those of this scale."""
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = h(x)
+        return y, tape.gradient(y, x)
+
+    y, g = wrap(run)(X)
+    np.testing.assert_allclose(y, cube(scale, X), rtol=1e-12)
+    np.testing.assert_allclose(g, tenfold(scale, X), rtol=1e-12)
+
+
+def model(name):
+    """A class with a method of that form."""
+    f, decorate = FORMS[name]
+
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        h = decorate(of_object)(of_object(f))
+
+    return Model
+
+
+@EVERY
+class TestMethods:
+    @WRAPS
+    def test_of_different_objects(self, name, wrap):
+        of = model(name)
+        one, two = of(2.0), of(5.0)
+        for _ in range(2):
+            check(one.h, 2.0, wrap)
+            check(two.h, 5.0, wrap)
+
+    def test_of_different_objects_in_one_function(self, name):
+        of = model(name)
+        one, two = of(2.0), of(5.0)
+        total = lambda x: one.h(x) + two.h(x)  # noqa: E731
+        check(total, 7.0, tf.function)
+        check(lambda x: tf.vectorized_map(total, x), 7.0)
+        check(tf.function(lambda x: one.h(x) + tf.function(two.h)(x)), 7.0)
+
+    def test_as_arguments_of_one_tf_function(self, name):
+        """TensorFlow traces again for the method of another object."""
+        of = model(name)
+        call = tf.function(lambda method, x: method(x))
+        one, two = of(2.0), of(5.0)
+        for object_, scale in ((one, 2.0), (two, 5.0), (one, 2.0)):
+            check(functools.partial(call, object_.h), scale)
+
+    def test_of_an_object_that_is_changed(self, name):
+        object_ = model(name)(2.0)
+        check(object_.h, 2.0)
+        object_.scale = 7.0
+        check(object_.h, 7.0)
+
+    def test_of_an_object_whose_place_in_memory_is_used_again(self, name):
+        of = model(name)
+        for scale in range(1, 6):
+            check(of(float(scale)).h, float(scale))
+
+    def test_of_subclasses(self, name):
+        class Twice(model(name)):
+            def __init__(self, scale):
+                super().__init__(2 * scale)
+
+        check(Twice(3.0).h, 6.0)
+        check(functools.partial(Twice.h, Twice(3.0)), 6.0)
+
+
+@EVERY
+@pytest.mark.parametrize("kind", [classmethod, staticmethod])
+@pytest.mark.parametrize("inside", [True, False])
+@WRAPS
+def test_class_methods_and_static_methods(name, kind, inside, wrap):
+    f, decorate = FORMS[name]
+    decorate = decorate(of_object if kind is classmethod else lambda f: functools.partial(f, 4.0))
+    undecorated = of_object(f) if kind is classmethod else lambda x: f(4.0, x)
+
+    class Model:
+        scale = 4.0
+        h = decorate(kind(undecorated)) if inside else kind(decorate(undecorated))
+
+    if name == "custom_jvp" and kind is staticmethod:  # whose rule has no object to ask
+        Model.__dict__["h"].__func__.defjvp(lambda p, t: (None, tenfold(4.0, p[0]) * t[0]))
+    check(Model.h, 4.0, wrap)
+    check(Model().h, 4.0, wrap)
+    if kind is classmethod:
+
+        class Other(Model):
+            scale = 9.0
+
+        check(Other.h, 9.0, wrap)
+        check(Model.h, 4.0, wrap)
+
+
+def of_number(name, scale):
+    """The form of a function of `x` alone."""
+    f, decorate = FORMS[name]
+    h = decorate(lambda f: functools.partial(f, scale))(functools.partial(f, scale))
+    if name == "custom_jvp":
+        h.defjvp(lambda primals, tangents: (None, tenfold(scale, primals[0]) * tangents[0]))
+    return h
+
+
+@EVERY
+class TestPartials:
+    @WRAPS
+    def test_of_a_partial(self, name, wrap):
+        check(of_number(name, 3.0), 3.0, wrap)
+
+    @WRAPS
+    def test_of_a_partial_with_keywords(self, name, wrap):
+        f, decorate = FORMS[name]
+        make = decorate(lambda f: lambda x, *, scale: f(scale, x))
+        if name == "custom_jvp":
+            form = jvp_form(lambda x: f(3.0, x), lambda p, t: (None, tenfold(3.0, p[0]) * t[0]))
+        elif name.startswith("from_numpy"):  # an engine is called by position
+            form = of_number(name, 3.0)
+        else:
+            form = functools.partial(make(lambda x, *, scale: f(scale, x)), scale=3.0)
+        check(form, 3.0, wrap)
+
+    @WRAPS
+    def test_with_a_keyword_for_the_point(self, name, wrap):
+        h = decorated(name, 3.0)
+        check(lambda x: h(x=x), 3.0, wrap)
+        check(lambda x: functools.partial(h, x=x)(), 3.0, wrap)
+
+    def test_as_an_attribute_of_a_class(self, name):
+        h = of_number(name, 3.0)
+
+        class Model:
+            partial = functools.partial(h)
+            static = staticmethod(h)
+
+        check(Model.static, 3.0)
+        check(Model().static, 3.0)
+        check(Model.partial, 3.0)
+        check(Model().partial, 3.0)
+
+    def test_of_a_callable(self, name):
+        f, decorate = FORMS[name]
+
+        class Callable:
+            def __call__(self, x):
+                return f(3.0, x)
+
+        h = decorate(lambda f: lambda x: f(3.0, x))(Callable())
+        if name == "custom_jvp":
+            h.defjvp(lambda primals, tangents: (None, tenfold(3.0, primals[0]) * tangents[0]))
+        check(h, 3.0)
+
+
+def decorated(name, scale):
+    """The form of a plain function whose argument has a name."""
+    f, decorate = FORMS[name]
+
+    def plain(x):
+        return f(scale, x)
+
+    h = decorate(lambda f: lambda x: f(scale, x))(plain)
+    if name == "custom_jvp":
+        h.defjvp(lambda primals, tangents: (None, tenfold(scale, primals[0]) * tangents[0]))
+    return h
+
+
+@EVERY
+class TestCopies:
+    @WRAPS
+    def test_of_functions(self, name, wrap):
+        h = decorated(name, 3.0)
+        check(copy.deepcopy(h), 3.0, wrap)
+        check(copy.copy(h), 3.0, wrap)
+
+    def test_of_objects_with_methods(self, name):
+        one = model(name)(2.0)
+        check(one.h, 2.0)
+        two = copy.deepcopy(one)
+        two.scale = 5.0
+        check(two.h, 5.0)
+        check(one.h, 2.0)
+
+    def test_of_methods(self, name):
+        """Python copies the object with a method."""
+        one = model(name)(2.0)
+        h = copy.deepcopy(one.h)
+        one.scale = 5.0
+        check(h, 2.0)
+        check(one.h, 5.0)
+
+
+@EVERY
+class TestCalls:
+    @pytest.fixture
+    def counted(self, name):
+        calls = []
+        f, decorate = FORMS[name]
+
+        def plain(x):
+            calls.append(1)
+            return f(3.0, x)
+
+        h = decorate(lambda f: lambda x: f(3.0, x))(plain)
+        if name == "custom_jvp":
+            h.defjvp(lambda primals, tangents: (None, tenfold(3.0, primals[0]) * tangents[0]))
+        return h, calls
+
+    def test_in_eager(self, counted):
+        h, calls = counted
+        h(X)
+        assert len(calls) == 1
+        check(h, 3.0)
+        assert len(calls) == 2
+
+    def test_in_a_method(self, name):
+        calls = []
+        f, decorate = FORMS[name]
+
+        class Model:
+            scale = 3.0
+
+            def plain(self, x):
+                calls.append(1)
+                return f(self.scale, x)
+
+            h = decorate(of_object)(plain)
+
+        check(Model().h, 3.0)
+        assert len(calls) == 1
+
+    def test_in_a_function(self, name, counted):
+        """Traced once for all calls; a host engine is called once by each."""
+        h, calls = counted
+
+        @tf.function
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = h(x)
+            return y, tape.gradient(y, x)
+
+        for _ in range(3):
+            run(X)
+        assert len(calls) == (3 if name.startswith("from_numpy") else 1)
+
+
+@EVERY
+def test_keeps_its_name_and_documentation(name):
+    f, decorate = FORMS[name]
+
+    def plain(x):
+        """Says something."""
+        return f(3.0, x)
+
+    h = decorate(lambda f: lambda x: f(3.0, x))(plain)
+    assert (h.__name__, h.__doc__) == ("plain", "Says something.")
+
+
+class TestInheritedEngines:
+    """Functions of one name in a class and in what it is derived from."""
+
+    class Base(model("from_numpy")):
+        pass
+
+    class Derived(Base):
+        @sgtrick.from_numpy(event_ndims=0, vectorized=True)
+        def h(self, x):
+            return both(100 * self.scale, x)
+
+    def test_of_the_base(self):
+        object_ = self.Derived(2.0)
+        check(object_.h, 200.0)
+        check(super(self.Derived, object_).h, 2.0)
+        check(functools.partial(self.Base.h, object_), 2.0)
+        check(object_.h, 200.0)
