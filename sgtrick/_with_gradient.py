@@ -58,10 +58,10 @@ def with_gradient(
             the values that variables among the arguments had when `f` was called, and never in a
             forward pass. A `grad` that takes a keyword `variables` is given the trainable variables
             that `f` read and that are not among its arguments, each once, in the order read, and
-            returns
-            `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape of the
-            value followed by that of the variable, for a scalar value also as `tf.IndexedSlices`.
-            That is then exactly their gradient. What else `f` closes over has none then.
+            returns `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape
+            of the value followed by that of the variable, for a scalar value also as
+            `tf.IndexedSlices`. That is then exactly their gradient. What else `f` closes over has
+            none then.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
         device: As in `custom_gradient`; `f` and `grad` run there too.

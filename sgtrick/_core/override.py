@@ -121,7 +121,7 @@ def _pull(
 ) -> list[Any]:
     """Calls the pullback on the device of the outputs, with errors for what gets lost in it."""
     upstream = [
-        u if y is not None and _leaves.is_differentiable(y.dtype) else None
+        u if _leaves.is_differentiable(y.dtype) else None
         for u, y in zip(upstream, ys, strict=True)
     ]
     with _devices.of(ys[0]):
