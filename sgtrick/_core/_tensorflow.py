@@ -213,6 +213,10 @@ class _Overrides:
         self.names = names
 
 
+def _name(number: int) -> str:
+    return f"sgtrick-{number}"
+
+
 def _forget(names: list[str]) -> None:
     for name in names:
         ops.gradient_registry._registry.pop(name, None)
@@ -240,7 +244,7 @@ def override(natural: Sequence[Any], inputs: Sequence[Any], meaning: Override) -
     if overrides is None:
         overrides = _Overrides()
         setattr(graph, _ATTRIBUTE, overrides)
-    name = f"sgtrick-{next(_NUMBERS)}"
+    name = _name(next(_NUMBERS))
     overrides.by_name[name] = meaning
     overrides.names.append(name)
     _register(name, len(natural), weakref.ref(overrides))
@@ -259,7 +263,13 @@ def _register(name: str, count: int, reference: Callable[[], _Overrides | None])
         # To store a gradient, tf.saved_model.save traces it without an operation.
         if overrides is None or (op is not None and _overrides_of(op) is not overrides):
             raise LookupError(_COPIED)
-        return [*[None] * count, *overrides.by_name[name].gradient(*upstream[:count])]
+        first = next(_NUMBERS)
+        gradients = overrides.by_name[name].gradient(*upstream[:count])
+        if op is None:
+            # Gradients of gradients are not stored, so that those by these names belong to no
+            # operation that is loaded.
+            _forget([_name(number) for number in range(first + 1, next(_NUMBERS))])
+        return [*[None] * count, *gradients]
 
 
 def _overrides_of(op: Any) -> _Overrides | None:
