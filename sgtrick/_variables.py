@@ -45,9 +45,13 @@ class Reader:
         with tape:
             tape.watch([a for a in arguments if _leaves.is_dense(a) and not hasattr(a, "assign")])
             result = f()
-        # A Keras variable wraps the variable that TensorFlow sees.
-        known = {id(v) for a in arguments for v in (a, getattr(a, "value", None))}
-        variables = [v for v in tape.watched_variables() if id(v) not in known]
+        handles = [_handle(a) for a in arguments]  # held, so that no identity is used again
+        known = {id(t) for t in (*arguments, *handles) if t is not None}
+        variables = [
+            v
+            for v in tape.watched_variables()
+            if id(v) not in known and id(_handle(v)) not in known
+        ]
         if len(variables) < 2:
             return result, variables, tape
         if graph is not None:
@@ -58,6 +62,18 @@ class Reader:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[key] = _in_order(variables, _traced(f))
         return result, self._orders[key], tape
+
+
+def _handle(variable: Any) -> Any:
+    """What a variable has in common with those that it wraps; None for what is none.
+
+    Layers of Keras wrap them, and cast what they read from them.
+    """
+    variable = getattr(variable, "_value", variable)
+    try:
+        return getattr(variable, "handle", None)
+    except ValueError:  # of many replicas, outside of them
+        return None
 
 
 # A method is called for many objects, each with variables of its own, that should not live on here.

@@ -1,5 +1,6 @@
 """Gradient functions that also serve the variables which a function reads."""
 
+import functools
 import gc
 import weakref
 
@@ -7,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import sgtrick
 
@@ -36,6 +38,47 @@ def gradients(compiled, h, args, by, upstream=2.0):
         return [dense(g) for g in found]
 
     return [g if g is None else g.numpy() for g in compiled(run)(*args)]
+
+
+# What reads b, c, d, and the names in the order in which it does.
+WAYS_TO_READ = {
+    "loop": (
+        lambda x, a, b, c, d: tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, y * d * b), (0, x * c)
+        )[1],
+        "cdb",
+    ),
+    "branch": (
+        lambda x, a, b, c, d: c * tf.cond(x > 0, lambda: x * d * b, lambda: x * d),
+        "dbc",
+    ),
+    "map": (
+        lambda x, a, b, c, d: c * tf.reduce_sum(tf.map_fn(lambda t: t * d * b, tf.stack([x, x]))),
+        "dbc",
+    ),
+    "vectorized_map": (
+        lambda x, a, b, c, d: (
+            c * tf.reduce_sum(tf.vectorized_map(lambda t: t * d * b, tf.stack([x, x])))
+        ),
+        "dbc",
+    ),
+    "functions of functions": (
+        lambda x, a, b, c, d: tf.function(lambda x: tf.function(lambda: d * x)() * b)(x) * c,
+        "dbc",
+    ),
+    "recompute_grad": (
+        lambda x, a, b, c, d: tf.recompute_grad(lambda x: x * d * b)(x) * c,
+        "dbc",
+    ),
+    "Python's loop": (
+        lambda x, a, b, c, d: functools.reduce(lambda y, v: y * v, [d, b, c], x),
+        "dbc",
+    ),
+    "a form of its own": (
+        lambda x, a, b, c, d: sgtrick.with_gradient(lambda x: x * d * b, lambda x: d * b)(x) * c,
+        "dbc",
+    ),
+}
 
 
 class TestOrder:
@@ -69,6 +112,60 @@ class TestOrder:
 
     def test_none_read(self, compiled):
         assert self.given(compiled, lambda x: x) == []
+
+    @pytest.mark.parametrize("name", WAYS_TO_READ)
+    def test_however_they_are_read(self, variables, name):
+        """The same in eager, in the second trace and in the second call as in the first."""
+        f, expected = WAYS_TO_READ[name]
+        assert self.seen_and_counts(RUNS["tf.function"], f, variables) == ({expected}, [1, 1, 1])
+        # In eager the first call is traced once more, to find the order.
+        assert self.seen_and_counts(RUNS["eager"], f, variables) == ({expected}, [2, 3, 4])
+
+    @staticmethod
+    def seen_and_counts(wrap, f, variables):
+        """The variables that the rule was given, and how often `f` had run after each call."""
+        seen, calls, counts = set(), [], []
+
+        def counted(x):
+            calls.append(1)
+            return f(x, *variables)
+
+        def grad(x, variables):
+            seen.add("".join(v.name[0] for v in variables))
+            return x, [tf.ones(v.shape) for v in variables]
+
+        h = sgtrick.with_gradient(counted, grad)
+
+        @wrap
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = h(x)
+            return tape.gradient(y, x)
+
+        for x in (1.0, 2.0, 3.0):
+            run(tf.constant(x))
+            counts.append(len(calls))
+        return seen, counts
+
+    def test_of_layers(self, compiled):
+        """That in which they are used, and not that of model.trainable_variables."""
+        first, second = (keras.layers.Dense(2, name=name) for name in ("first", "second"))
+        x = tf.ones([1, 2])
+        model = keras.Sequential([first, second])
+        model(x)
+        seen = []
+
+        def f(x):
+            return tf.reduce_sum(first(second(x)))
+
+        def grad(x, variables):
+            seen.append([id(v) for v in variables])
+            return tf.ones_like(x), [tf.ones(v.shape) for v in variables]
+
+        gradients(compiled, sgtrick.with_gradient(f, grad), [x], [])
+        used = [second.kernel, second.bias, first.kernel, first.bias]
+        assert seen[-1] == [id(v.value) for v in used]
 
     def test_of_code_that_only_runs_eagerly_is_that_of_making(self, variables):
         a, b, *_ = variables
@@ -366,3 +463,146 @@ class TestErrors:
         )
         with pytest.raises(ValueError, match=r"weights:0 is tf.IndexedSlices.*only for a scalar"):
             gradients(RUNS["eager"], h, [tf.ones([3])], [v])
+
+
+def cube(x, v):
+    """With the derivative by `v`, of which the function itself has none."""
+    return tf.reduce_sum(tf.stop_gradient(x * v) ** 3)
+
+
+def by_v(x, v):
+    return 3 * x**3 * v**2
+
+
+def jvp_by_v():
+    form = sgtrick.custom_jvp(cube)
+    form.defjvp(lambda p, t: (None, tf.reduce_sum(by_v(*p) * t[1])))
+    return form
+
+
+@sgtrick.custom_vjp
+def vjp_by_v(x, v):
+    g = by_v(x, v)  # here, where layers cast their weights
+    return cube(x, v), lambda u: (None, u * g)
+
+
+OF_VARIABLES = {
+    "with_gradient": sgtrick.with_gradient(cube, by_v, argnums=1),
+    "from_value_and_gradient": sgtrick.from_value_and_gradient(
+        lambda x, v: (cube(x, v), by_v(x, v)), argnums=1
+    ),
+    "custom_jvp": jvp_by_v(),
+    "custom_vjp": vjp_by_v,
+    "from_numpy": sgtrick.from_numpy(
+        lambda x, v: (np.sum((x * v) ** 3), (3 * x**2 * v**3, 3 * x**3 * v**2))
+    ),
+    "custom_gradient": lambda x, v: sgtrick.custom_gradient(cube(x, v), by_v(x, v), v),
+    "implicit_root": lambda x, v: tf.reduce_sum(
+        sgtrick.implicit_root(lambda y, v: y - (x * v) ** 3, (x * v) ** 3, v)
+    ),
+    "clip_gradient": lambda x, v: tf.reduce_sum((x * sgtrick.clip_gradient(v, -1e4, 1e4)) ** 3),
+}
+
+
+@pytest.mark.parametrize("form", OF_VARIABLES.values(), ids=OF_VARIABLES)
+@pytest.mark.parametrize("wrap", [RUNS["eager"], RUNS["tf.function"]], ids=["eager", "tf.function"])
+class TestAmongTheArguments:
+    """They are arguments and nothing that the function reads, whatever wraps them."""
+
+    @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+    def test_of_tf_keras(self, form, wrap, policy):
+        class Layer(tf_keras.layers.Layer):
+            def build(self, _):
+                self.v = self.add_weight(name="v", shape=[2], initializer="ones")
+
+            def call(self, x):
+                return form(x, self.v)
+
+        layer, x = Layer(dtype=policy), tf.constant([1.0, 2.0])
+        layer(x)
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                y = layer(x)
+            return y, tape.gradient(y, layer.trainable_variables)
+
+        y, (g,) = run()
+        assert y.dtype == (tf.float16 if policy == "mixed_float16" else tf.float32)
+        assert g.dtype == tf.float32
+        np.testing.assert_allclose(y, 9)
+        np.testing.assert_allclose(g, [3, 24])
+
+    def test_of_keras_layers(self, form, wrap):
+        class Layer(keras.layers.Layer):
+            def build(self, _):
+                self.v = self.add_weight(name="v", shape=[2], initializer="ones")
+
+            def call(self, x):
+                return form(x, self.v)
+
+        layer, x = Layer(dtype="mixed_float16"), tf.constant([1.0, 2.0])
+        layer(x)
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                y = layer(x)
+            return tape.gradient(y, layer.v.value)
+
+        np.testing.assert_allclose(run(), [3, 24])
+
+    def test_of_keras(self, form, wrap):
+        v, x = keras.Variable([1.0, 1.0]), tf.constant([1.0, 2.0])
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                y = form(x, v)
+            return tape.gradient(y, v.value)
+
+        np.testing.assert_allclose(run(), [3, 24])
+
+    def test_of_replicas(self, form, wrap):
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            v = tf.Variable([1.0, 1.0])
+
+        def replica():
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            x = (1 + tf.cast(number, tf.float32)) * tf.constant([1.0, 2.0])
+            with tf.GradientTape() as tape:
+                y = form(x, v)
+            return tape.gradient(y, v)
+
+        found = strategy.experimental_local_results(wrap(lambda: strategy.run(replica))())
+        np.testing.assert_allclose(found, [[3, 24], [24, 192]])
+
+
+def test_a_weight_that_is_read_under_mixed_float16():
+    """Of which `grad` is given the variable itself."""
+    seen = []
+
+    class Layer(tf_keras.layers.Layer):
+        def build(self, _):
+            self.v = self.add_weight(name="v", shape=[2], initializer="ones")
+
+        def call(self, x):
+            def grad(x, variables):
+                seen[:] = variables
+                return self.v, [x]
+
+            return sgtrick.with_gradient(lambda x: tf.reduce_sum(x * self.v), grad)(x)
+
+    layer, x = Layer(dtype="mixed_float16"), tf.constant([1.0, 2.0])
+    for wrap in (RUNS["eager"], RUNS["tf.function"]):
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                y = layer(x)
+            return tape.gradient(y, layer.trainable_variables)
+
+        np.testing.assert_allclose(run()[0], [1, 2])
+        assert len(seen) == 1
+        assert seen[0].dtype == tf.float32

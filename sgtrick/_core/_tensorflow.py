@@ -13,6 +13,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -228,6 +229,8 @@ def _forget(names: list[str]) -> None:
 
 # A SavedModel of another process must not find the overrides of this one under its names.
 _NAMES = (f"sgtrick-{uuid.uuid4().hex}-{n}" for n in itertools.count())
+# The names of those that a gradient makes while it is stored.
+_MADE: ContextVar[list[str] | None] = ContextVar("_MADE", default=None)
 _ATTRIBUTE = "_sgtrick_overrides"
 
 # TensorFlow's error for a loaded operation without its gradient names the operation.
@@ -250,6 +253,9 @@ def override(natural: Sequence[Any], inputs: Sequence[Any], meaning: Override) -
         overrides = _Overrides(graph)
         setattr(graph, _ATTRIBUTE, overrides)
     name = next(_NAMES)
+    made = _MADE.get()
+    if made is not None:
+        made.append(name)
     overrides.by_name[name] = meaning
     overrides.names.append(name)
     _register(name, len(natural), weakref.ref(overrides))
@@ -269,14 +275,34 @@ def _register(name: str, count: int, reference: Callable[[], _Overrides | None])
         if overrides is None:
             raise LookupError(_COPIED)
         pull = overrides.by_name[name].gradient
-        # To store a gradient, tf.saved_model.save traces it without an operation.
-        if op is not None and _overrides_of(op) is not overrides:
+        if op is None:
+            pull = _to_be_stored(pull)
+        elif _overrides_of(op) is not overrides:
             pull = _of_copy(pull, overrides.graph(), overrides.operations[name], op)
         return [*[None] * count, *pull(*upstream[:count])]
 
 
 def _overrides_of(op: Any) -> _Overrides | None:
     return getattr(op.graph, _ATTRIBUTE, None)
+
+
+def _to_be_stored(pull: Pullback) -> Pullback:
+    """The pullback as `tf.saved_model.save` traces it, without an operation.
+
+    It does not store gradients of gradients, so that operations that are loaded must not find those
+    that are made here under their names.
+    """
+
+    def pull_and_forget(*upstream: Any) -> Sequence[Any]:
+        made: list[str] = []
+        token = _MADE.set(made)
+        try:
+            return pull(*upstream)
+        finally:
+            _forget(made)
+            _MADE.reset(token)
+
+    return pull_and_forget
 
 
 def _of_copy(pull: Pullback, graph: Any, name: str, op: Any) -> Pullback:

@@ -121,8 +121,7 @@ def _pull(
 ) -> list[Any]:
     """Calls the pullback on the device of the outputs, with errors for what gets lost in it."""
     upstream = [
-        u if _leaves.is_differentiable(y.dtype) else None
-        for u, y in zip(upstream, ys, strict=True)
+        u if _leaves.is_differentiable(y.dtype) else None for u, y in zip(upstream, ys, strict=True)
     ]
     with _devices.of(ys[0]):
         if tf.executing_eagerly() and not _tensorflow.somebody_records():

@@ -1,0 +1,155 @@
+"""SavedModels with custom gradients, stored, loaded and stored again; here and in another process."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from forms import ALL, CALLS_HOST, POINTS, derivative, exact, hidden, slope
+
+
+def of_intermediate_results(x):
+    """The rule uses what the function computed on the way."""
+    s = tf.sqrt(1 + x**2)
+    return tf.math.log(x + s), lambda upstream: upstream / s
+
+
+VARIABLE = tf.Variable(2.0, dtype=tf.float64)
+
+
+def reads_variable(x):
+    def grad_fn(upstream, variables):
+        return upstream * slope(x), [tf.reduce_sum(upstream * hidden(x) / v) for v in variables]
+
+    return hidden(x) * VARIABLE / 2, grad_fn
+
+
+FORMS = {name: ALL[name] for name in ALL if name not in CALLS_HOST} | {
+    "custom_vjp, intermediate results": sgtrick.custom_vjp(of_intermediate_results),
+    "custom_vjp, variable": sgtrick.custom_vjp(reads_variable),
+    "with_gradient, variable": sgtrick.with_gradient(
+        lambda x: hidden(x) * VARIABLE / 2, lambda x: slope(x) * VARIABLE / 2
+    ),
+    "with_gradient, takes variables": sgtrick.with_gradient(
+        lambda x: hidden(x) * VARIABLE / 2,
+        lambda x, variables: (slope(x), [hidden(x) / v for v in variables]),
+    ),
+}
+FORMS["nested"] = sgtrick.with_gradient(
+    lambda x: FORMS["custom_vjp"](x), lambda x: 0 * FORMS["custom_jvp"](x) + slope(x)
+)
+FORMS["clip_gradient"] = lambda x: tf.asinh(sgtrick.clip_gradient(x, -100.0, 100.0))
+
+
+def store(f, folder, custom_gradients=True):
+    module = tf.Module()
+    module.variable = VARIABLE
+    module.f = tf.function(f, input_signature=[tf.TensorSpec([None], tf.float64)])
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=custom_gradients)
+    tf.saved_model.save(module, str(folder), options=options)
+    return str(folder)
+
+
+def store_again(loaded, folder):
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
+    tf.saved_model.save(loaded, str(folder), options=options)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_three_times_over(name, tmp_path):
+    folder = store(FORMS[name], tmp_path / "0")
+    for generation in range(1, 4):
+        loaded = tf.saved_model.load(folder)
+        np.testing.assert_allclose(loaded.f(tf.constant(POINTS)), exact(0), rtol=1e-12)
+        for run in (derivative(loaded.f), tf.function(derivative(loaded.f))):
+            np.testing.assert_allclose(run(tf.constant(POINTS)), exact(1), rtol=1e-12)
+        folder = store_again(loaded, tmp_path / str(generation))
+
+
+LOADS = """
+import json, sys
+import tensorflow as tf
+x = tf.constant(json.loads(sys.argv[1]), tf.float64)
+came = []
+for folder in sys.argv[2:]:
+    loaded = tf.saved_model.load(folder)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = loaded.f(x)
+    came.append([y.numpy().tolist(), tape.gradient(y, x).numpy().tolist()])
+print(json.dumps(came))
+"""
+
+
+def test_in_a_process_without_sgtrick(tmp_path):
+    """What was stored, and what was loaded here and stored again."""
+    folders = []
+    for i, form in enumerate(FORMS.values()):
+        folders.append(store(form, tmp_path / f"{i}"))
+        folders.append(store_again(tf.saved_model.load(folders[-1]), tmp_path / f"{i} again"))
+    command = [sys.executable, "-c", LOADS, json.dumps(POINTS.tolist()), *folders]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    came = json.loads(printed.splitlines()[-1])
+    assert len(came) == 2 * len(FORMS)
+    for y, g in came:
+        np.testing.assert_allclose(y, exact(0), rtol=1e-12)
+        np.testing.assert_allclose(g, exact(1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "custom_gradient"])
+def test_without_custom_gradients(name, tmp_path):
+    loaded = tf.saved_model.load(store(FORMS[name], tmp_path / "a", custom_gradients=False))
+    np.testing.assert_allclose(loaded.f(tf.constant(POINTS)), exact(0), rtol=1e-12)
+    with pytest.raises(LookupError, match="experimental_custom_gradients"):
+        derivative(loaded.f)(tf.constant(POINTS))
+
+
+# TensorFlow does not map a loaded assertion.
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "clip_gradient"])
+@pytest.mark.parametrize("custom_gradients", [True, False])
+def test_mapped(name, custom_gradients, tmp_path):
+    """Right, or an error that says what to do."""
+    loaded = tf.saved_model.load(store(FORMS[name], tmp_path / "a", custom_gradients))
+    x = tf.constant(np.stack([POINTS, 2 * POINTS]))
+
+    def mapping(f):
+        return lambda x: tf.vectorized_map(f, x)
+
+    np.testing.assert_allclose(mapping(loaded.f)(x), exact(0, x.numpy()), rtol=1e-12)
+    for run in (derivative(mapping(loaded.f)), mapping(derivative(loaded.f))):
+        came = said(run, x, exact(1, x.numpy()))
+        # Nor a loaded function of which nothing is mapped.
+        assert came in ("right", "says the option") or "AssertionError: (<tf.Operation" in came
+
+
+def said(run, x, expected):
+    """How a derivative came out."""
+    try:
+        y = run(x)
+    except Exception as error:
+        return "says the option" if "experimental_custom_gradients" in str(error) else str(error)
+    if y is None:
+        return "None"
+    if not np.any(np.isfinite(y)):
+        return "NaN"
+    return "right" if np.allclose(y, expected, rtol=1e-9) else "wrong"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_second_derivatives_are_right_or_loud(name, tmp_path):
+    loaded = tf.saved_model.load(store(FORMS[name], tmp_path / "a"))
+    came = said(derivative(derivative(loaded.f)), tf.constant(POINTS), exact(2))
+    assert came in ("right", "says the option", "NaN")
+
+
+@pytest.mark.parametrize("custom_gradients", [True, False])
+@pytest.mark.parametrize("make", [sgtrick.from_numpy])
+def test_host_engines_refuse(make, custom_gradients, tmp_path):
+    engine = make(lambda x: (np.sum(x**2), 2 * x))
+    with pytest.raises(AssertionError, match=r"A host engine .* cannot be stored in a SavedModel"):
+        store(engine, tmp_path / "a", custom_gradients)
