@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 
 import sgtrick
-from sgtrick._core import _host_calls, _tensorflow
+from sgtrick._core import _tensorflow
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -24,6 +24,7 @@ PLACES = [
     "tensorflow.python.eager.record.record_operation",
     "tensorflow.python.eager.record.should_record_backprop",
     "tensorflow.python.eager.record.stop_recording",
+    "tensorflow.python.eager.forwardprop_util.pack_tangents",
     "tensorflow.python.framework.ops.EagerTensor",
     "tensorflow.python.framework.ops.get_gradient_function",
     "tensorflow.python.framework.ops.gradient_registry._registry",
@@ -227,7 +228,7 @@ class TestPfor:
             return [2 * x]
 
         def f(x):
-            return _host_calls.call(callback, [x], [tf.float32])[0]
+            return _tensorflow.host_call(callback, [x], [tf.float32])[0]
 
         y = tf.vectorized_map(f, tf.ones([4, 3]), fallback_to_while_loop=False)
         assert y.numpy().tolist() == [[2.0] * 3] * 4
@@ -395,7 +396,7 @@ class TestGraphs:
         seen = []
 
         def f(x):
-            seen.append(_host_calls.in_xla(tf.compat.v1.get_default_graph()))
+            seen.append(_tensorflow.in_xla(tf.compat.v1.get_default_graph()))
             return x
 
         for compiled in (False, True):
@@ -406,7 +407,7 @@ class TestGraphs:
 def test_a_function_that_cannot_be_stored(tmp_path):
     @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
     def f(x):
-        _host_calls.forbid_saving(tf.compat.v1.get_default_graph(), "because_of_the_host")
+        _tensorflow.forbid_saving(tf.compat.v1.get_default_graph(), "because_of_the_host")
         return x
 
     module = tf.Module()
