@@ -47,6 +47,21 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def stan(session: nox.Session) -> None:
+    """Stan's tests, and its page of the gallery, which the build of the docs does not run."""
+    session.install("-e", ".[test,stan]")
+    session.run("pytest", "-q", "tests/test_posteriors.py", "tests/test_examples.py", "-k", "stan")
+    session.run("python", "docs/record.py", "stan_program")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random programs: `nox -s fuzz -- --seconds 3600 --seed 1`."""
+    session.install("-e", ".[test]")
+    session.run("python", "-m", "fuzz", *session.posargs, env={"PYTHONPATH": "tests"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks, and the tables and the figure of the page on performance."""
     session.install("-e", ".[test]")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jupytext
+import nbformat
 
 import sgtrick
 import sgtrick.keras
@@ -20,6 +21,7 @@ import sgtrick.tfp
 HERE = Path(__file__).parent
 EXAMPLES = sorted((HERE.parent / "examples").glob("*.py"))
 GALLERY = HERE / "gallery"
+RECORDED = HERE / "recorded"  # by record.py: examples that need more than the docs install
 
 project = "sgtrick"
 author = "The sgtrick developers"
@@ -76,6 +78,8 @@ def _generate_gallery() -> None:
         notebook = jupytext.read(script)
         notebook.metadata["kernelspec"] = kernel
         _fold(notebook.cells)
+        if (RECORDED / f"{script.stem}.txt").exists():
+            _show_recorded(notebook, script.stem)
         jupytext.write(notebook, GALLERY / f"{script.stem}.ipynb")
     entries = "\n".join(
         f"* {{doc}}`gallery/{s.stem}`. {ast.get_docstring(ast.parse(s.read_text()))} "
@@ -95,6 +99,16 @@ def _fold(cells: list[Any]) -> None:
         if "def silent_stderr" in cell.source or "savefig" in cell.source:
             cell.metadata["tags"] = ["hide-input"]
             cell.metadata["mystnb"] = {"image": {"alt": heading}}
+
+
+def _show_recorded(notebook: Any, name: str) -> None:
+    notebook.metadata["mystnb"] = {"execution_mode": "off"}
+    printed = (RECORDED / f"{name}.txt").read_text()
+    text = (
+        "## As it ran\n\nThe build of this page does not run the example; this was recorded.\n\n"
+        f"```text\n{printed}```\n\n![The figure of this page](../recorded/{name}.png)"
+    )
+    notebook.cells.append(nbformat.v4.new_markdown_cell(text))
 
 
 def _check_gallery(app: Any, error: Exception | None) -> None:

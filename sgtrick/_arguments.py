@@ -11,6 +11,7 @@ import tensorflow as tf
 from sgtrick import _leaves, _shapes
 from sgtrick._core import _tensorflow
 from sgtrick._core._tensorflow import here
+from sgtrick._core.tensors import TENSORFLOW
 
 
 @dataclasses.dataclass(frozen=True)  # of a named tuple, AutoGraph would not convert __call__
@@ -133,7 +134,7 @@ class Point:
                 names = _shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
                 if has_derivatives(x):
                     x = next(xs)
-                    leaf = gx is not None and _leaves.make_leaf(path, x, gx, y, batch_ndims, names)
+                    leaf = gx is not None and TENSORFLOW.leaf(path, x, gx, y, batch_ndims, names)
                     found.append(leaf or None)
                 elif gx is not None:
                     raise TypeError(

@@ -5,16 +5,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices, _dtypes, _leaves
+from sgtrick import _devices, _given
 from sgtrick._core import embedding
 from sgtrick._core._tensorflow import here, not_recording, unconverted
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
+from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._leaves import Leaf
-from sgtrick._shapes import Names
 
 
+@unconverted
 def custom_gradient(
     fx: Any,
     gx: Any,
@@ -107,37 +108,24 @@ def custom_gradient(
     correctly is answered the same.
     """
     with _devices.scope(device):
-        pairs = _leaves.pair(x, gx)
-        fx = _value(fx, like=next((x for _, x, gx in pairs if gx is not None), None))
-        leaves = [
-            _leaves.make_leaf(path, x, gx, fx, batch_ndims, Names("fx", f"gx{path}", f"x{path}"))
-            for path, x, gx in pairs
-            if gx is not None
-        ]
+        fx, leaves = _given.at_point(TENSORFLOW, fx, gx, x, batch_ndims)
         name = name or "custom_gradient"
         with tf.name_scope(name):
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             hessian = _hessian(name, hx, x, fx, leaves, stop)
-            order = None if _is_zero(hx) else 1 if hx is None else 2
+            order = None if _given.is_zero(hx) else 1 if hx is None else 2
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
             return _embed(name, stop(fx), leaves, hessian, order)
 
 
-@unconverted
 def _hessian(
     name: str, hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf], stop: Callable[[Any], Any]
 ) -> Blocks | Product | None:
     if callable(hx):
-        return Product(name, hx, x, fx, leaves)
-    return None if hx is None or _is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
+        return Product(name, fx, hx, x, leaves)
+    return None if hx is None or _given.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
 
 
-@unconverted
-def _is_zero(hx: Any) -> bool:
-    return isinstance(hx, (int, float)) and hx == 0
-
-
-@unconverted
 def _embed(
     name: str,
     fx: Any,
@@ -179,14 +167,3 @@ _FIRST_ORDER = (
     "Hessian or a function for Hessian-vector products as hx=, or hx=0 to take it for zero, as "
     "first-order approximations do."
 )
-
-
-def _value(fx: Any, like: Any) -> Any:
-    """Converts `fx`; a bare Python float has no dtype of its own and takes the precision of x."""
-    dtype = None
-    if type(fx) is float and hasattr(like, "dtype"):
-        dtype = tf.as_dtype(like.dtype).base_dtype
-        dtype = dtype.real_dtype if _leaves.is_differentiable(dtype) else None
-    fx = _leaves.to_tensor(fx, "fx", dtype=dtype)
-    _dtypes.check_value(fx.dtype.name)
-    return fx

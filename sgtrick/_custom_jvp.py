@@ -125,7 +125,8 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
             fits = adjoint.holds(us, lt, found, ts)
             zero = loud.insist(fits, _NOT_LINEAR.format(name))
-            if not tf.executing_eagerly():  # what is not there could not be an error
+            if us and not tf.executing_eagerly():  # what is not there could not be an error
+                zero = loud.along(zero, us)
                 found = [
                     tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
                 ]

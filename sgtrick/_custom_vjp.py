@@ -33,7 +33,8 @@ def custom_vjp(f: Any = None) -> Any:
         array([0.731, 0.881, 1.   ], dtype=float32)
 
     Args:
-        f: Returns `(y, grad_fn)`, `y` a structure of tensors. `grad_fn` is called with one upstream
+        f: Returns `(y, grad_fn)`, `y` a structure of tensors. Variables among the arguments arrive
+            as the values that they have at the call. `grad_fn` is called with one upstream
             gradient per leaf of `y`, only when a gradient is asked for, and returns one gradient or
             None per leaf of the arguments, those passed by keyword in the place where `f` declares
             them, keyword-only ones last, in the order of their declaration, those of `**kwargs` in
@@ -65,11 +66,12 @@ def _custom_vjp(f: Any) -> Any:
 
     def call(converted: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = arguments_of(f, args, kwargs)
+        owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
+        given = tf.nest.flatten((args, kwargs))
         args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
-        own = function.own  # the instance of a method has no gradient
-        leaves = leaves_of(args[own:], kwargs)
-        run = functools.partial(converted(f), *args, **kwargs)
-        returned, variables, tape = read.recorded(run, [leaf for _, leaf in leaves])
+        leaves = leaves_of(args, kwargs)
+        run = functools.partial(converted(f), *owner, *args, **kwargs)
+        returned, variables, tape = read.recorded(run, [*given, *(leaf for _, leaf in leaves)])
         y, grad_fn = value_and_rule(f, returned)
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]
@@ -213,8 +215,11 @@ def _takes_variables(grad_fn: Any) -> bool:
 
 
 def _here(leaf: Any) -> Any:
-    """A tensor of the graph that is being traced, composite ones and variables as they are."""
-    return _tensorflow.here(leaf) if isinstance(leaf, tf.Tensor) else leaf
+    """A tensor of the graph that is being traced, composite ones as they are.
+
+    A variable is read now: when the rule runs, it may have been assigned something else.
+    """
+    return _tensorflow.here(tf.convert_to_tensor(leaf)) if _leaves.is_dense(leaf) else leaf
 
 
 def _is_input(leaf: Any) -> bool:

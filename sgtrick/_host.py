@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from sgtrick import _arguments, _foreign, _leaves, _shapes
 from sgtrick._core import embedding
+from sgtrick._core._tensorflow import here
 from sgtrick._core.hessian import symmetric
 from sgtrick._engine import Engine
 from sgtrick._host_call import HostCall
@@ -304,6 +305,8 @@ class HostFunction:
         # Scopes begin with an ASCII letter or digit, and names may begin with "_" or be Greek.
         with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
             call, xs, hosted, batch = self._prepared(args, names)
+            # In a branch, gradients find what is of the branch, and nothing from around it.
+            xs, hosted = list(map(here, xs)), list(map(here, hosted))
             layout = call.layout
             value, *gradients = call.evaluate(hosted)
             value.set_shape(batch)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _dtypes, _shapes
+from sgtrick import _shapes
 
 
 class Leaf(NamedTuple):
@@ -89,27 +89,6 @@ def pair_hessian(hx: Any, x: Any, differentiated: Container[str]) -> dict[str, A
     return blocks
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def make_leaf(path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _shapes.Names) -> Leaf:
-    """Converts one leaf of `x` and the Jacobian of the tensor `fx` by it, and checks the contract.
-
-    Raises:
-        TypeError: A dtype without derivatives, or a complex derivative of something real.
-        ValueError: The shapes do not fit together.
-    """
-    x = to_tensor(x, names.x)
-    dtype = tf.as_dtype(_dtypes.of_jacobian(fx.dtype.name, x.dtype.name, names))
-    gx = to_dtype(gx, dtype, names.gx, f"{names.fx} is {fx.dtype.name}, {names.x} {x.dtype.name}")
-    shapes = static_shape(fx), static_shape(gx), static_shape(x)
-    if not tf.is_tensor(batch_ndims):
-        batch_ndims = _shapes.infer_batch_ndims(*shapes, batch_ndims, names)
-    if not _shapes.is_known(*shapes):
-        gx, batch_ndims = _check_at_run_time(fx, gx, x, batch_ndims, names)
-    elif gx.shape.rank < x.shape.rank:
-        gx = tf.broadcast_to(gx, x.shape)  # rank 0: the same partial for every entry
-    return Leaf(path, x, gx, batch_ndims)
-
-
 def is_dense(leaf: Any) -> bool:
     """Whether a leaf is a dense tensor, or a variable, which stands for one."""
     return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
@@ -118,14 +97,6 @@ def is_dense(leaf: Any) -> bool:
 def is_differentiable(dtype: Any) -> bool:
     """Whether values of this dtype have derivatives."""
     return bool(dtype.is_floating or dtype.is_complex)
-
-
-def to_dtype(value: Any, dtype: Any, name: str, why: str) -> Any:
-    """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part."""
-    # A bare Python number would lose digits by way of float32.
-    value = to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
-    _dtypes.check_cast(value.dtype.name, dtype.name, name, why)
-    return tf.cast(value, dtype)
 
 
 def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
@@ -142,14 +113,6 @@ def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
         return tf.convert_to_tensor(value, dtype=dtype)
     except (TypeError, ValueError) as error:
         raise no_tensor(value, name, error) from error
-
-
-# Of a Hessian-vector product on this backend.
-NOT_CONNECTED = (
-    "hx(v) is not connected to v, so the second derivative would be lost. {0} must be able to "
-    "differentiate it. Where it calls code outside {0}, give it its own gradient: H is symmetric, "
-    "so that the gradient of v -> H v is u -> H u."
-)
 
 
 def no_tensor(value: Any, name: str, error: Exception) -> TypeError:
@@ -195,31 +158,3 @@ def equal_shapes(a: Any, b: Any) -> Any:
     """Whether two shape vectors, perhaps of different lengths, are equal."""
     n = tf.minimum(tf.size(a), tf.size(b))
     return tf.equal(tf.size(a), tf.size(b)) & tf.reduce_all(tf.equal(a[:n], b[:n]))
-
-
-def _check_at_run_time(
-    fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names
-) -> tuple[Any, Any]:
-    """The contract of `_shapes` in graph ops: returns `gx` and `len(B)`."""
-    fx_shape, gx_shape, x_shape = tf.shape(fx), tf.shape(gx), tf.shape(x)
-    b = batch_ndims
-    if b is None:
-        b = tf.where(tf.equal(tf.rank(gx), tf.rank(x)), tf.rank(fx), 0)
-    if fx.shape.rank in (0, None) and gx.shape.rank in (0, None):
-        # The same partial for every entry, if both turn out to have rank 0.
-        n = tf.where(tf.equal(tf.rank(fx) + tf.rank(gx), 0), tf.rank(x), 0)
-        gx_shape = tf.concat([x_shape[:n], gx_shape], 0)
-        gx = tf.broadcast_to(gx, gx_shape)
-    fits = (
-        tf.equal(tf.size(fx_shape[:b]), b)
-        & equal_shapes(fx_shape[:b], x_shape[:b])
-        & equal_shapes(gx_shape, tf.concat([fx_shape, x_shape[b:]], 0))
-    )
-    message = (
-        f"The shapes of {names.gx}, {names.fx} and {names.x}, in this order, do not fit together. "
-        "With batch, range and domain shapes B, R and D they must be B + R + D, B + R and B + D:"
-    )
-    gx = insist(fits, gx, message, fx, x)
-    if isinstance(b, int):
-        gx.set_shape(fx.shape.concatenate(x.shape[b:]))
-    return gx, b

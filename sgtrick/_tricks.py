@@ -12,6 +12,7 @@ import tensorflow as tf
 from sgtrick import _leaves, _shapes
 from sgtrick._core import formula
 from sgtrick._core.override import Rule, keep
+from sgtrick._core.tensors import TENSORFLOW
 
 
 def stop_gradient(x: Any, where: Any = None) -> Any:
@@ -143,11 +144,11 @@ def scale_gradient(x: Any, factor: Any) -> Any:
     def scaled(path: str, x: Any, factor: Any) -> Any:
         name = f"x{path}"
         x = _differentiable(x, name)
-        factor = _leaves.to_dtype(factor, x.dtype, "factor", f"{name} is {x.dtype.name}")
+        factor = TENSORFLOW.to_dtype(factor, x.dtype.name, "factor", f"{name} is {x.dtype.name}")
         factor = tf.stop_gradient(_like(factor, x, "factor", name))
         minus_z = formula.minus_zero(stop_gradient(x, where=tf.equal(factor, 0)))
         rank = tf.rank(x) if x.shape.rank is None else x.shape.rank
-        return formula.with_linear(tf.stop_gradient(x), [formula.inner(factor, minus_z, rank)])
+        return formula.with_linear(tf.stop_gradient(x), [TENSORFLOW.inner(factor, minus_z, rank)])
 
     return _map(scaled, x, factor=factor)
 
@@ -223,7 +224,10 @@ def clip_gradient(x: Any, lo: Any, hi: Any) -> Any:
             )
         lo, hi = (
             _like(
-                _leaves.to_dtype(bound, x.dtype, which, f"{name} is {x.dtype.name}"), x, which, name
+                TENSORFLOW.to_dtype(bound, x.dtype.name, which, f"{name} is {x.dtype.name}"),
+                x,
+                which,
+                name,
             )
             for bound, which in ((lo, "lo"), (hi, "hi"))
         )

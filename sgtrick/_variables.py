@@ -6,7 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick import _leaves, _shapes
-from sgtrick._core import _tensorflow, formula
+from sgtrick._core import _tensorflow
+from sgtrick._core.tensors import TENSORFLOW
 
 
 class Reader:
@@ -107,16 +108,16 @@ def _pull(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
     what = f"the gradient by the variable {variable}"
     if not isinstance(gx, tf.IndexedSlices):
         names = _shapes.Names("the value", what, f"the variable {variable}")
-        return formula.transpose(_leaves.make_leaf("", x, gx, y, 0, names), upstream)
+        return TENSORFLOW.transpose(TENSORFLOW.leaf("", x, gx, y, 0, names), upstream)
     if y.shape.rank != 0:
         raise ValueError(
             f"{what} is tf.IndexedSlices, expected a tensor since the value has shape {y.shape}: "
             "such slices are only for a scalar."
         )
-    values = _leaves.to_dtype(gx.values, x.dtype, what, f"the variable is {x.dtype.name}")
+    values = TENSORFLOW.to_dtype(gx.values, x.dtype.name, what, f"the variable is {x.dtype.name}")
     indices = tf.convert_to_tensor(gx.indices)
     values = _leaves.shaped_like(values, tf.gather(x, indices), what, "expected")
-    pulled = formula.transpose(_leaves.Leaf("", values, values, 0), upstream)
+    pulled = TENSORFLOW.transpose(_leaves.Leaf("", values, values, 0), upstream)
     return tf.IndexedSlices(pulled, indices, tf.shape(x))
 
 

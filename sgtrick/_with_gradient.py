@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick import _arguments, _devices, _leaves, _variables
-from sgtrick._core import _tensorflow, ancestry, embedding, formula, loud, mixed
+from sgtrick._core import _tensorflow, ancestry, embedding, loud, mixed
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import Rule, keep, lost
+from sgtrick._core.tensors import TENSORFLOW
 
 
 def with_gradient(
@@ -57,10 +58,10 @@ def with_gradient(
             the values that variables among the arguments had when `f` was called, and never in a
             forward pass. A `grad` that takes a keyword `variables` is given the trainable variables
             that `f` read and that are not among its arguments, each once, in the order read, and
-            returns
-            `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape of the
-            value followed by that of the variable, for a scalar value also as `tf.IndexedSlices`.
-            That is then exactly their gradient. What else `f` closes over has none then.
+            returns `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape
+            of the value followed by that of the variable, for a scalar value also as
+            `tf.IndexedSlices`. That is then exactly their gradient. What else `f` closes over has
+            none then.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
         device: As in `custom_gradient`; `f` and `grad` run there too.
@@ -180,7 +181,7 @@ class _Call(NamedTuple):
 
         def gradients(us: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
             leaves = evaluated(self.at(at, xs, passed))
-            return [leaf and formula.transpose(leaf, us[0]) for leaf in leaves]
+            return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
 
         moving = mixed.Moving(self.name, gradients, xs, others)
         return mixed.beside(moving, [y], rule._replace(sources=xs))[0]
@@ -219,7 +220,7 @@ def _with_variables(
             "(gradients, variable_gradients)",
         )
         return [
-            *(leaf and formula.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),
+            *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),
             *tape.gradient(y, others.xs, upstream),
             *_variables.pull(by_variables, variables, reads, y, upstream, name),
         ]
@@ -309,7 +310,9 @@ def _from_value_and_gradient(
         with _devices.scope(device):
             point = _point(function, argnums, args, kwargs)
             others = point.others()
-            closure = Closure(lambda: point.stopped(f), others.xs)
+            # Without a record, a tape in it would say that there is no gradient.
+            run = functools.partial(_tensorflow.unsuspended, lambda: point.stopped(f))
+            closure = Closure(run, others.xs)
             y, gradients = _pair(closure.result, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = _pair(y, f"{name} must return ((value, aux), gradient)")

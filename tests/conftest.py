@@ -30,19 +30,3 @@ def formula_alone(monkeypatch):
         return formula(fx, leaves, hessian and hessian.times, order=order) if leaves else fx
 
     monkeypatch.setattr(_custom_gradient, "_embed", embed)
-
-
-# Known defects: loud errors where a derivative exists, and what TensorFlow keeps after one.
-KNOWN_DEFECTS = {
-    "test_loops[forward_derivative-tf.function]",
-    "test_are_freed[from_value_and_gradient, host-gradient of vectorized_map]",
-    "test_eager_vectorized_map_leaves_no_graph[from_value_and_gradient, host]",
-    "test_forward_mode_around[vectorized]",
-    "test_forward_mode_around[by member]",
-}
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.name in KNOWN_DEFECTS:
-            item.add_marker(pytest.mark.xfail(reason="a known defect", strict=False))

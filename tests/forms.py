@@ -70,17 +70,12 @@ def _root(a: Any) -> Any:
     )
 
 
-def _sample(a: Any) -> Any:
-    return sgtrick.implicit_reparameterize(lambda y, a: tf.sinh(y) - a, hidden(a), a)
-
-
 EVERY_ORDER: dict[str, Form] = {
     "with_gradient": sgtrick.with_gradient(hidden, slope),
     "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (hidden(x), slope(x))),
     "custom_jvp": jvp_form(hidden, slope),
     "custom_vjp": vjp_form(hidden, slope),
     "implicit_root": _root,
-    "implicit_reparameterize": _sample,
 }
 
 FIRST_ORDER: dict[str, Form] = {
@@ -128,6 +123,16 @@ def forward_derivative(f: Form) -> Form:
 
 def mapped(f: Form) -> Form:
     return lambda x: tf.vectorized_map(f, x, fallback_to_while_loop=False)
+
+
+def mapped_with_loops(f: Form) -> Form:
+    """For what calls the host by an operation that TensorFlow cannot map otherwise."""
+    return lambda x: tf.vectorized_map(f, x)
+
+
+def map_of(name: str) -> Callable[[Form], Form]:
+    """The one that serves a form of `ALL`."""
+    return mapped_with_loops if name in CALLS_HOST - {"from_numpy"} else mapped
 
 
 def compiled(f: Form) -> Form:

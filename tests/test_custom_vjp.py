@@ -535,6 +535,34 @@ def test_variables_that_are_arguments(make, wrap):
 
 
 @honoured
+@pytest.mark.parametrize("make", VARIABLES.values(), ids=VARIABLES)
+def test_the_rule_has_the_values_that_variables_had_at_the_call(make, wrap):
+    """As native code; tf.custom_gradient does so in graphs, and in eager reads what came after."""
+    h = custom_vjp(lambda x, v: (tf.stop_gradient(x * v), lambda u: (u * v, u * x)))
+    v = make([2.0, 3.0])
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = h(x, v)
+        v.assign([20.0, 30.0])
+        return tape.gradient(y, [x, getattr(v, "_value", v)])
+
+    by_x, by_v = wrap(run)(tf.constant([5.0, 7.0]))
+    np.testing.assert_array_equal(by_x, [2.0, 3.0])
+    np.testing.assert_array_equal(by_v, [5.0, 7.0])
+
+
+def test_a_variable_that_is_an_argument_is_not_one_that_f_read():
+    """Even where `f` reads it itself too, as with `tf.custom_gradient`."""
+    v = tf.Variable(2.0)
+    h = custom_vjp(lambda x: (x * v, lambda u: u * 3))
+    with tf.GradientTape() as tape:
+        y = h(v)
+    assert tape.gradient(y, v) == 3.0
+
+
+@honoured
 def test_variables_that_are_not_trainable(wrap):
     c = tf.Variable(2.0, trainable=False)
     h = custom_vjp(lambda x: (x * tf.cast(c, x.dtype), lambda u: u * 3))

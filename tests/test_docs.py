@@ -1,25 +1,17 @@
 """Every Python block of README and docs runs, and prints what the text says; broken links are found."""
 
 import importlib
+import inspect
 import re
 import runpy
-from pathlib import Path
+import typing
+import warnings
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from pages import PAGES, ROOT, blocks, blocks_and_lines, is_for, is_installed, section
 
-
-def blocks(page, language):
-    return [block for block, _ in blocks_and_lines(page, language)]
-
-
-def blocks_and_lines(page, language):
-    """Each block, and how many lines are before it."""
-    text = page.read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [(m[1], text.count("\n", 0, m.start(1))) for m in found]
+OPTIONAL = ["numba", "numpyro", "pymc", "stan"]
 
 
 def test_the_pages_were_found():
@@ -27,8 +19,11 @@ def test_the_pages_were_found():
     assert sum(len(blocks(page, "python")) for page in PAGES) >= 22
 
 
-def is_installed(module):
-    return importlib.util.find_spec(module) is not None
+def import_quietly(package):
+    """Some announce their own future while they are imported; what is to be tested comes later."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module(package)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # model.save
@@ -40,11 +35,41 @@ def test_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
         if module := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / module[1]).write_text(block)
         elif is_installed("torch") or "import torch" not in block:
+            for package in filter(is_installed, OPTIONAL):
+                if is_for(block, package):
+                    import_quietly(package)
             # AutoGraph reads the source of a function at its line of the page.
             exec(compile("\n" * before + block, str(page), "exec"), namespace)
     printed = capsys.readouterr().out
     for output in blocks(page, "text"):
         assert output in printed
+
+
+@pytest.mark.parametrize("package", ["numba", "numpyro", "pymc"])
+def test_a_section_on_an_optional_engine_runs_as_copied(package):
+    """After the imports of the page alone; Stan's section is that of tests/test_posteriors.py."""
+    if not is_installed(package):
+        pytest.skip(f"{package} is not installed: pip install {package}")
+    import_quietly(package)
+    namespace = {}
+    exec("import numpy as np\nimport tensorflow as tf\nimport sgtrick\n", namespace)
+    exec(section(package), namespace)
+    assert "report" not in namespace or namespace["report"].passed
+
+
+def test_bridgestan_has_the_signature_of_an_engine():
+    """`from_numpy(model.log_density_gradient)`, docs/host.md: compiling a model needs a network."""
+    bridgestan = pytest.importorskip(
+        "bridgestan", reason="bridgestan is not installed: pip install bridgestan"
+    )
+    signature = inspect.signature(bridgestan.StanModel.log_density_gradient)
+    _, *parameters = signature.parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty]
+    assert needed == ["theta_unc"]
+    assert parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    value, gradient = typing.get_args(signature.return_annotation)
+    assert value is float
+    assert "ndarray" in str(gradient)
 
 
 def test_readme_example_comes_first():

@@ -10,14 +10,18 @@ import sgtrick
 import sgtrick.keras
 import sgtrick.tfp
 
+NEEDS = {
+    "sgtrick._frameworks": ("jax", "torch"),
+    "sgtrick._jax": ("jax",),
+    "sgtrick._torch": ("torch",),
+}
 MODULES = [m.name for m in pkgutil.walk_packages(sgtrick.__path__, "sgtrick.")]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if "keras._" not in name])
 def test_examples(name):
-    if name == "sgtrick._frameworks":
-        pytest.importorskip("torch")
-        pytest.importorskip("jax")
+    for extra in NEEDS.get(name, ()):
+        pytest.importorskip(extra)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 

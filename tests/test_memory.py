@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from forms import ALL, POINTS, derivative, forward_derivative, mapped
+from forms import ALL, POINTS, derivative, forward_derivative, map_of
 
 SCRIPT = """
 import resource, sys
@@ -54,7 +54,6 @@ class TestGraphs:
         "gradient": derivative,
         "second derivative": lambda f: derivative(derivative(f)),
         "forward mode": forward_derivative,
-        "gradient of vectorized_map": lambda f: derivative(mapped(f)),
     }
 
     @staticmethod
@@ -73,12 +72,19 @@ class TestGraphs:
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("name", ALL)
     def test_are_freed(self, name, mode):
+        self.insist_on_freed(self.MODES[mode](ALL[name]))
+
+    def insist_on_freed(self, f):
         before = registered()
-        graphs = self.traced(self.MODES[mode](ALL[name]))
+        graphs = self.traced(f)
         gc.collect()
         assert graphs
         assert [g() for g in graphs if g() is not None] == []
         assert registered() <= before
+
+    @pytest.mark.parametrize("name", ALL)
+    def test_mapped_are_freed(self, name):
+        self.insist_on_freed(derivative(map_of(name)(ALL[name])))
 
     @pytest.mark.parametrize("name", ALL)
     def test_that_ran_are_freed(self, name):
@@ -148,7 +154,7 @@ def test_eager_vectorized_map_leaves_no_graph(name):
         gc.collect()
         return sum(isinstance(o, tf.Graph) for o in gc.get_objects())
 
-    run, x = derivative(mapped(ALL[name])), tf.constant(POINTS)
+    run, x = derivative(map_of(name)(ALL[name])), tf.constant(POINTS)
     run(x)
     before, entries = graphs(), registered()
     for _ in range(3):

@@ -1,9 +1,12 @@
 """Real posteriors, sampled with engines outside TensorFlow, beside published reference values.
 
-The eight schools of Rubin (1981): effects of coaching, `y`, with standard errors `sigma`. The
-reference is that of posteriordb (BSD-3-Clause), posteriors eight_schools-eight_schools_noncentered
-for the means and eight_schools-eight_schools_centered, the same distribution, for the squares.
+The models, data and references are those of posteriordb (BSD-3-Clause): eight_schools, kidiq's
+kidscore_momiq, and hudson_lynx_hare. A reference is the mean and the standard deviation of ten
+thousand draws, and the standard error of that mean.
 """
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,34 +14,22 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
+from pages import section
 from sgtrick.tfp import Factor, LogDensity
 
 tfb, tfd = tfp.bijectors, tfp.distributions
 
-Y = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
-SIGMA = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
 
-# theta[1] to theta[8], mu, tau
-MEAN = np.array([6.1505, 4.9396, 3.9059, 4.7960, 3.6144, 4.0511, 6.3172, 4.8840, 4.4105, 3.6021])
-MCSE = np.array([0.0557, 0.0462, 0.0542, 0.0475, 0.0461, 0.0485, 0.0499, 0.0543, 0.0330, 0.0319])
-SQUARE = np.array(
-    [69.3635, 45.9787, 43.1392, 45.7614, 34.3576, 39.4135, 64.9327, 52.1285, 30.4030, 23.2041]
-)
-SD = np.sqrt(SQUARE - MEAN**2)
-
-
-def check(mu, tau, theta_tilde):
-    """Draws `[draw, chain]` and `[draw, chain, school]` agree with the reference."""
-    theta = mu[..., None] + tau[..., None] * theta_tilde
-    draws = np.concatenate([theta, mu[..., None], tau[..., None]], -1)
+def check(draws, mean, sd, mcse):
+    """Draws `[draw, chain, parameter]` agree with a reference."""
     ess = tfp.mcmc.effective_sample_size(
         draws, cross_chain_dims=1, filter_beyond_positive_pairs=True
     )
-    mean, sd = draws.mean((0, 1)), draws.std((0, 1))
-    z = (mean - MEAN) / np.hypot(sd / np.sqrt(ess), MCSE)
+    our_mean, our_sd = draws.mean((0, 1)), draws.std((0, 1))
+    z = (our_mean - mean) / np.hypot(our_sd / np.sqrt(ess), mcse)
     assert np.min(ess) > 400
     assert np.abs(z).max() < 4
-    assert np.abs(sd / SD - 1).max() < 0.2
+    assert np.abs(our_sd / sd - 1).max() < 0.2
     assert np.max(tfp.mcmc.potential_scale_reduction(draws, split_chains=True)) < 1.05
 
 
@@ -50,6 +41,25 @@ def nuts(model, draws=100, chains=32, **observed):
         )
 
     return run()[0]
+
+
+# The eight schools of Rubin (1981): effects of coaching, and their standard errors. The reference
+# is eight_schools_noncentered for the means and eight_schools_centered, the same distribution, for
+# the squares: theta[1] to theta[8], mu, tau.
+Y = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
+SIGMA = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+MEAN = np.array([6.1505, 4.9396, 3.9059, 4.7960, 3.6144, 4.0511, 6.3172, 4.8840, 4.4105, 3.6021])
+MCSE = np.array([0.0557, 0.0462, 0.0542, 0.0475, 0.0461, 0.0485, 0.0499, 0.0543, 0.0330, 0.0319])
+SQUARE = np.array(
+    [69.3635, 45.9787, 43.1392, 45.7614, 34.3576, 39.4135, 64.9327, 52.1285, 30.4030, 23.2041]
+)
+
+
+def check_schools(mu, tau, theta_tilde):
+    """Draws `[draw, chain]` and `[draw, chain, school]`."""
+    theta = mu[..., None] + tau[..., None] * theta_tilde
+    draws = np.concatenate([theta, mu[..., None], tau[..., None]], -1)
+    check(draws, MEAN, np.sqrt(SQUARE - MEAN**2), MCSE)
 
 
 @sgtrick.from_numpy(vectorized=True)
@@ -69,12 +79,126 @@ def test_an_autobatched_model_with_a_vectorized_engine():
         yield Factor(log_likelihood(mu + tau * theta_tilde), name="data")
 
     draws = nuts(model, data=tf.zeros([0], tf.float64))
-    check(draws.mu.numpy(), draws.tau.numpy(), draws.theta_tilde.numpy())
+    check_schools(draws.mu.numpy(), draws.tau.numpy(), draws.theta_tilde.numpy())
     assert log_likelihood.nonfinite == 0
 
 
+# Test scores of 434 children by the IQ of their mothers, of Gelman and Hill (2006): the regression
+# needs but these sums over kidiq's data. Parameters: intercept, slope and sigma.
+CHILDREN = 434
+X_X = np.array([[CHILDREN, 43_400.0], [43_400.0, 4_437_425.0]])
+X_Y, Y_Y = np.array([37_670.0, 3_826_426.7727]), 3_450_038.0
+
+
+@np.errstate(all="ignore")  # where it overflows, samplers reject
+def log_posterior_of_scores(x):
+    """Of `[intercept, slope, sigma]`, for one chain and for many, without TensorFlow."""
+    beta, sigma = x[..., :2], x[..., 2]
+    by_fit = X_Y - beta @ X_X
+    squares = Y_Y - np.sum(beta * (X_Y + by_fit), -1)
+    value = -CHILDREN * np.log(sigma) - squares / sigma**2 / 2 - np.log1p((sigma / 2.5) ** 2)
+    by_sigma = -CHILDREN / sigma + squares / sigma**3 - 2 * sigma / (2.5**2 + sigma**2)
+    return value, np.concatenate([by_fit / sigma[..., None] ** 2, by_sigma[..., None]], -1)
+
+
+def test_a_log_density_with_a_bijector():
+    # Intercept and slope are correlated by -0.99. Least squares straightens them out.
+    beta, scale = np.linalg.solve(X_X, X_Y), 20 * np.linalg.cholesky(np.linalg.inv(X_X))
+    blocks = [
+        tfb.Chain([tfb.Shift(beta), tfb.ScaleMatvecTriL(scale)]),
+        tfb.Chain([tfb.Scale(np.float64(20)), tfb.Exp()]),
+    ]
+    h = sgtrick.from_numpy(log_posterior_of_scores, vectorized=True)
+    density = LogDensity(h, [3], tf.float64, tfb.Blockwise(blocks, [2, 1]), name="x")
+    draws = nuts(tfd.JointDistributionSequential([density]))[0].numpy()
+    mean, mcse = np.array([25.91653, 0.608628, 18.27585]), [0.06080, 0.000599, 0.00632]
+    check(draws, mean, np.sqrt([707.28727, 0.3739071, 334.39599] - mean**2), mcse)
+
+
+LYNX_HARE = Path(__file__).parents[1] / "examples" / "data" / "hudson_lynx_hare.json"
+PELTS = json.loads(LYNX_HARE.read_text())
+STEPS = 4  # a year
+
+
+@sgtrick.from_numpy(vectorized=True, on_error=-np.inf)
+@np.errstate(over="raise", invalid="raise")
+def log_likelihood_of_pelts(x):
+    """Of the logs `[chain, parameter]` of theta, the populations in 1900, and sigma.
+
+    Lotka and Volterra's equations for the logs of the populations, in column 0, and for their
+    derivatives with respect to the first six parameters, by Runge and Kutta's method.
+    """
+    theta = np.exp(x[:, :4].T)
+
+    def slope(y):
+        eaten, fed = theta[1] * np.exp(y[1, 0]), theta[3] * np.exp(y[0, 0])
+        by_y = np.stack([-eaten * y[1], fed * y[0]])
+        by_y[:, 0] = theta[0] - eaten, fed - theta[2]
+        by_y[0, 1:3] += theta[0], -eaten
+        by_y[1, 3:5] += -theta[2], fed
+        return by_y
+
+    y = np.zeros([2, 7, len(x)])
+    y[:, 0] = x[:, 4:6].T
+    y[0, 5] = y[1, 6] = 1
+    path, h = [y], 1 / STEPS
+    for _ in range(STEPS * (len(PELTS["year"]) - 1)):
+        k1 = slope(y)
+        k2 = slope(y + h / 2 * k1)
+        k3 = slope(y + h / 2 * k2)
+        y = y + h / 6 * (k1 + 2 * (k2 + k3) + slope(y + h * k3))
+        path.append(y)
+    path, sigma = np.stack(path[::STEPS]), np.exp(x[:, 6:].T)
+    residual = (np.log(PELTS["pelts"])[..., None] - path[:, :, 0]) / sigma
+    value = -np.sum(residual**2 / 2 + np.log(sigma), (0, 1))
+    by_path = np.einsum("tkc,tkjc->cj", residual / sigma, path[:, :, 1:])
+    return value, np.concatenate([by_path, np.sum(residual**2 - 1, 0).T], 1)
+
+
+def test_an_ode_that_overflows_for_some_chains():
+    theta = tfd.TruncatedNormal(np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf)
+    rest = tfd.MultivariateNormalDiag(np.log([10, 10, np.exp(-1), np.exp(-1)]))
+    prior = tfd.Blockwise([tfd.Independent(tfb.Log()(theta), 1), rest])
+    # What the data tell well: averages and frequency of the cycle. In these coordinates the
+    # posterior is about as wide in all directions.
+    to_z = np.diag([0, 0, 0, 0, 2.0, 2, 1, 1])
+    to_z[:4, :4] = [[2, -2, 0, 0], [0, 0, 2, -2], [5, 0, 5, 0], [0.7, 0, -0.7, 0]]
+    to_x = np.linalg.inv(to_z)
+
+    def log_density(z):
+        x = tf.linalg.matvec(to_x, z)
+        return log_likelihood_of_pelts(x) + prior.log_prob(x)
+
+    hares, lynxes = np.mean(PELTS["pelts"], 0)
+    rate = 2 * np.pi / 10  # a cycle takes ten years
+    x = np.log([rate, rate / lynxes, rate, rate / hares, 30, 4, 0.4, 0.4])
+    chains = x + 0.1 * np.random.default_rng(1).normal(size=(16, 8))
+    np.testing.assert_array_equal(
+        np.isfinite(log_likelihood_of_pelts(np.stack([x, x + 5, x]))), [True, False, True]
+    )
+    assert log_likelihood_of_pelts.failures == 1
+    sgtrick.check_gradient(log_density, tf.constant([x @ to_z.T]), rtol=1e-5)
+
+    kernel = tfp.mcmc.DualAveragingStepSizeAdaptation(
+        tfp.mcmc.HamiltonianMonteCarlo(log_density, np.float64(0.05), num_leapfrog_steps=8),
+        num_adaptation_steps=80,
+        target_accept_prob=np.float64(0.8),
+    )
+    sample = tf.function(tfp.mcmc.sample_chain, autograph=False)
+    z = sample(
+        120,
+        tf.constant(chains @ to_z.T),
+        kernel=kernel,
+        num_burnin_steps=100,
+        trace_fn=None,
+        seed=[5, 6],
+    )
+    rows = PELTS["reference_posterior"]["parameters"].values()
+    check(np.exp(z @ to_x.T), *([row[key] for row in rows] for key in ("mean", "sd", "mcse_mean")))
+
+
 def log_posterior(x):
-    """Of `[mu, tau, theta_tilde...]`, for one chain and for many, without TensorFlow."""
+    """Of `[mu, tau, theta_tilde...]`, without TensorFlow."""
     mu, tau, tilde = x[..., :1], x[..., 1:2], x[..., 2:]
     z = (Y - mu - tau * tilde) / SIGMA
     value = -0.5 * np.sum(z**2, -1) - 0.5 * np.sum(tilde**2, -1)
@@ -82,14 +206,6 @@ def log_posterior(x):
     by_mu = np.sum(z / SIGMA, -1, keepdims=True) - mu / 25
     by_tau = np.sum(z / SIGMA * tilde, -1, keepdims=True) - 2 * tau / (25 + tau**2)
     return value, np.concatenate([by_mu, by_tau, z / SIGMA * tau - tilde], -1)
-
-
-def test_a_log_density_with_a_bijector():
-    bijector = tfb.Blockwise([tfb.Identity(), tfb.Exp(), tfb.Identity()], [1, 1, 8])
-    h = sgtrick.from_numpy(log_posterior, vectorized=True)
-    density = LogDensity(h, [10], tf.float64, bijector, name="x")
-    draws = nuts(tfd.JointDistributionSequential([density]))[0].numpy()
-    check(draws[..., 0], draws[..., 1], draws[..., 2:])
 
 
 STAN = """
@@ -106,20 +222,13 @@ model {
 
 @pytest.mark.filterwarnings("ignore")  # of aiohttp, by which PyStan talks to its compiler
 def test_a_program_of_stan():
-    """The unconstrained log density that PyStan has compiled, as in docs/host.md."""
-    stan = pytest.importorskip("stan", reason="PyStan is not installed: pip install pystan")
-    httpstan = pytest.importorskip("httpstan.models")
+    """By the code of docs/host.md, as it stands there."""
+    pytest.importorskip("stan", reason="PyStan is not installed: pip install pystan")
+    namespace = {"np": np, "sgtrick": sgtrick}
+    exec(section("stan"), namespace)
     data = {"J": 8, "y": Y.tolist(), "sigma": SIGMA.tolist()}
-    name = stan.build(STAN, data=data).model_name
-    model = httpstan.import_services_extension_module(name)
-
-    # Stan's automatic differentiation belongs to the thread that loaded it, and crashes elsewhere.
-    executor = sgtrick.MainThreadExecutor()
-
-    @sgtrick.from_numpy(executor=executor)
-    def log_prob(x):  # [mu, log(tau), theta_tilde...], with the Jacobian of the logarithm
-        x = x.tolist()
-        return model.log_prob(data, x, True), np.array(model.log_prob_grad(data, x, True))
+    # Of [mu, log(tau), theta_tilde...], with the Jacobian of the logarithm.
+    log_prob, write_array = namespace["log_prob_of"](STAN, data)
 
     x = np.random.default_rng(0).normal(size=(4, 10))
     constrained = np.insert(np.delete(x, 1, 1), 1, np.exp(x[:, 1]), 1)
@@ -133,7 +242,7 @@ def test_a_program_of_stan():
     np.testing.assert_allclose(tape.gradient(y, points), gradient, rtol=1e-9)
 
     density = LogDensity(log_prob, [10], tf.float64, name="x")
-    draws = executor.run(nuts, tfd.JointDistributionSequential([density]))[0].numpy()
-    flat = [model.write_array(data, row.tolist(), False, False) for row in draws.reshape(-1, 10)]
+    draws = namespace["executor"].run(nuts, tfd.JointDistributionSequential([density]))[0].numpy()
+    flat = [write_array(data, row.tolist(), False, False) for row in draws.reshape(-1, 10)]
     draws = np.reshape(flat, draws.shape)  # constrained by Stan's own transforms
-    check(draws[..., 0], draws[..., 1], draws[..., 2:])
+    check_schools(draws[..., 0], draws[..., 1], draws[..., 2:])

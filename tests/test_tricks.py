@@ -105,7 +105,6 @@ CLIP = Case("clip", lambda x: WEIGHTS * natively_clipped(x), clipped, (POINTS,),
 AS_IN_FORWARD_MODE = {
     "nested tapes around a `tf.function`",
     "nested tapes over a square around a `tf.function`",
-    "nested tapes through `tf.while_loop`",
     "nested tapes around `vectorized_map`",
     "`tf.gradients` twice in a TF1 graph",
 }

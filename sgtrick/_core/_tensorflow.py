@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 Pullback = Callable[..., Sequence[Any]]
@@ -63,6 +64,11 @@ def recording() -> Iterator[None]:
     finally:
         if suspended:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def unsuspended(f: Callable[[], T]) -> T:
+    """Calls a function whose own tapes have to record, where TensorFlow may have suspended them."""
+    return apart(f) if pywrap_tfe.TFE_Py_TapeSetIsStopped() else f()
 
 
 def record_override(
@@ -205,8 +211,10 @@ class Override(NamedTuple):
 class _Overrides:
     """Those of one graph by name. The graph holds them, so that they die with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Any) -> None:
         self.by_name: dict[str, Override] = {}
+        self.operations: dict[str, str] = {}  # their names
+        self.graph = weakref.ref(graph)
         # TensorFlow's registry never forgets a gradient.
         names: list[str] = []
         weakref.finalize(self, _forget, names)
@@ -214,7 +222,7 @@ class _Overrides:
 
 
 def _name(number: int) -> str:
-    return f"sgtrick-{number}"
+    return f"sgtrick-{_PROCESS}-{number}"
 
 
 def _forget(names: list[str]) -> None:
@@ -222,6 +230,8 @@ def _forget(names: list[str]) -> None:
         ops.gradient_registry._registry.pop(name, None)
 
 
+# A SavedModel of another process must not find the overrides of this one under its names.
+_PROCESS = uuid.uuid4().hex
 _NUMBERS = itertools.count()
 _ATTRIBUTE = "_sgtrick_overrides"
 
@@ -242,7 +252,7 @@ def override(natural: Sequence[Any], inputs: Sequence[Any], meaning: Override) -
     graph = tf.compat.v1.get_default_graph()
     overrides = getattr(graph, _ATTRIBUTE, None)
     if overrides is None:
-        overrides = _Overrides()
+        overrides = _Overrides(graph)
         setattr(graph, _ATTRIBUTE, overrides)
     name = _name(next(_NUMBERS))
     overrides.by_name[name] = meaning
@@ -250,6 +260,7 @@ def override(natural: Sequence[Any], inputs: Sequence[Any], meaning: Override) -
     _register(name, len(natural), weakref.ref(overrides))
     with not_recording(), graph.gradient_override_map({"IdentityN": name}):
         outputs = tf.identity_n([*natural, *inputs], name=_IF_LOST)
+    overrides.operations[name] = outputs[0].op.name
     # tf.vectorized_map looks for this attribute before it looks into its registry.
     outputs[0].op.pfor_converter = _convert
     return list(outputs[: len(natural)])
@@ -260,20 +271,62 @@ def _register(name: str, count: int, reference: Callable[[], _Overrides | None])
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(op: Any, *upstream: Any) -> list[Any]:
         overrides = reference()
-        # To store a gradient, tf.saved_model.save traces it without an operation.
-        if overrides is None or (op is not None and _overrides_of(op) is not overrides):
+        if overrides is None:
             raise LookupError(_COPIED)
+        pull = overrides.by_name[name].gradient
+        if op is not None and _overrides_of(op) is not overrides:
+            pull = _of_copy(pull, overrides.graph(), overrides.operations[name], op)
         first = next(_NUMBERS)
-        gradients = overrides.by_name[name].gradient(*upstream[:count])
+        gradients = pull(*upstream[:count])
         if op is None:
-            # Gradients of gradients are not stored, so that those by these names belong to no
-            # operation that is loaded.
+            # To store a gradient, tf.saved_model.save traces it without an operation. It stores
+            # none of gradients, so that those by these names are of nothing that is loaded.
             _forget([_name(number) for number in range(first + 1, next(_NUMBERS))])
         return [*[None] * count, *gradients]
 
 
 def _overrides_of(op: Any) -> _Overrides | None:
     return getattr(op.graph, _ATTRIBUTE, None)
+
+
+def _of_copy(pull: Pullback, graph: Any, name: str, op: Any) -> Pullback:
+    """The pullback of an operation of this name, for the same operation in a copy of its graph.
+
+    Forward mode in a graph differentiates loops and branches by copies of their bodies. What the
+    pullback uses of the graph has the same name in the copy.
+    """
+    copy, is_body = op.graph, isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+    # Not that of a loaded model, whose variables are others.
+    if not is_body or (copy.name, op.name) != (graph.name, name):
+        raise LookupError(_COPIED)
+    captures = {id(outer): inner for outer, inner in getattr(graph, "captures", ())}
+    inputs = [t.name for t in getattr(graph, "inputs", ())]
+
+    def in_copy(t: Any) -> Any:
+        t = captures.get(id(t), t)
+        if isinstance(t, ops.EagerTensor) and t.dtype != tf.resource:
+            return t
+        if isinstance(t, ops.EagerTensor) or t.graph is not graph:
+            raise LookupError(_COPIED)
+        if t.name in inputs:
+            return copy.inputs[inputs.index(t.name)]
+        return copy.get_tensor_by_name(t.name)
+
+    def pull_in_copy(*upstream: Any) -> list[Any]:
+        places: list[int] = []
+
+        def some(*us: Any) -> list[Any]:
+            given = iter(us)
+            gradients = pull(*(None if u is None else next(given) for u in upstream))
+            places[:] = [i for i, g in enumerate(gradients) if g is not None]
+            return [tf.convert_to_tensor(gradients[i]) for i in places]
+
+        us = [u for u in upstream if u is not None]
+        traced = Traced(some, [tf.TensorSpec(u.shape, u.dtype) for u in us], graph)
+        found = dict(zip(places, traced(us, list(map(in_copy, traced.captured))), strict=True))
+        return [found.get(i) for i in range(len(op.inputs) - len(upstream))]
+
+    return pull_in_copy
 
 
 _COPIED = (
@@ -366,27 +419,29 @@ def unconvertible(y: Any, message: str) -> Any:
     return prevented
 
 
-def finite_if_used(number: Any, message: str) -> Any:
-    """`tf.debugging.check_numerics` of a float64 in a graph, which nobody runs who does not use it.
+def as_one(f: Callable[..., Any], *tensors: Any) -> Any:
+    """`f(*tensors)` without derivatives, in a graph as one operation that runs only if it is used.
 
-    That operation is stateful, and a function runs all of its stateful operations. A call that is
-    declared not to be stateful is left out with all that is in it.
+    What is stateful in `f`, as an operation that may raise, would run in any case in a function. A
+    call that is declared not to be stateful is left out with all that is in it. What it calls is
+    traced once for each `f`, which has to be hashable, and for each shape and dtype.
     """
-    check = _check_numerics(message)
-    check.add_to_graph(tf.compat.v1.get_default_graph())
+    if tf.executing_eagerly():
+        return f(*tensors)
+    function = _one(f, tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors))
+    function.add_to_graph(tf.compat.v1.get_default_graph())
+    (spec,) = function.outputs
     with not_recording():
-        (checked,) = tf.raw_ops.PartitionedCall(args=[number], Tout=[number.dtype], f=check)
-    checked.set_shape([])
-    return checked
+        (y,) = tf.raw_ops.PartitionedCall(args=list(tensors), Tout=[spec.dtype], f=function)
+        y = tf.stop_gradient(y) if spec.dtype.is_floating else y
+    y.set_shape(spec.shape)
+    return y
 
 
-@functools.cache
-def _check_numerics(message: str) -> Any:
+@functools.lru_cache(1024)
+def _one(f: Callable[..., Any], specs: tuple[Any, ...]) -> Any:
     with tf.init_scope():
-        return trace(
-            lambda number: tf.debugging.check_numerics(number, message),
-            [tf.TensorSpec([], tf.float64)],
-        )
+        return trace(f, specs)
 
 
 def here(t: Any) -> Any:

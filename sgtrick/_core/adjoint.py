@@ -5,12 +5,15 @@ a part on the way, at a host call say, or where `L` is not linear, the two sides
 all `u` and `t`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from sgtrick._core import _tensorflow
 
 
 def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[Any]) -> Any:
@@ -22,34 +25,56 @@ def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[
         lu: `L' us`, like `ts`; None is zero.
         ts: Tangents.
     """
-    left, right = _terms(us, lt), _terms(lu, ts)
-    if not left and not right:
-        return tf.constant(True)
-    wide = any(t.dtype == tf.float64 for t in [*left, *right])
-    sum_ = functools.partial(_sum, tf.float64 if wide else tf.float32)
-    sums = [*map(sum_, left), *(-sum_(t) for t in right)]
-    size = tf.add_n([sum_(tf.abs(t)) for t in [*left, *right]])
-    eps = max(_eps(t.dtype) for t in (*us, *ts) if t is not None)
-    # Rounding in L itself is not bounded by eps: half of the digits decide.
-    difference = tf.add_n(sums)
-    fits = tf.abs(difference) <= eps**0.5 * size
-    # Not as "not greater", which TensorFlow's optimizer makes "less or equal", false for NaN.
-    # Stopped, for the second JVP of is_nan fails in a function.
-    return fits | tf.math.is_nan(tf.stop_gradient(difference))
+    left, right = _pairs(us, lt), _pairs(lu, ts)
+    tensors = [t for pair in [*left, *right] for t in pair]
+    return _tensorflow.as_one(_Balance(len(left)), *tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Balance:
+    """Whether the sum of the first products is that of the others."""
+
+    count: int
+
+    def __call__(self, *tensors: Any) -> Any:
+        terms = [_term(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+        if not terms:
+            return tf.constant(True)
+        wide = any(t.dtype == tf.float64 for t in terms)
+        dtype = tf.float64 if wide else tf.float32
+        sums = [tf.cast(tf.reduce_sum(t), dtype) for t in terms]
+        sizes = [tf.cast(tf.reduce_sum(tf.abs(t)), dtype) for t in terms]
+        difference = tf.add_n([s if i < self.count else -s for i, s in enumerate(sums)])
+        # Rounding in L itself is not bounded by eps: half of the digits decide.
+        fits = tf.abs(difference) <= max(_eps(t.dtype) for t in tensors) ** 0.5 * tf.add_n(sizes)
+        # Not as "not greater", which TensorFlow's optimizer makes "less or equal", false for NaN.
+        # Stopped, for the second JVP of is_nan fails in a function.
+        return fits | tf.math.is_nan(tf.stop_gradient(difference))
 
 
 def is_multiple(many: Sequence[Any], ones: Sequence[Any], factor: int) -> Any:
     """Whether `many` are `factor` times `ones`, to within rounding; true where they are NaN."""
     if len(many) != len(ones):
         return tf.constant(False)
-    fits = []
-    for m, o in zip(many, ones, strict=True):
-        expected = tf.cast(factor, o.dtype) * o
-        wrong = tf.reduce_sum(tf.abs(m - expected))
-        size = tf.reduce_sum(tf.abs(expected))
-        near = wrong <= tf.cast(_eps(o.dtype) ** 0.5, size.dtype) * size
-        fits.append(near | tf.math.is_nan(tf.stop_gradient(wrong)))
-    return tf.reduce_all(tf.stack(fits))
+    return _tensorflow.as_one(_Multiple(factor), *many, *ones)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Multiple:
+    """Whether the first half of the tensors are `factor` times the others."""
+
+    factor: int
+
+    def __call__(self, *tensors: Any) -> Any:
+        n = len(tensors) // 2
+        fits = []
+        for m, o in zip(tensors[:n], tensors[n:], strict=True):
+            expected = tf.cast(self.factor, o.dtype) * o
+            wrong = tf.reduce_sum(tf.abs(m - expected))
+            size = tf.reduce_sum(tf.abs(expected))
+            near = wrong <= tf.cast(_eps(o.dtype) ** 0.5, size.dtype) * size
+            fits.append(near | tf.math.is_nan(tf.stop_gradient(wrong)))
+        return tf.reduce_all(tf.stack(fits))
 
 
 def probe(like: Any) -> Any:
@@ -58,8 +83,7 @@ def probe(like: Any) -> Any:
     size = like.shape.num_elements()
     numbers = _numbers(dtype.real_dtype)
     if size is not None and size <= len(numbers):
-        flat = tf.constant(numbers[:size])
-        t = tf.reshape(flat, like.shape)
+        t = tf.constant(numbers[:size].reshape(like.shape))
     else:
         flat = tf.constant(numbers)
         n = tf.size(like)
@@ -76,19 +100,17 @@ def _numbers(dtype: Any) -> Any:
     return np.random.default_rng(0).normal(size=1009).astype(dtype.as_numpy_dtype)
 
 
-def _terms(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+def _pairs(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Those of which neither is None, which is zero."""
     return [
-        tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
-        for p, q in (
-            (tf.convert_to_tensor(p), tf.convert_to_tensor(q))
-            for p, q in zip(a, b, strict=True)
-            if p is not None and q is not None
-        )
+        (tf.convert_to_tensor(p), tf.convert_to_tensor(q))
+        for p, q in zip(a, b, strict=True)
+        if p is not None and q is not None
     ]
 
 
-def _sum(dtype: Any, t: Any) -> Any:
-    return tf.cast(tf.reduce_sum(t), dtype)
+def _term(p: Any, q: Any) -> Any:
+    return tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
 
 
 def _eps(dtype: Any) -> float:

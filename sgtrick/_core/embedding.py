@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, formula, loud
+from sgtrick._core import _tensorflow, loud
 from sgtrick._core.override import Rule, keep
+from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._leaves import Leaf
 
 
@@ -50,10 +51,10 @@ def of_jacobians(name: str, y: Any, jacobians: Callable[[], Sequence[Leaf | None
     """The rule of a value `y` with these Jacobians."""
 
     def pull(upstream: Any) -> list[Any]:
-        return [leaf and formula.transpose(leaf, upstream) for leaf in jacobians()]
+        return [leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians()]
 
     def push(*tangents: Any) -> list[Any]:
-        return [tf.add_n([tf.zeros_like(y), *formula.linear(jacobians(), tangents, y.dtype)])]
+        return [TENSORFLOW.push(jacobians(), tangents, y)]
 
     return Rule(name, pull, push)
 

@@ -1,4 +1,4 @@
-"""The formula `stop(f) + L(x - stop(x))`, and the maps that it is made of.
+"""The formula `stop(f) + L(x - stop(x))`.
 
 `z = x - stop(x)` is zero in value and the identity in derivative, and `L` is linear in `z`. So the
 sum has the value of `f` and the derivative of `L`. It is written as `stop(f) - L(stop(x) - x)`,
@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core._tensorflow import unconverted
+from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._leaves import Leaf
 
 
@@ -40,7 +41,7 @@ def formula(
     if hessian_times is not None:
         g = [g_i - hz_i / 2 for g_i, hz_i in zip(g, hessian_times(minus_z), strict=True)]
     leaves = [leaf._replace(gx=g_i) for leaf, g_i in zip(leaves, g, strict=True)]
-    terms = linear(leaves, minus_z, fx.dtype)
+    terms = TENSORFLOW.linear(leaves, minus_z, fx.dtype.name)
     if order is not None:
         terms = [_unknown_beyond(order, _zero_or_guarded(tf.add_n(terms)))]
     return with_linear(fx, terms)
@@ -59,15 +60,6 @@ def _unknown_beyond(order: int, t: Any) -> Any:
     return t + t ** (order + 0.5)
 
 
-def linear(leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: Any) -> list[Any]:
-    """Returns the terms `<gx_i, z_i>`; a leaf that is None has none."""
-    return [
-        cast(inner(leaf.gx, z_i, leaf.batch_ndims), dtype)
-        for leaf, z_i in zip(leaves, z, strict=True)
-        if leaf is not None
-    ]
-
-
 def minus_zero(x: Any, *, guard: bool = False) -> Any:
     """Returns `-z = stop(x) - x`; NaN where `x` is not finite, or with `guard` cut off there."""
     minus_z = tf.stop_gradient(x) - x
@@ -84,69 +76,9 @@ def with_linear(y: Any, minus_terms: Sequence[Any]) -> Any:
     return h
 
 
-def inner(c: Any, z: Any, batch_ndims: Any) -> Any:
-    """Returns `<c, z>` over the domain of `z`, its dimensions after the batch.
-
-    Shapes `B + E + D` and `B + D` give `B + E`. Zero entries of `z` count as zero and pull
-    zero upstream back to zero, even where `c` is not finite.
-    """
-    z = tf.cast(z, c.dtype)
-    rank, z_rank = _rank(c), _rank(z)
-    product = _times(c, _insert_ones(z, batch_ndims, rank - z_rank))
-    return _sum(product, rank - (z_rank - batch_ndims), rank)
-
-
-def cast(t: Any, dtype: Any) -> Any:
-    """`tf.cast` that takes the real part without complaint."""
-    return tf.cast(tf.math.real(t) if t.dtype.is_complex and not dtype.is_complex else t, dtype)
-
-
-def transpose(leaf: Leaf, upstream: Any) -> Any:
-    """The transpose of `z -> <gx, z>`: `B + R` to `B + D`, contracting the range."""
-    gx, b = leaf.gx, leaf.batch_ndims
-    domain_ndims = _rank(leaf.x) - b
-    last = _rank(gx) - domain_ndims
-    u = _insert_ones(tf.cast(upstream, gx.dtype), last, domain_ndims)
-    pulled = _times(tf.math.conj(gx) if gx.dtype.is_complex else gx, u)
-    return cast(_sum(pulled, b, last), leaf.x.dtype)
-
-
-def _times(c: Any, z: Any) -> Any:
-    """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
-    if not c.dtype.is_complex:
-        return tf.math.multiply_no_nan(c, z)
-    # The registered gradient of multiply_no_nan forgets to conjugate, so: by real parts.
-    a, b = tf.math.real(c), tf.math.imag(c)
-    re, im = tf.math.real(z), tf.math.imag(z)
-    return tf.complex(_times(a, re) - _times(b, im), _times(a, im) + _times(b, re))
-
-
 def _zero_or_guarded(t: Any) -> Any:
     """A tensor that is zero by construction, cut off where it came out NaN."""
     if t.dtype.is_complex:
         return tf.where(tf.equal(t, 0), t, tf.zeros([], t.dtype))
     # The same in kernels that TensorFlow runs at once and does not hand to another thread.
     return tf.math.multiply_no_nan(t, tf.cast(tf.math.is_finite(tf.stop_gradient(t)), t.dtype))
-
-
-def _sum(t: Any, first: Any, last: Any) -> Any:
-    """The sum over the dimensions from `first` to before `last`."""
-    if not (isinstance(first, int) and isinstance(last, int)):
-        return tf.reduce_sum(t, tf.range(first, last))
-    return tf.reduce_sum(t, list(range(first, last))) if first < last else t
-
-
-def _insert_ones(t: Any, axis: Any, count: Any) -> Any:
-    """Makes room for broadcasting: `count` dimensions of size 1 before `axis`."""
-    if isinstance(count, int) and (count == 0 or (isinstance(axis, int) and axis == 0)):
-        return t  # leading ones are implied
-    if isinstance(axis, int) and isinstance(count, int) and t.shape.is_fully_defined():
-        shape = t.shape.as_list()
-        return tf.reshape(t, [*shape[:axis], *[1] * count, *shape[axis:]])
-    shape = tf.shape(t)
-    return tf.reshape(t, tf.concat([shape[:axis], tf.ones([count], tf.int32), shape[axis:]], 0))
-
-
-def _rank(t: Any) -> Any:
-    """An int where it is known, else a tensor."""
-    return tf.rank(t) if t.shape.rank is None else t.shape.rank

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _dtypes, _leaves
-from sgtrick._core import adjoint, embedding, formula, loud
+from sgtrick import _given
+from sgtrick._core import adjoint, embedding, loud
 from sgtrick._core._tensorflow import here
 from sgtrick._core.override import Rule, keep
+from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._leaves import Leaf
-from sgtrick._shapes import Names
 
 _THIRD = (
     "A third derivative of {0} was asked for, which was given a value, a gradient and a Hessian. "
@@ -64,83 +64,33 @@ class Symmetric(NamedTuple):
     push: Callable[..., Sequence[Any]]
 
 
-class Blocks:
-    """Blocks `H_ij`, `B + R + D_i + D_j`: the Jacobian of one `gx` with respect to another `x`.
+class Blocks(_given.Blocks):
+    """Blocks, of which only the symmetric part counts, as in `1/2 <H z, z>`."""
 
-    Only the symmetric part counts, as in `1/2 <H z, z>`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        hx: Any,
-        x: Any,
-        fx: Any,
-        leaves: Sequence[Leaf],
-        stop: Callable[[Any], Any],
-    ) -> None:
-        blocks = _leaves.pair_hessian(hx, x, {leaf.path for leaf in leaves})
-        _dtypes.check_hessian(fx.dtype.name, [leaf.x.dtype.name for leaf in leaves])
-        self._name, self._leaves = name, leaves
-        self._rows = [
-            [
-                None
-                if blocks[p.path + q.path] is None
-                else _leaves.make_leaf(
-                    p.path + q.path,
-                    q.x,
-                    stop(blocks[p.path + q.path]),
-                    p.gx,
-                    q.batch_ndims,
-                    Names(f"gx{p.path}", f"hx{p.path}{q.path}", f"x{q.path}"),
-                )
-                for q in leaves
-            ]
-            for p in leaves
-        ]
-
-    def times(self, z: Sequence[Any]) -> list[Any]:
-        """Returns `H z`, each of the shape and dtype of its `gx`."""
-        return [
-            tf.add_n([tf.zeros_like(leaf.gx), *_inner(row, z, leaf.gx.dtype)])
-            for leaf, row in zip(self._leaves, self._rows, strict=True)
-        ]
+    def __init__(self, name: str, *given: Any) -> None:
+        super().__init__(TENSORFLOW, *given)
+        self._name = name
 
     def pull(self, *z: Any) -> list[Any]:
         """From what multiplies the gradients to what it makes of the points."""
-        rows = self._symmetric()
         pulled = []
-        for j, q in enumerate(self._leaves):
-            terms = [
-                formula.transpose(row[j], z_i)
-                for row, z_i in zip(rows, z, strict=True)
-                if row[j] is not None
-            ]
-            pulled.append(tf.add_n([tf.zeros_like(q.x), *terms]))
+        for leaf, column in zip(self._leaves, zip(*self._known(), strict=True), strict=True):
+            blocks = [(block, z_i) for block, z_i in zip(column, z, strict=True) if block]
+            terms = [TENSORFLOW.transpose(*block) for block in blocks]
+            pulled.append(tf.add_n([tf.zeros_like(leaf.x), *terms]))
         return pulled
 
     def push(self, *tangents: Any) -> list[Any]:
         """From tangents of the points to tangents of the gradients."""
-        return [
-            tf.add_n([tf.zeros_like(leaf.gx), *_inner(row, tangents, leaf.gx.dtype)])
-            for leaf, row in zip(self._leaves, self._symmetric(), strict=True)
-        ]
+        return self.times(tangents, self._known())
 
-    def _symmetric(self) -> list[list[Any]]:
-        rows = [
-            [
-                other and block and block._replace(gx=(block.gx + _swapped(other, p, q)) / 2)
-                for q, block, other in zip(
-                    self._leaves, row, (r[i] for r in self._rows), strict=True
-                )
-            ]
-            for i, (p, row) in enumerate(zip(self._leaves, self._rows, strict=True))
-        ]
-        blocks = [block for row in rows for block in row if block is not None]
+    def _known(self) -> list[list[Leaf | None]]:
+        """The symmetric part, whose own derivative is refused."""
+        rows = self.symmetric()
         known = iter(
             embedding.refused(
                 self._name,
-                [block.gx for block in blocks],
+                [block.gx for row in rows for block in row if block is not None],
                 [leaf.x for leaf in self._leaves],
                 _THIRD.format(self._name),
             )
@@ -148,40 +98,12 @@ class Blocks:
         return [[block and block._replace(gx=next(known)) for block in row] for row in rows]
 
 
-def _inner(row: Sequence[Any], z: Sequence[Any], dtype: Any) -> list[Any]:
-    return [
-        formula.cast(formula.inner(block.gx, z_j, block.batch_ndims), dtype)
-        for block, z_j in zip(row, z, strict=True)
-        if block is not None
-    ]
+class Product(_given.Product):
+    """A function for the product, which the gradients' own derivative is made of."""
 
-
-def _swapped(block: Leaf, p: Leaf, q: Leaf) -> Any:
-    """`H_ji`, `B + R + D_j + D_i`, as `B + R + D_i + D_j`."""
-    rank = tf.rank(block.gx)
-    i, j = tf.rank(p.x) - p.batch_ndims, tf.rank(q.x) - q.batch_ndims
-    front = tf.range(rank - i - j)
-    perm = tf.concat([front, tf.range(rank - i, rank), tf.range(rank - i - j, rank - i)], 0)
-    return tf.cast(tf.transpose(block.gx, perm), block.gx.dtype)
-
-
-class Product:
-    """A function `v -> H v` on the structure of `x`, called for second derivatives alone."""
-
-    def __init__(
-        self, name: str, hx: Callable[[Any], Any], x: Any, fx: Any, leaves: Sequence[Leaf]
-    ) -> None:
-        self._name, self._hx, self._x, self._fx, self._leaves = name, hx, x, fx, leaves
-
-    def times(self, z: Sequence[Any]) -> list[Any]:
-        """Returns `H z`, each of the shape and dtype of its `gx`."""
-        by_path = {leaf.path: z_i for leaf, z_i in zip(self._leaves, z, strict=True)}
-        paths = [path for path, _ in _leaves.flatten(self._x)]
-        product = self._hx(tf.nest.pack_sequence_as(self._x, [by_path.get(p) for p in paths]))
-        products = {path: hv for path, _, hv in _leaves.pair(self._x, product, gx_name="hx(v)")}
-        if all(hv is None for hv in products.values()):
-            raise ValueError(_leaves.NOT_CONNECTED.format("TensorFlow"))
-        return [_like_gradient(products[leaf.path], leaf) for leaf in self._leaves]
+    def __init__(self, name: str, fx: Any, *given: Any) -> None:
+        super().__init__(TENSORFLOW, *given)
+        self._name, self._fx = name, fx
 
     def push(self, *tangents: Any) -> list[Any]:
         """From tangents of the points to tangents of the gradients."""
@@ -194,7 +116,7 @@ class Product:
             # It called the host, or is no product: H is symmetric, and a constant is not.
             ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
             fits = adjoint.holds(ws, products, self.times(ws), ts)
-            zero = loud.insist(fits, _leaves.NOT_CONNECTED.format("TensorFlow"))
+            zero = loud.insist(fits, self.not_connected)
             products = [p + tf.cast(zero, p.dtype) for p in products]
         xs = [leaf.x for leaf in self._leaves]
         return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
@@ -202,10 +124,10 @@ class Product:
     def pull(self, *z: Any) -> list[Any]:
         """From what multiplies the gradients to what it makes of the points: `H` is symmetric."""
         if self._fx.shape.rank == self._leaves[0].batch_ndims:
-            conj = [tf.math.conj(z_i) if z_i.dtype.is_complex else z_i for z_i in z]
+            products = self.push(*map(TENSORFLOW.conj, z))
             return [
-                formula.cast(tf.math.conj(hz) if hz.dtype.is_complex else hz, leaf.x.dtype)
-                for hz, leaf in zip(self.push(*conj), self._leaves, strict=True)
+                TENSORFLOW.cast(TENSORFLOW.conj(hz), leaf.x.dtype.name)
+                for hz, leaf in zip(products, self._leaves, strict=True)
             ]
         # A Hessian for each entry of the range: what multiplies them is summed over.
         v = [adjoint.probe(leaf.x) for leaf in self._leaves]
@@ -214,16 +136,8 @@ class Product:
             products = self.push(*v)
         found = tape.gradient(products, v, output_gradients=list(z))
         fits = adjoint.holds(z, products, found, v)
-        zero = loud.insist(fits, _leaves.NOT_CONNECTED.format("TensorFlow"))
+        zero = loud.insist(fits, self.not_connected)
         return [
             tf.zeros_like(v_i) if g is None else g + tf.cast(zero, g.dtype)
             for g, v_i in zip(found, v, strict=True)
         ]
-
-
-def _like_gradient(hv: Any, leaf: Leaf) -> Any:
-    name = f"hx(v){leaf.path}"
-    if hv is None:
-        return tf.zeros_like(leaf.gx)
-    hv = _leaves.to_dtype(hv, leaf.gx.dtype, name, f"x{leaf.path} is {leaf.x.dtype.name}")
-    return _leaves.shaped_like(hv, leaf.gx, name, "expected")

@@ -1,6 +1,7 @@
 """Errors for whoever asks for a derivative that is not known: when run, not when traced."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -67,10 +68,9 @@ def failure(like: Any, message: str, through: Sequence[Any], unless: Any = False
     if unless is not False:
         nan = tf.where(unless, tf.zeros_like(nan), nan)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
-        nan = _tensorflow.finite_if_used(nan, message)
-    total = tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
+        nan = _tensorflow.as_one(_Finite(message), nan)
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
-    return tf.fill(shape, tf.cast(nan * total, like.dtype))
+    return tf.fill(shape, tf.cast(nan * _total(through), like.dtype))
 
 
 def insist(holds: Any, message: str) -> Any:
@@ -85,8 +85,42 @@ def insist(holds: Any, message: str) -> Any:
         return tf.constant(0.0, tf.float64)
     if tf.executing_eagerly() and not holds:
         _note(message)
-    nan = tf.where(holds, tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64))
-    return tf.debugging.check_numerics(nan, message) if _MAY_RAISE.get() else nan
+    return _tensorflow.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
+
+
+def along(zero: Any, through: Sequence[Any]) -> Any:
+    """What `insist` returned, times a sum of `through`: it stays NaN where that is differentiated.
+
+    Forward mode around a function takes derivatives of gradients with respect to what they are
+    linear in, and in these a constant would be lost.
+    """
+    return tf.math.multiply_no_nan(_total(through), zero)
+
+
+def _total(through: Sequence[Any]) -> Any:
+    return tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finite:
+    """A number, or an error with this message where it is NaN, except in XLA."""
+
+    message: str
+
+    def __call__(self, number: Any) -> Any:
+        return tf.debugging.check_numerics(number, self.message)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Zero:
+    """Zero, or NaN where something does not hold; an error with this message, if there is one."""
+
+    message: str | None
+
+    def __call__(self, holds: Any) -> Any:
+        zero, nan = tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64)
+        number = tf.where(holds, zero, nan)
+        return number if self.message is None else _Finite(self.message)(number)
 
 
 def insist_on_zeros(tangents: Sequence[Any], message: str) -> Any:

@@ -121,8 +121,7 @@ def _pull(
 ) -> list[Any]:
     """Calls the pullback on the device of the outputs, with errors for what gets lost in it."""
     upstream = [
-        u if y is not None and _leaves.is_differentiable(y.dtype) else None
-        for u, y in zip(upstream, ys, strict=True)
+        u if _leaves.is_differentiable(y.dtype) else None for u, y in zip(upstream, ys, strict=True)
     ]
     with _devices.of(ys[0]):
         if tf.executing_eagerly() and not _tensorflow.somebody_records():
@@ -270,21 +269,19 @@ def _guarded(
                     else None
                     for x in xs
                 ]
+            if by_graph:  # forward mode over forward mode differentiates what z becomes
+                z = tuple(_losing(rule.name, list(z), xs))
         if not transposable:
             return [*z, *points]
-        missing = [None] * len(at)
         if isinstance(rule.push, str):
             zero = loud.insist(tf.constant(False), rule.push)
         else:
             found = _tensorflow.gradients_in(parts[0].graph, parts, at, z)
             fits = adjoint.holds(parts, z, found, at)
             zero = loud.insist(fits, _NOT_TRANSPOSED.format(rule.name))
-            # Where nothing leads from a gradient to the upstream one, the error would get lost too.
-            missing = [
-                tf.zeros_like(u) + tf.cast(zero, u.dtype) if g is None else None
-                for u, g in zip(at, found, strict=True)
-            ]
-        return [*(z_i + tf.cast(zero, z_i.dtype) for z_i in z), *missing, *points]
+        # Both ways, for a pullback that has no derivative would lose the error, too.
+        moved = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
+        return [*moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
 
     def along(*tangents: Any) -> list[Any]:
         z, points = tangents[: len(parts)], tangents[-len(xs) :]

@@ -1,8 +1,12 @@
 """Which backend Keras runs on, and what `keras.ops` lacks there."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
+
+# `z -> H z`, for tensors like the points; each result has the shape and dtype of its Jacobian.
+Product = Callable[[list[Any]], list[Any]]
 
 
 def is_tensorflow() -> bool:
@@ -20,7 +24,7 @@ def native() -> Any:
 
     and jax and torch have, for the value form,
 
-    * `embed(fx, gs, xs, batch_ndims, product)`: `fx` with the gradients `gs`, theirs being
+    * `embed(fx, leaves, product)`: `fx` with the Jacobians of the leaves, their derivative being
       `product`, or, if that is None, `NO_SECOND` raised. Of third order, `NO_THIRD` is;
     * `zero(x)`: zero, with the identity as its derivative, whatever `x` is;
     * `times(c, z)`: the product of tensors of one shape, bilinear, and zero where `z` is zero even

@@ -6,9 +6,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from sgtrick import _arguments, _dtypes, _shapes
+from sgtrick import _arguments, _dtypes
 from sgtrick import _custom_vjp as _vjp
-from sgtrick.keras import _structures, _trick
+from sgtrick.keras import _structures
+from sgtrick.keras._tensors import KERAS
 
 
 class Rule:
@@ -78,9 +79,8 @@ class Rule:
         if g is None:
             return None
         g = _tensor(g)
-        _vjp.check_shape(_shape(g), _shape(x), path, self.__name__)
-        dtype = _trick.dtype_of(x)
-        return g if _trick.dtype_of(g) == dtype else _trick.cast(g, dtype)
+        _vjp.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, self.__name__)
+        return KERAS.cast(g, KERAS.dtype_of(x))
 
 
 class _Uses(keras.StatelessScope):  # type: ignore[misc]
@@ -118,18 +118,14 @@ def _outputs(y: Any) -> list[Any]:
 
 
 def _value_of(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, keras.Variable) else leaf
+    # On tensorflow, keras.Variable.value is a variable, that may be assigned before grad runs.
+    return ops.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf
 
 
 def _is_input(leaf: Any) -> bool:
-    return ops.is_tensor(leaf) and _dtypes.is_differentiable(_trick.dtype_of(leaf))
+    return ops.is_tensor(leaf) and _dtypes.is_differentiable(KERAS.dtype_of(leaf))
 
 
 def _tensor(leaf: Any) -> Any:
     # What is one may be ragged or sparse on tensorflow, and stays so.
     return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)
-
-
-def _shape(tensor: Any) -> _shapes.Shape | None:
-    shape = tensor.shape
-    return None if getattr(shape, "rank", 0) is None else tuple(shape)

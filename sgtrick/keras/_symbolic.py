@@ -1,29 +1,30 @@
-"""Arguments as Keras passes them: of its backend, or symbolic ones of the functional API."""
+"""Tensors of the functional API, which have a shape and a dtype and no value yet."""
 
+import dataclasses
 from typing import Any
 
 import keras
-from keras import ops
 
 from sgtrick import _leaves
+from sgtrick.keras._tensors import KERAS
 
 
 def any_symbolic(structure: Any) -> bool:
-    """Whether a leaf is a tensor of the functional API, that has no value yet."""
+    """Whether a leaf is a tensor of the functional API."""
     return any(isinstance(leaf, keras.KerasTensor) for _, leaf in _leaves.flatten(structure))
 
 
-def spec(value: Any, name: str) -> keras.KerasTensor:
-    """The shape and dtype of an argument, symbolic or not."""
+def _spec(value: Any, name: str, *, dtype: str | None = None) -> keras.KerasTensor:
     if isinstance(value, keras.KerasTensor):
         return value
-    tensor = to_tensor(value, name)
-    return keras.KerasTensor(tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
+    tensor = KERAS.to_tensor(value, name, dtype=dtype)
+    return keras.KerasTensor(tuple(tensor.shape), KERAS.dtype_of(tensor))
 
 
-def to_tensor(value: Any, name: str, dtype: str | None = None) -> Any:
-    """`ops.convert_to_tensor` whose errors name the argument."""
-    try:
-        return ops.convert_to_tensor(value, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _leaves.no_tensor(value, name, error) from error
+# As much as it takes to check arguments.
+SYMBOLIC = dataclasses.replace(
+    KERAS,
+    to_tensor=_spec,
+    as_dtype=lambda t, dtype: keras.KerasTensor(t.shape, dtype),
+    broadcast_to=lambda t, shape: keras.KerasTensor(shape, t.dtype),
+)

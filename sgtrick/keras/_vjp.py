@@ -6,8 +6,9 @@ import keras
 import tensorflow as tf
 
 from sgtrick import _arguments
-from sgtrick.keras import _backends, _symbolic
+from sgtrick.keras import _backends
 from sgtrick.keras._rule import Rule
+from sgtrick.keras._symbolic import any_symbolic
 
 
 def custom_vjp(f: Any = None) -> Any:
@@ -62,7 +63,7 @@ def custom_vjp(f: Any = None) -> Any:
     body = _body(f)
 
     def h(*args: Any, **kwargs: Any) -> Any:
-        if _symbolic.any_symbolic((args, kwargs)):
+        if any_symbolic((args, kwargs)):
             return CustomVJPCall(h)(*args, **kwargs)
         rule = Rule(f, args, kwargs, is_bound=_is_bound(f, body, args))
         return rule.pack(_backends.native().with_vjp(rule, rule.inputs, rule.reads()))

@@ -345,6 +345,33 @@ class TestRefusals:
             g = tape.gradient(y, v.value)
         np.testing.assert_allclose(array(g), POINTS.sum())
 
+    @pytest.mark.skipif(BACKEND != "tensorflow", reason="values of jax do not change")
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("library", ["keras", "tensorflow"])
+    def test_the_rule_has_the_values_that_variables_had_at_the_call(self, library, compiled):
+        import tensorflow as tf
+
+        v = (keras if library == "keras" else tf).Variable(3.0, dtype="float64")
+
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = scaled(x, v)
+            v.assign(5.0)
+            return tape.gradient(y, [x, getattr(v, "_value", v)])
+
+        by_x, by_v = (tf.function(run) if compiled else run)(tensor(POINTS))
+        np.testing.assert_array_equal(by_x, np.full_like(POINTS, 3.0))
+        np.testing.assert_allclose(by_v, POINTS.sum())
+
+    @pytest.mark.skipif(BACKEND != "torch", reason="values of jax do not change")
+    def test_a_variable_that_is_assigned_too_early_is_an_error_of_torch(self):
+        v = keras.Variable(3.0, dtype="float64")
+        y = ops.sum(scaled(tensor(POINTS), v))
+        v.assign(5.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
     @pytest.mark.skipif(BACKEND == "tensorflow", reason="it is unconnected there")
     def test_a_closed_over_tensor_that_is_differentiated(self):
         x = tensor(POINTS)

@@ -397,6 +397,26 @@ class TestSecondOrder:
 
         check(SECOND[transformation], form, truth, [POINTS])
 
+    @pytest.mark.parametrize("transformation", SECOND)
+    def test_of_blocks_the_symmetric_part_counts(self, transformation):
+        matrix = random.normal(size=(3, 3))
+
+        def truth(x):
+            return ops.sum(ops.matmul(x, tensor(matrix)) * x, -1) / 2
+
+        def form(x):
+            gx = ops.matmul(x, tensor(matrix + matrix.T)) / 2
+            return embed(constant(truth(x)), gx, x, hx=np.broadcast_to(matrix, (*x.shape, 3)))
+
+        check(SECOND[transformation], form, truth, [POINTS])
+
+    def test_a_bare_number_keeps_its_digits(self):
+        def form(x):
+            return embed(constant(0.05 * x**2), 0.1 * x, x, hx=0.1)
+
+        (g,) = TWICE(form, [tensor(2.0)], tensor(1.0), [tensor(1.0)])
+        assert array(g) == 0.1
+
     @pytest.mark.parametrize("name", ["blocks", "product"])
     @pytest.mark.parametrize("transformation", THIRD)
     def test_third_derivatives_are_refused(self, transformation, name):

@@ -8,14 +8,15 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from sgtrick.keras import _backends, _trick
+from sgtrick._leaves import Leaf
+from sgtrick.keras import _backends
 from sgtrick.keras._jax.batches import instantiated
+from sgtrick.keras._tensors import KERAS
 
 
-def embed(
-    fx: Any, gs: list[Any], xs: list[Any], batch_ndims: list[int], product: _trick.Product | None
-) -> Any:
-    """Returns `fx` with the gradients `gs`, and `product` as their derivative."""
+def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) -> Any:
+    """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
+    gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
     # The derivative may be taken after the trace in which product was made has ended. So it is
     # traced now, and what it closes over becomes an argument. Nothing of it is computed here.
     hessian = None if product is None else jax.make_jaxpr(product)(xs)
@@ -28,8 +29,9 @@ def embed(
     def rule(primals: Any, tangents: Any) -> Any:
         constants, fx, gs, xs = primals
         gs = _known(hessian, constants, gs, xs)
+        known = [leaf._replace(gx=g) for leaf, g in zip(leaves, gs, strict=True)]
         z = [instantiated(t) for t in tangents[3]]
-        return h(*primals), _trick.push(gs, z, batch_ndims, like=fx)
+        return h(*primals), KERAS.push(known, z, like=fx)
 
     h.defjvp(rule, symbolic_zeros=True)
     return h([] if hessian is None else hessian.consts, fx, gs, xs)

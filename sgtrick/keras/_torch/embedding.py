@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from sgtrick.keras import _backends, _trick
+from sgtrick._leaves import Leaf
+from sgtrick.keras import _backends
+from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes
-from sgtrick.keras._torch.product import times
 from sgtrick.keras._torch.refusal import refused, zeros_for_none
 
 
-def embed(
-    fx: Any, gs: list[Any], xs: list[Any], batch_ndims: list[int], product: _trick.Product | None
-) -> Any:
-    """Returns `fx` with the gradients `gs`, and `product` as their derivative."""
+def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) -> Any:
+    """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
+    gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
+    batch_ndims = [leaf.batch_ndims for leaf in leaves]
     if modes.compiling():  # which takes no second derivatives
         return _CompiledEmbedded.apply(_Known(_as_they_are, batch_ndims), fx, *gs, *xs)
     modes.insist_on_one_forward_mode()
@@ -48,12 +49,18 @@ def _without_second(gs: Any, xs: Any) -> Any:
     return [refused(g, _backends.NO_SECOND, xs) for g in gs]
 
 
-def _added_if_asked_for(product: _trick.Product, gs: Any, xs: Any) -> Any:
+def _added_if_asked_for(product: _backends.Product, gs: Any, xs: Any) -> Any:
     return _added(product, gs, xs) if torch.is_grad_enabled() else gs
 
 
-def _added(product: _trick.Product, gs: Any, xs: Any) -> Any:
-    return [g + hz for g, hz in zip(gs, product([_Once.apply(x) for x in xs]), strict=True)]
+def _added(product: _backends.Product, gs: Any, xs: Any) -> Any:
+    z = [_Once.apply(x) for x in xs]
+    # Torch would say of a gradient that is not connected that it has no derivative, not zero.
+    zero = sum(0 * KERAS.cast(z_i, "float32").sum() for z_i in z)
+    return [
+        g + hz + KERAS.as_dtype(zero, KERAS.dtype_of(g))
+        for g, hz in zip(gs, product(z), strict=True)
+    ]
 
 
 class _Known:
@@ -62,29 +69,21 @@ class _Known:
     def __init__(self, known: Callable[[Any, Any], Any], batch_ndims: list[int]) -> None:
         self._known, self._batch_ndims = known, batch_ndims
 
-    def at(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns gradients and points."""
+    def at(self, tensors: Sequence[Any]) -> list[Leaf]:
+        """The points with these gradients."""
         n = len(self._batch_ndims)
         gs, xs = list(tensors[:n]), list(tensors[n:])
-        return self._known(gs, xs), xs
+        leaves = zip(xs, self._known(gs, xs), self._batch_ndims, strict=True)
+        return [Leaf("", *leaf) for leaf in leaves]
 
     def pull(self, tensors: Sequence[Any], u: Any) -> list[Any]:
         """From a gradient of the value to gradients of the points."""
-        gs, xs = self.at(tensors)
-        return [_pulled(u, *leaf) for leaf in zip(gs, xs, self._batch_ndims, strict=True)]
+        return [KERAS.transpose(leaf, u) for leaf in self.at(tensors)]
 
     def push(self, tensors: Sequence[Any], z: Sequence[Any], like: Any) -> Any:
         """From tangents of the points to that of the value."""
-        gs, xs = self.at(tensors)
-        return _trick.push(gs, zeros_for_none(z, xs), self._batch_ndims, like)
-
-
-def _pulled(u: Any, g: Any, x: Any, batch_ndims: int) -> Any:
-    domain = g.ndim - u.ndim
-    u = _trick.cast(u, _trick.dtype_of(g)).reshape((*u.shape, *[1] * domain)).expand(g.shape)
-    in_range = tuple(range(batch_ndims, g.ndim - domain))
-    product = times(g.conj(), u)
-    return _trick.cast(product.sum(in_range) if in_range else product, _trick.dtype_of(x))
+        leaves = self.at(tensors)
+        return KERAS.push(leaves, zeros_for_none(z, [leaf.x for leaf in leaves]), like)
 
 
 class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]

@@ -1,0 +1,74 @@
+"""The operations that Keras supplies to the value form, on jax and torch."""
+
+import functools
+import operator
+from typing import Any
+
+from keras import backend, ops
+
+from sgtrick import _leaves, _shapes
+from sgtrick._backend import Backend
+from sgtrick.keras import _backends, _structures
+
+
+def _to_tensor(value: Any, name: str, *, dtype: str | None = None) -> Any:
+    try:
+        return ops.convert_to_tensor(value, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _leaves.no_tensor(value, name, error) from error
+
+
+def _shape_of(t: Any) -> _shapes.Shape | None:
+    shape = t.shape  # on tensorflow, where rules are called with them, of unknown rank too
+    return None if getattr(shape, "rank", 0) is None else tuple(shape)
+
+
+def _times(c: Any, z: Any) -> Any:
+    return _backends.native().times(c, ops.broadcast_to(z, c.shape))
+
+
+def _insert_ones(t: Any, axis: int, count: int) -> Any:
+    shape = tuple(t.shape)
+    return ops.reshape(t, [*shape[:axis], *[1] * count, *shape[axis:]])
+
+
+def _swap(t: Any, i: int, j: int) -> Any:
+    n = len(t.shape)
+    return ops.transpose(t, [*range(n - i - j), *range(n - j, n), *range(n - i - j, n - j)])
+
+
+def _sum(t: Any, first: int, last: int) -> Any:
+    return ops.sum(t, tuple(range(first, last))) if first < last else t
+
+
+def _check(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names) -> tuple[Any, Any]:
+    """Symbolic tensors, of which more is known at the call, are checked as far as they go."""
+    shapes = tuple(fx.shape), tuple(gx.shape), tuple(x.shape)
+    return gx, _shapes.infer_batch_ndims(*shapes, batch_ndims, names)
+
+
+def _shaped_like(t: Any, like: Any, name: str, like_name: str) -> Any:
+    _shapes.check_equal(_shape_of(t), _shape_of(like), name, like_name)
+    return t
+
+
+KERAS = Backend(
+    name=backend.backend(),
+    to_tensor=_to_tensor,
+    dtype_of=lambda t: str(backend.standardize_dtype(t.dtype)),
+    shape_of=_shape_of,
+    rank=lambda t: len(t.shape),
+    as_dtype=ops.cast,
+    real=ops.real,
+    conj=ops.conj,
+    zeros_like=ops.zeros_like,
+    add=functools.partial(functools.reduce, operator.add),
+    times=_times,
+    broadcast_to=ops.broadcast_to,
+    insert_ones=_insert_ones,
+    swap=_swap,
+    sum=_sum,
+    pack=_structures.pack,
+    check_at_run_time=_check,
+    shaped_like=_shaped_like,
+)

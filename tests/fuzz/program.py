@@ -1,0 +1,115 @@
+"""A composition of pieces: what it should give, what it gives, and its text."""
+
+import dataclasses
+import inspect
+import pathlib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from fuzz import pieces
+
+# What an error may be: not those that come of a slip in the library itself.
+SLIPS = (AssertionError, AttributeError, KeyError, NameError, RecursionError, UnboundLocalError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """`steps[-1](...steps[0](form(function, rule)))` at a point.
+
+    Attributes:
+        function: The true function.
+        rule: How its Jacobian is computed.
+        form: What makes a function of the two.
+        steps: Transformations, the innermost first.
+        shape: Of a member.
+        members: How many members the batch has, in each step that maps.
+        dtype: The name of that of the point.
+    """
+
+    function: type
+    rule: Callable[..., Any]
+    form: Callable[..., Any]
+    steps: tuple[Callable[..., Any], ...]
+    shape: tuple[int, ...]
+    members: int = 2
+    dtype: str = "float64"
+
+    def point(self) -> Any:
+        maps = sum(step in pieces.OVER_MEMBERS for step in self.steps)
+        shape = (self.members,) * maps + self.shape
+        return (np.sin(1.0 + np.arange(np.prod(shape))) * 1.2).reshape(shape).astype(self.dtype)
+
+    def expected(self) -> np.ndarray | None:
+        """By eager tapes of the true function in float64, None where there is nothing to expect."""
+        f = self.function.true
+        for step in self.steps:
+            f = pieces.by_tapes(step)(f)
+        try:
+            return f(tf.constant(self.point(), tf.float64)).numpy()
+        except Exception:  # as where a tape has no gradient of nothing
+            return None
+
+    def verdict(self) -> str:
+        """`right`, `loud`, `skipped` where native code fails as well, or what is wrong."""
+        expected = self.expected()
+        if expected is None or not np.all(np.isfinite(expected)):
+            return "skipped"
+        came = self._judged(self.form(self.function, self.rule), expected)
+        if came in ("right", "loud"):
+            return came
+        return "skipped" if self._judged(self.function.true, expected) != "right" else came
+
+    def _judged(self, f: Callable[..., Any], expected: np.ndarray) -> str:
+        try:
+            for step in self.steps:
+                f = step(f)
+            y = f(tf.constant(self.point()))
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            is_ours = "sgtrick" in pathlib.Path(frames[-1].filename).parts[-3:]
+            slipped = is_ours and isinstance(error, SLIPS) and type(error) is not LookupError
+            return f"{type(error).__name__}: {error}" if slipped else "loud"
+        if y is None:
+            return "right" if not expected.any() else f"None, expected {expected}"
+        y = y.numpy()
+        tolerance = 1e-7 if self.dtype == "float64" else 2e-2
+        if y.shape == expected.shape:
+            size = 1 + np.abs(expected).max(initial=0)
+            if np.allclose(y, expected, rtol=tolerance, atol=tolerance * size):
+                return "right"
+        if y.size and not np.all(np.isfinite(y)):
+            return "loud"
+        return f"{y}, expected {expected}"
+
+    def __repr__(self) -> str:
+        steps = "".join(f"{step.__name__}, " for step in self.steps)
+        return (
+            f"Program({self.function.__name__}, {self.rule.__name__}, {self.form.__name__}, "
+            f"({steps}), {self.shape}, {self.members}, {self.dtype!r})"
+        )
+
+    def script(self) -> str:
+        """The same as a program that runs by itself."""
+        used = [self.function, self.rule, pieces.misled, self.form, pieces.weights]
+        used += [f for step in self.steps for f in (step, pieces.by_tapes(step))]
+        texts = list(dict.fromkeys(map(inspect.getsource, used)))
+        if any(" vectorized_map_by_tapes" in t or "(vectorized_map_by_tapes" in t for t in texts):
+            texts.append(inspect.getsource(pieces.vectorized_map_by_tapes))
+        form = f"{self.form.__name__}({self.function.__name__}, {self.rule.__name__})"
+        came, expected = form, f"{self.function.__name__}.true"
+        for step in self.steps:
+            came = f"{step.__name__}({came})"
+            expected = f"{pieces.by_tapes(step).__name__}({expected})"
+        return "\n\n".join(
+            [
+                "import tempfile\nimport threading\n\nimport numpy as np\nimport tensorflow as tf\n\n"
+                "import sgtrick\n\nONE = tf.Variable(1.0, trainable=False)",
+                *dict.fromkeys(texts),
+                f"x = tf.constant({self.point().tolist()}, tf.{self.dtype})",
+                f'print("expected", {expected}(tf.cast(x, tf.float64)))\nprint("came", {came}(x))\n',
+            ]
+        )
