@@ -1,0 +1,80 @@
+"""Complex numbers, in XLA above all, for every form that takes them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from forms import compiled, derivative, forward_derivative, jvp_form
+
+Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
+
+
+def cube(z):
+    return z**3
+
+
+def stopped(z):
+    """The value alone."""
+    return tf.stop_gradient(z**3)
+
+
+def slope(z):
+    return 3 * z**2
+
+
+OF_COMPLEX = {
+    "custom_gradient": lambda z: sgtrick.custom_gradient(stopped(z), slope(z), z),
+    "custom_gradient, hx": lambda z: sgtrick.custom_gradient(
+        stopped(z), slope(z), z, batch_ndims=1, hx=6 * z
+    ),
+    "with_gradient": sgtrick.with_gradient(stopped, slope),
+    "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda z: (stopped(z), slope(z))),
+    "custom_jvp": jvp_form(stopped, slope),
+    "custom_vjp": sgtrick.custom_vjp(lambda z: (stopped(z), lambda u: u * tf.math.conj(slope(z)))),
+    "scale_gradient": lambda z: cube(sgtrick.scale_gradient(z, 1.0)),
+    "straight_through": lambda z: sgtrick.straight_through(stopped(z), cube(z)),
+    "stop_gradient": lambda z: cube(sgtrick.stop_gradient(z, where=[False, False, False])),
+    "reverse_gradient": lambda z: cube(sgtrick.reverse_gradient(sgtrick.reverse_gradient(z))),
+}
+
+
+@pytest.mark.parametrize("dtype", [tf.complex64, tf.complex128])
+@pytest.mark.parametrize("name", OF_COMPLEX)
+class TestComplex:
+    """TensorFlow's convention for gradients: the conjugate of the derivative."""
+
+    @pytest.mark.parametrize(
+        "way",
+        [
+            lambda f: compiled(derivative(f)),
+            lambda f: derivative(compiled(f)),
+            lambda f: tf.function(derivative(f)),
+            derivative,
+            lambda f: compiled(forward_derivative(f)),
+        ],
+        ids=["tape in XLA", "tape around XLA", "tf.function", "eager", "forward mode in XLA"],
+    )
+    def test_first_derivatives(self, name, dtype, way):
+        z = tf.cast(Z, dtype)
+        expected = way(cube)(z)
+        np.testing.assert_allclose(way(OF_COMPLEX[name])(z), expected, rtol=1e-5)
+
+    def test_value(self, name, dtype):
+        z = tf.cast(Z, dtype)
+        y = compiled(OF_COMPLEX[name])(z)
+        assert y.dtype == dtype
+        np.testing.assert_allclose(y, Z**3, rtol=1e-5)
+
+    def test_second_derivatives(self, name, dtype):
+        """Right, or not finite, which is all that XLA has to say no."""
+        z = tf.cast(Z, dtype)
+
+        def run(f):
+            return compiled(derivative(lambda z: derivative(f)(z) * (1 + 2j)))(z)
+
+        came = run(OF_COMPLEX[name])
+        if name == "custom_gradient":
+            assert not np.any(np.isfinite(came))
+        else:
+            np.testing.assert_allclose(came, run(cube), rtol=1e-4)
