@@ -28,7 +28,7 @@ for seed in itertools.count(arguments.seed):
     try:
         hypothesis.seed(seed)(drawn)()
     except AssertionError as error:
-        print("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        print(error)
         sys.exit(f"Wrong, after {time.monotonic() - begin:.0f} s, with seed {seed}.")
     if time.monotonic() - begin > arguments.seconds:
         break

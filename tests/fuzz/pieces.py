@@ -275,7 +275,12 @@ def custom_gradient(function, rule):
 
 def from_numpy(function, rule):
     del rule
-    return lambda x: sgtrick.from_numpy(function.engine, event_ndims=x.shape.rank)(x)
+
+    def run(x):
+        ndims = 0 if function is Asinh else x.shape.rank
+        return sgtrick.from_numpy(function.engine, event_ndims=ndims)(x)
+
+    return run
 
 
 FORMS = (
