@@ -421,17 +421,17 @@ def _tensors(
     flat: Sequence[tuple[str, Any, int]], default: Any
 ) -> tuple[list[Any], list[Any], Any]:
     """The leaves as tensors, the dtypes of their gradients, and that of the value."""
-    # A number has no dtype of its own: it takes that of the others, or of the engine.
-    given = [
-        tf.as_dtype(leaf.dtype)
-        for _, leaf, _ in flat
-        if _arguments.has_derivatives(leaf) and type(leaf) not in (float, complex)
+    # Variables may say another dtype than that in which a layer of Keras reads them.
+    read = [
+        None if type(leaf) is float else _leaves.to_tensor(leaf, path) for path, leaf, _ in flat
     ]
-    floating = [dtype for dtype in given if dtype.is_floating]
+    # A number has no dtype of its own: it takes that of the others, or of the engine.
+    floating = [x.dtype for x in read if x is not None and x.dtype.is_floating]
     common = _widest(floating) if floating else default
     xs, dtypes = [], []
-    for path, leaf, ndims in flat:
-        x = _leaves.to_tensor(leaf, path, dtype=common if type(leaf) is float else None)
+    for (path, leaf, ndims), x in zip(flat, read, strict=True):
+        if x is None:
+            x = _leaves.to_tensor(leaf, path, dtype=common)
         if x.dtype.is_complex:
             raise TypeError(
                 f"{path} is complex ({x.dtype.name}), and an engine takes real arrays. Pass its "

@@ -17,7 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PERCENTILES = [10, 50, 90]
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 APART = {"NumPy alone", "sequential"}  # no rivals: in the tables alone
-MARKS = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]  # Okabe and Ito's colours
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe and Ito's
+MARKS = list(zip(COLORS, "os^vD", strict=True))
 
 
 def groups(benchmarks):
@@ -62,7 +63,7 @@ def table(rivals, cases):
 def figure(panels):
     """Ratios on a common logarithmic axis, a panel for each set of rivals."""
     plt.rcParams.update(STYLE)
-    heights = [len(cases) + 0.5 for _, _, cases in panels]
+    heights = [len(cases) * max(1, len(rivals) / 3) + 0.5 for _, rivals, cases in panels]
     size = (5.5, 0.24 * sum(heights) + 0.5 * len(panels) + 0.4)
     fig, axes = plt.subplots(
         len(panels),
@@ -76,7 +77,7 @@ def figure(panels):
         axis.axvline(1, color="black", lw=1)
         for i, (rival, (color, marker)) in enumerate(zip(others, MARKS, strict=False)):
             low, median, high = np.transpose([ratios(case, rival) for case in cases])
-            y = np.arange(len(cases)) + 0.3 * (i - (len(others) - 1) / 2)
+            y = np.arange(len(cases)) + 0.6 / len(others) * (i - (len(others) - 1) / 2)
             axis.hlines(y, low, high, color=color, lw=2)
             axis.plot(median, y, marker, color=color, ms=5, label=rival)
         axis.set_yticks(range(len(cases)), [case["what"] for case in cases])
