@@ -5,9 +5,9 @@ transformation `t` of functions comes with `t_by_tapes`, which says what it mean
 Python's loops alone; where it means nothing, there is none.
 """
 
+import concurrent.futures
 import functools
 import tempfile
-import threading
 
 import numpy as np
 import tensorflow as tf
@@ -419,11 +419,8 @@ def thread(f):
     def run(x):
         if not tf.executing_eagerly():
             raise NotImplementedError("another thread does not know of the graph")
-        found = []
-        t = threading.Thread(target=lambda: found.append(f(x)))
-        t.start()
-        t.join()
-        return found[0]
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            return executor.submit(f, x).result()
 
     return run
 

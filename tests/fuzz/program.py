@@ -106,7 +106,7 @@ class Program:
             expected = f"{pieces.by_tapes(step).__name__}({expected})"
         return "\n\n".join(
             [
-                "import tempfile\nimport threading\n\nimport numpy as np\nimport tensorflow as tf\n\n"
+                "import concurrent.futures\nimport tempfile\n\nimport numpy as np\nimport tensorflow as tf\n\n"
                 "import sgtrick\n\nONE = tf.Variable(1.0, trainable=False)",
                 *dict.fromkeys(texts),
                 f"x = tf.constant({self.point().tolist()}, tf.{self.dtype})",
