@@ -223,7 +223,7 @@ model {
 @pytest.mark.filterwarnings("ignore")  # of aiohttp, by which PyStan talks to its compiler
 def test_a_program_of_stan():
     """By the code of docs/host.md, as it stands there."""
-    pytest.importorskip("stan", reason="PyStan is not installed: pip install pystan")
+    pytest.importorskip("stan", reason="PyStan is not installed: pip install '.[stan]'")
     namespace = {"np": np, "sgtrick": sgtrick}
     exec(section("stan"), namespace)
     data = {"J": 8, "y": Y.tolist(), "sigma": SIGMA.tolist()}
