@@ -176,9 +176,7 @@ def _solved(
     equation: _Equation, x: Any, thetas: list[Any], captured: list[Any], reads: list[Any]
 ) -> Any:
     """The root `x`, as a function of all that the equation is made of."""
-    captured = [
-        t if t.dtype in (tf.resource, tf.variant) else _tensorflow.here(t) for t in captured
-    ]
+    captured = list(map(_tensorflow.here, captured))
     x, thetas = _tensorflow.here(x), list(map(_tensorflow.here, thetas))
     floating = [t for t in captured if _leaves.is_differentiable(t.dtype)]
     inputs = [*thetas, *floating, *reads]
@@ -186,7 +184,7 @@ def _solved(
     def pull(upstream: Any) -> list[Any]:
         # What a graph captured before is not recorded when it is used again.
         ts = list(map(_tensorflow.here, thetas))
-        cs = [t if t.dtype in (tf.resource, tf.variant) else _tensorflow.here(t) for t in captured]
+        cs = list(map(_tensorflow.here, captured))
         fs = [t for t in cs if _leaves.is_differentiable(t.dtype)]
         root = _solved(equation, x, ts, cs, reads)
         j = _jacobian(lambda x: equation.r([x, *ts], cs), root)

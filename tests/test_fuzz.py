@@ -3,14 +3,19 @@
 The short profile runs with the tests, `nox -s fuzz` for as long as it is told.
 """
 
+import linecache
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from fuzz.pieces import (
     Asinh,
     accumulator,
+    batch_jacobian,
     branch,
     by_a_tape,
+    by_another_form,
     closed_form,
     custom_jvp,
     custom_vjp,
@@ -18,10 +23,12 @@ from fuzz.pieces import (
     from_value_and_gradient,
     function,
     loop,
+    map_fn,
     on_host,
     recompute,
     tape,
     vectorized_map,
+    with_gradient_in_part,
 )
 from fuzz.program import Program
 from fuzz.strategies import SETTINGS, check, programs
@@ -45,3 +52,14 @@ FOUND = [
 @pytest.mark.parametrize("program", FOUND, ids=repr)
 def test_what_was_found(program):
     check(program)
+
+
+def test_what_is_printed_runs_by_itself(capsys):
+    steps = (batch_jacobian, map_fn, function)
+    program = Program(Asinh, by_another_form, with_gradient_in_part, steps, (2,))
+    namespace = {"__name__": "__main__"}
+    path = "printed.py"
+    linecache.cache[path] = (0, None, program.script().splitlines(keepends=True), path)
+    exec(compile(program.script(), path, "exec"), namespace)
+    np.testing.assert_allclose(namespace["came"], namespace["expected"], rtol=1e-7)
+    assert "expected" in capsys.readouterr().out

@@ -232,7 +232,7 @@ def _forget(names: list[str]) -> None:
 
 
 # A SavedModel of another process must not find the overrides of this one under its names.
-_NAMES = (f"sgtrick-{uuid.uuid4().hex}-{n}" for n in itertools.count())
+_PROCESS, _NUMBERS = uuid.uuid4().hex, itertools.count()
 # The names of those that a gradient makes while it is stored.
 _MADE: ContextVar[list[str] | None] = ContextVar("_MADE", default=None)
 _ATTRIBUTE = "_sgtrick_overrides"
@@ -256,7 +256,7 @@ def override(natural: Sequence[Any], inputs: Sequence[Any], meaning: Override) -
     if overrides is None:
         overrides = _Overrides(graph)
         setattr(graph, _ATTRIBUTE, overrides)
-    name = next(_NAMES)
+    name = f"sgtrick-{_PROCESS}-{next(_NUMBERS)}"
     made = _MADE.get()
     if made is not None:
         made.append(name)
@@ -469,9 +469,9 @@ def here(t: Any) -> Any:
 
     A pullback may be called while another graph is traced than the forward pass was. Of what it
     calls in its turn, the arguments are tensors of the forward graph, out of reach for the graph
-    in which that is differentiated again.
+    in which that is differentiated again. Variables can be used everywhere as they are.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or t.dtype in (tf.resource, tf.variant):
         return t
     graph = tf.compat.v1.get_default_graph()
     return t if operation(t) is not None and t.graph is graph else tf.identity(t)
@@ -552,7 +552,7 @@ def carried(f: Callable[..., Any], specs: Sequence[Any], owner: Any) -> Callable
     if tf.executing_eagerly() or (operation(owner) is not None and owner.graph is graph):
         return f
     traced = Traced(f, specs)
-    captured = [t if t.dtype in (tf.resource, tf.variant) else here(t) for t in traced.captured]
+    captured = list(map(here, traced.captured))
     return lambda *arguments: traced(arguments, captured)
 
 

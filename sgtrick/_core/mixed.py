@@ -254,7 +254,7 @@ def _carried(moving: Moving, us: Sequence[Any]) -> Moving:
         return [tf.convert_to_tensor(gradients[i]) for i in places]
 
     traced = _tensorflow.Traced(flat, specs)
-    captured = [t if t.dtype in (tf.resource, tf.variant) else here(t) for t in traced.captured]
+    captured = list(map(here, traced.captured))
     tensors = [c for c in closed if isinstance(c, tf.Tensor)]
     numbers = [next((i for i, t in enumerate(traced.captured) if _is(t, c)), None) for c in tensors]
     count = len(passed)

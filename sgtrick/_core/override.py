@@ -263,12 +263,7 @@ def _guarded(
         points: list[Any] = [None] * len(xs)
         if is_lost():
             with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
-                points = [
-                    loud.failure(x, lost(rule.name), z)
-                    if _leaves.is_differentiable(x.dtype)
-                    else None
-                    for x in xs
-                ]
+                points = _failures(lost(rule.name), xs, z)
             if by_graph:  # forward mode over forward mode differentiates what z becomes
                 z = tuple(_losing(rule.name, list(z), xs))
         if not transposable:
@@ -302,18 +297,19 @@ def _is_of_function(parts: Sequence[Any]) -> bool:
     return parts[0].graph is not tf.compat.v1.get_default_graph()
 
 
+def _failures(message: str, xs: Sequence[Any], through: Sequence[Any]) -> list[Any]:
+    """An error for who differentiates with respect to one of `xs`."""
+    return [
+        loud.failure(x, message, through) if _leaves.is_differentiable(x.dtype) else None
+        for x in xs
+    ]
+
+
 def _losing(name: str, parts: list[Any], xs: Sequence[Any]) -> list[Any]:
     """`parts`, with errors for their derivatives with respect to `xs`."""
 
     def again(*z: Any) -> list[Any]:
-        live = (_leaves.is_differentiable(x.dtype) for x in xs)
-        return [
-            *z,
-            *(
-                loud.failure(x, lost(name), z) if is_live else None
-                for x, is_live in zip(xs, live, strict=True)
-            ),
-        ]
+        return [*z, *_failures(lost(name), xs, z)]
 
     def along(*tangents: Any) -> list[Any]:
         return _insisting(name, tangents[: len(parts)], tangents[len(parts) :])
@@ -449,9 +445,6 @@ def _out_of_reach(name: str, ys: list[Any], xs: list[Any]) -> list[Any]:
     )
 
     def pull(*upstream: Any) -> list[Any]:
-        us = [u for u in upstream if u is not None]
-        return [
-            loud.failure(x, message, us) if _leaves.is_differentiable(x.dtype) else None for x in xs
-        ]
+        return _failures(message, xs, [u for u in upstream if u is not None])
 
     return keep(ys, xs, Rule(name, pull, message, lost=[False] * len(xs)), natural=ys)

@@ -1,5 +1,6 @@
 """A composition of pieces: what it should give, what it gives, and its text."""
 
+import ast
 import dataclasses
 import inspect
 import pathlib
@@ -94,11 +95,17 @@ class Program:
 
     def script(self) -> str:
         """The same as a program that runs by itself."""
-        used = [self.function, self.rule, pieces.misled, self.form, pieces.weights]
+        used = [self.function, self.rule, self.form]
         used += [f for step in self.steps for f in (step, pieces.by_tapes(step))]
-        texts = list(dict.fromkeys(map(inspect.getsource, used)))
-        if any(" vectorized_map_by_tapes" in t or "(vectorized_map_by_tapes" in t for t in texts):
-            texts.append(inspect.getsource(pieces.vectorized_map_by_tapes))
+        texts: dict[str, str] = {}
+        while used:
+            piece = used.pop()
+            if piece.__name__ not in texts:
+                texts[piece.__name__] = inspect.getsource(piece)
+                nodes = list(ast.walk(ast.parse(texts[piece.__name__])))
+                names = {node.id for node in nodes if isinstance(node, ast.Name)}
+                names -= {node.arg for node in nodes if isinstance(node, ast.arg)}
+                used += [vars(pieces)[name] for name in sorted(names & PIECES)]
         form = f"{self.form.__name__}({self.function.__name__}, {self.rule.__name__})"
         came, expected = form, f"{self.function.__name__}.true"
         for step in self.steps:
@@ -106,10 +113,22 @@ class Program:
             expected = f"{pieces.by_tapes(step).__name__}({expected})"
         return "\n\n".join(
             [
-                "import concurrent.futures\nimport tempfile\n\nimport numpy as np\nimport tensorflow as tf\n\n"
-                "import sgtrick\n\nONE = tf.Variable(1.0, trainable=False)",
-                *dict.fromkeys(texts),
-                f"x = tf.constant({self.point().tolist()}, tf.{self.dtype})",
-                f'print("expected", {expected}(tf.cast(x, tf.float64)))\nprint("came", {came}(x))\n',
+                "import concurrent.futures\nimport tempfile\n\nimport numpy as np\n"
+                "import tensorflow as tf\n\nimport sgtrick\n\n"
+                "ONE = tf.Variable(1.0, trainable=False)",
+                *texts.values(),
+                f"x = tf.constant({self.point().tolist()}, tf.{self.dtype})\n"
+                f"expected = {expected}(tf.cast(x, tf.float64))\n"
+                'print("expected", expected)\n'
+                f"came = {came}(x)\n"
+                'print("came", came)\n',
             ]
         )
+
+
+# The names of those that are defined in their module.
+PIECES = {
+    name
+    for name, value in vars(pieces).items()
+    if getattr(value, "__module__", None) == pieces.__name__ and value.__name__ == name
+}
