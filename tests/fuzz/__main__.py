@@ -1,4 +1,4 @@
-"""Draws programs until the time is up or one of them is wrong: `nox -s fuzz -- --seconds 3600`."""
+"""Draws until the time is up or something is wrong: `nox -s fuzz -- --seconds 3600`."""
 
 import argparse
 import itertools
@@ -14,22 +14,27 @@ import hypothesis
 import matrix
 
 matrix.configure()  # before anything runs
-from fuzz.strategies import SETTINGS, check, programs  # noqa: E402
+from fuzz.strategies import KINDS, SETTINGS  # noqa: E402
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--seconds", type=float, default=3600)
 parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
 arguments = parser.parse_args()
 
 logging.disable(logging.CRITICAL)  # TensorFlow's, of what cannot be converted
 begin = time.monotonic()
-for seed in itertools.count(arguments.seed):
-    drawn = hypothesis.settings(SETTINGS, max_examples=50)(hypothesis.given(programs())(check))
+counts = dict.fromkeys(arguments.kinds, 0)
+for seed, kind in zip(itertools.count(arguments.seed), itertools.cycle(arguments.kinds)):
+    drawn, check = KINDS[kind]
+    run = hypothesis.settings(SETTINGS, max_examples=50)(hypothesis.given(drawn())(check))
     try:
-        hypothesis.seed(seed)(drawn)()
+        hypothesis.seed(seed)(run)()
     except AssertionError as error:
         print(error)
-        sys.exit(f"Wrong, after {time.monotonic() - begin:.0f} s, with seed {seed}.")
+        again = f"--kinds {kind} --seed {seed}"
+        sys.exit(f"Wrong, after {time.monotonic() - begin:.0f} s, with {again}.")
+    counts[kind] += 50
     if time.monotonic() - begin > arguments.seconds:
         break
-print(f"Nothing wrong in {(seed + 1 - arguments.seed) * 50} programs.")
+print("Nothing wrong in", ", ".join(f"{n} {kind}" for kind, n in counts.items()))

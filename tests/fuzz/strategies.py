@@ -1,9 +1,13 @@
 """How programs are drawn, and what is asked of them."""
 
+import dataclasses
+
+import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from fuzz import pieces
+from fuzz import hosts, pieces
+from fuzz.hosts import Host, Leaf
 from fuzz.program import Program
 
 SETTINGS = settings(
@@ -12,6 +16,7 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     print_blob=False,
+    report_multiple_bugs=False,
 )
 
 
@@ -35,3 +40,60 @@ def programs(draw):
 def check(program):
     came = program.verdict()
     assert came in ("right", "loud", "skipped"), f"{program}: {came}\n\n{program.script()}"
+
+
+def check_engine(host):
+    came = host.verdict()
+    assert came == "right", f"{host}: {came}"
+
+
+@st.composite
+def engines(draw):
+    batch = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
+    one = leaves(batch)
+    several = st.lists(one, min_size=1, max_size=2)
+    dicts = several.map(lambda some: dict(zip("ab", some, strict=False)))
+    arguments = tuple(
+        draw(st.lists(st.one_of(one, one, several.map(tuple), dicts), min_size=1, max_size=3))
+    )
+    if len(arguments) == 1 and isinstance(arguments[0], Leaf):  # None would be no gradient at all
+        arguments = (dataclasses.replace(arguments[0], known=True),)
+    host = Host(arguments)
+    way = draw(st.sampled_from(hosts.WAYS)) if host.watched else "eager"
+    if way in ("vectorized_map", "map_fn") and 0 in (host.batch or (0,))[:1]:
+        way = "graph"
+    fault = draw(st.sampled_from([None] * 12 + list(hosts.FAULTS)))
+    if fault == "gradient" and not any(leaf.live and leaf.known for leaf in host.leaves):
+        fault = None
+    return Host(
+        arguments,
+        way,
+        draw(st.booleans()),
+        draw(st.sampled_from(["float64", "float64", "float32"])),
+        draw(st.booleans()),
+        draw(st.sampled_from(["raise", -np.inf, 3.0])),
+        draw(st.booleans()),
+        draw(st.sampled_from([None, "hess", "hessp"])),
+        draw(st.sampled_from([0, 0, 2])),
+        draw(st.booleans()),
+        draw(st.sampled_from([np.inf, np.inf, 0.3])),
+        fault,
+    )
+
+
+@st.composite
+def leaves(draw, batch):
+    kind = draw(st.sampled_from(["tensor", "tensor", "variable", "array", "number"]))
+    if kind == "number":
+        return Leaf(dtype=draw(st.sampled_from(["float64", "int32", "bool"])), kind=kind)
+    own = batch[draw(st.integers(0, len(batch))) :]
+    own = tuple(1 if draw(st.integers(0, 3)) == 0 else n for n in own)
+    event = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
+    live = st.sampled_from(list(hosts.SIZES))
+    dtype = draw(st.one_of(live, live, st.sampled_from(["int32", "bool", "bytes"])))
+    if dtype not in hosts.SIZES and kind == "variable":
+        kind = "tensor"
+    return Leaf(own, event, dtype, kind, draw(st.integers(0, 5)) > 0)
+
+
+KINDS = {"programs": (programs, check), "engines": (engines, check_engine)}
