@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from fuzz import hosts, pieces
+from fuzz.checks import SMOOTH, Check
 from fuzz.hosts import Host, Leaf
 from fuzz.program import Program
 
@@ -96,4 +97,42 @@ def leaves(draw, batch):
     return Leaf(own, event, dtype, kind, draw(st.integers(0, 5)) > 0)
 
 
-KINDS = {"programs": (programs, check), "engines": (engines, check_engine)}
+@st.composite
+def checks(draw):
+    size_x = draw(st.sampled_from([1.0, 1e-3, 1e4]))
+    # A leaf of zeros does not say what is small there.
+    entries = st.integers(-20, 20).filter(lambda i: i != 0 or size_x >= 1)
+    point = draw(st.lists(entries, min_size=1, max_size=3))
+    term = st.tuples(
+        st.sampled_from(list(SMOOTH)),
+        st.sampled_from([0.3, 1.0, 5.0]),
+        st.sampled_from([1.0, -0.4]),
+    )
+    place = st.one_of(st.none(), st.integers(0, 24))
+    wrong, kink = draw(st.one_of(st.tuples(place, st.none()), st.tuples(st.none(), place)))
+    return Check(
+        tuple(i / 10 for i in point),
+        tuple(draw(st.lists(term, min_size=1, max_size=2))),
+        draw(st.sampled_from(["number", "entries"])),
+        draw(st.integers(1, min(2, len(point)))),
+        size_x,
+        draw(st.sampled_from([1.0, 1e-5, 1e3])),
+        draw(st.sampled_from([0.0, 0.0, 1e3])) if wrong is None and kink is None else 0.0,
+        draw(st.sampled_from(["float64", "float64", "float32", "narrow"])),
+        wrong,
+        None if kink is None else kink % len(point),
+        draw(st.sampled_from(["full", "random"])),
+        draw(st.integers(1, 2)) if wrong is None and kink is None else 1,
+    )
+
+
+def check_checker(drawn):
+    came = drawn.verdict()
+    assert came == "right", f"{drawn}: {came}"
+
+
+KINDS = {
+    "programs": (programs, check),
+    "engines": (engines, check_engine),
+    "checks": (checks, check_checker),
+}
