@@ -27,5 +27,5 @@ def test_complex_is_refused(point, dtype, of_value):
         f = lambda x: tf.cast(x, dtype)  # noqa: E731
     else:
         f, x = tf.math.abs, tf.cast(x, dtype)
-    with pytest.raises(TypeError, match="real and.* imaginary"):
+    with pytest.raises(TypeError, match=r"real and.* imaginary"):
         sgtrick.check_gradient(f, x)

@@ -120,9 +120,9 @@ class Check:
         return "right"
 
     def _is_rounded_away(self, entry: Any, report: Any) -> bool:
-        """Whether the function itself has lost a derivative to float32: where terms cancel."""
+        """Whether an entry is nothing beside the others, as where terms cancel or underflow."""
         largest = max(abs(e.numerical) for e in report.entries if e.order == entry.order)
-        return self.dtype != "float64" and entry.absolute < 1e-6 * largest
+        return entry.absolute < (1e-10 if self.dtype == "float64" else 1e-6) * largest
 
     def _allowed(self, name: str, place: tuple[int, ...] | None) -> tuple[str, ...]:
         is_random = self.mode == "random"
