@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from fuzz import pieces
 from fuzz.pieces import (
     Asinh,
     accumulator,
@@ -21,7 +22,6 @@ from fuzz.pieces import (
     custom_vjp,
     from_numpy,
     from_value_and_gradient,
-    function,
     loop,
     map_fn,
     on_host,
@@ -42,9 +42,9 @@ def test_programs(program):
 
 # Each was wrong once, or an error without a reason.
 FOUND = [
-    Program(Asinh, on_host, custom_jvp, (function, accumulator, accumulator), (3,)),
-    Program(Asinh, closed_form, custom_vjp, (loop, accumulator, function), (3,)),
-    Program(Asinh, closed_form, from_numpy, (branch, function, tape), (3,)),
+    Program(Asinh, on_host, custom_jvp, (pieces.function, accumulator, accumulator), (3,)),
+    Program(Asinh, closed_form, custom_vjp, (loop, accumulator, pieces.function), (3,)),
+    Program(Asinh, closed_form, from_numpy, (branch, pieces.function, tape), (3,)),
     Program(Asinh, by_a_tape, from_value_and_gradient, (recompute, vectorized_map, tape), (3,)),
 ]
 
@@ -54,8 +54,32 @@ def test_what_was_found(program):
     check(program)
 
 
+# Lest a piece be skipped, or loud, wherever it stands.
+
+
+@pytest.mark.parametrize("form", pieces.FORMS)
+def test_each_form_is_right(form):
+    assert Program(Asinh, closed_form, form, (tape,), (3,)).verdict() == "right"
+
+
+@pytest.mark.parametrize("rule", pieces.RULES)
+def test_each_rule_is_right(rule):
+    assert Program(Asinh, rule, custom_vjp, (tape,), (3,)).verdict() == "right"
+
+
+@pytest.mark.parametrize("step", pieces.STEPS + pieces.OVER_MEMBERS)
+def test_each_step_is_right(step):
+    assert Program(Asinh, closed_form, custom_vjp, (step,), (3,)).verdict() == "right"
+
+
+@pytest.mark.parametrize("function", pieces.FUNCTIONS)
+def test_each_function_is_right(function):
+    shape = (3,) * function.ranks[-1]
+    assert Program(function, closed_form, custom_vjp, (tape,), shape).verdict() == "right"
+
+
 def test_what_is_printed_runs_by_itself(capsys):
-    steps = (batch_jacobian, map_fn, function)
+    steps = (batch_jacobian, map_fn, pieces.function)
     program = Program(Asinh, by_another_form, with_gradient_in_part, steps, (2,))
     namespace = {"__name__": "__main__"}
     path = "printed.py"

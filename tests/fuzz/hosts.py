@@ -72,6 +72,9 @@ class Host:
         keyword: Whether the last argument is passed by its name.
         above: The engine fails where `t` is larger.
         fault: What is wrong with its replies, if anything.
+        careless: Whether the engine spoils its arguments, where it may, and gives the same arrays
+            each time.
+        method: Whether it is a method, of one of two objects.
     """
 
     arguments: tuple[Any, ...]
@@ -86,6 +89,8 @@ class Host:
     keyword: bool = False
     above: float = np.inf
     fault: str | None = None
+    careless: bool = False
+    method: bool = False
 
     # What the arguments are.
 
@@ -212,16 +217,18 @@ class Host:
         return self._packed([self._packed([block(i, j) for j in places]) for i in places])
 
     def form(self, executor: Any) -> Any:
-        functions: Any = (
-            {"fn": self.value, "grad": self.gradient} if self.apart else {"fn": self.both}
-        )
+        functions: Any = {"fn": self.value, "grad": self.gradient}
+        if not self.apart:
+            functions = {"fn": self.both}
         if self.fault == "no gradient":
             functions = {"fn": self.value}
         if self.hessian is not None:
             functions[self.hessian] = getattr(self, self.hessian)
         names = "xyz"[: len(self.arguments)]
-        functions = {key: named(f, names + "v" * (key == "hessp")) for key, f in functions.items()}
-        return sgtrick.from_numpy(
+        for key, f in functions.items():
+            f = _careless(f) if self.careless else f
+            functions[key] = _named(f, names + "v" * (key == "hessp"), self.method)
+        engine = sgtrick.from_numpy(
             **functions,
             event_ndims=self.event_ndims,
             vectorized=self.vectorized,
@@ -231,6 +238,11 @@ class Host:
             on_error=self.on_error,
             name="engine",
         )
+        if not self.method:
+            return engine
+        owner = type("Owner", (_Owner,), {"engine": engine})
+        assert owner(is_used=False).engine.calls == 0
+        return owner(is_used=True).engine
 
     # What should come.
 
@@ -382,6 +394,38 @@ class Host:
         return None if came == (calls, failures) else f"{came} for {calls} calls, {failures} failed"
 
 
-def named(f: Any, names: str) -> Any:
+class _Owner:
+    """What an engine is a method of."""
+
+    def __init__(self, is_used: bool) -> None:
+        self.is_used = is_used
+
+    def own(self, f: Any) -> Any:
+        assert self.is_used, "another object is used"
+        return f
+
+
+def _named(f: Any, names: str, is_method: bool) -> Any:
     """`f` with parameters of these names, which the engine is called by."""
-    return eval(f"lambda {', '.join(names)}: f({', '.join(names)})", {"f": f})
+    own = ", ".join(names)
+    text = f"lambda self, {own}: self.own(f)({own})" if is_method else f"lambda {own}: f({own})"
+    return eval(text, {"f": f})
+
+
+def _careless(f: Any) -> Any:
+    """`f`, which spoils its arguments and gives the same arrays each time."""
+    kept: dict[Any, np.ndarray] = {}
+
+    def call(*arguments: Any) -> Any:
+        y = f(*arguments)
+        for a in tf.nest.flatten(arguments):
+            if a is not None and a.flags.writeable:
+                a[...] = 0
+        flat = tf.nest.flatten(y)
+        for k, part in enumerate(flat):
+            if isinstance(part, np.ndarray):
+                flat[k] = kept.setdefault((k, part.shape, part.dtype), np.empty_like(part))
+                flat[k][...] = part
+        return tf.nest.pack_sequence_as(y, flat)
+
+    return call

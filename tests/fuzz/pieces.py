@@ -18,6 +18,10 @@ import sgtrick
 # multiplies it from both sides, and the same in NumPy.
 
 
+def conj(t):
+    return tf.math.conj(t) if t.dtype.is_complex else t
+
+
 class Asinh:
     """Entry by entry."""
 
@@ -33,7 +37,7 @@ class Asinh:
 
     @staticmethod
     def pull(j, u):
-        return j * u
+        return conj(j) * u
 
     @staticmethod
     def push(j, t):
@@ -59,7 +63,7 @@ class Sum:
 
     @staticmethod
     def pull(j, u):
-        return j * u
+        return conj(j) * u
 
     @staticmethod
     def push(j, t):
@@ -70,19 +74,18 @@ class Sum:
         return np.sin(x).sum(), np.cos(x)
 
 
-class Softmax:
-    """With a Jacobian that is full."""
+class LogSoftmax:
+    """With a Jacobian that is full, and not symmetric."""
 
     ranks = (1,)
 
     @staticmethod
     def true(x):
-        return tf.nn.softmax(x)
+        return tf.nn.log_softmax(x)
 
     @staticmethod
     def jacobian(x):
-        p = tf.nn.softmax(x)
-        return tf.linalg.diag(p) - p[:, tf.newaxis] * p
+        return tf.eye(tf.size(x), dtype=x.dtype) - tf.nn.softmax(x)
 
     @staticmethod
     def pull(j, u):
@@ -91,12 +94,6 @@ class Softmax:
     @staticmethod
     def push(j, t):
         return tf.linalg.matvec(j, t)
-
-    @staticmethod
-    def engine(x):
-        e = np.exp(x - x.max(initial=0))
-        p = e / e.sum()
-        return p, np.diag(p) - p[:, None] * p
 
 
 class Logdet:
@@ -129,7 +126,7 @@ class Logdet:
         return np.linalg.slogdet(a)[1].astype(x.dtype), 2 * x @ np.linalg.inv(a)
 
 
-FUNCTIONS = (Asinh, Sum, Softmax, Logdet)
+FUNCTIONS = (Asinh, Sum, LogSoftmax, Logdet)
 
 # Ways to compute the Jacobian of a function in a rule.
 
@@ -193,6 +190,7 @@ def with_a_variable(function, x):
 
 ONE = tf.Variable(1.0, trainable=False)
 
+OF_COMPLEX = (closed_form, stopped, on_host, in_a_loop, in_a_function, with_a_variable)
 RULES = (
     closed_form, stopped, on_host, in_a_loop, in_a_branch, in_a_function, by_a_tape,
     by_another_form, by_a_mapped_form, with_a_variable,
@@ -269,6 +267,84 @@ def custom_vjp_that_clips(function, rule):
     return form
 
 
+def custom_vjp_on_host(function, rule):
+    """Which cannot be transposed."""
+
+    @sgtrick.custom_vjp
+    def form(x):
+        def grad_fn(u):
+            v = tf.numpy_function(lambda u: u + 0, [u], u.dtype, stateful=False)
+            v.set_shape(u.shape)
+            return function.pull(rule(function, x), v)
+
+        return misled(function, x), grad_fn
+
+    return form
+
+
+class Scaled:
+    """Of which each object has a scale of its own."""
+
+    def __init__(self, function, rule, scale):
+        self.function, self.rule, self.scale = function, rule, scale
+
+    @sgtrick.custom_jvp
+    def by_jvp(self, x):
+        return misled(self.function, x) * self.scale
+
+    @by_jvp.defjvp
+    def _(self, primals, tangents):
+        j = self.rule(self.function, primals[0]) * self.scale
+        return None, self.function.push(j, tangents[0])
+
+
+def custom_jvp_of_objects(function, rule):
+    """Of which the one was called before the other."""
+
+    def run(x):
+        once, thrice = Scaled(function, rule, 1), Scaled(function, rule, 3)
+        return (thrice.by_jvp(x) - once.by_jvp(x)) / 2
+
+    return run
+
+
+def custom_jvp_of_structures(function, rule):
+    @sgtrick.custom_jvp
+    def form(point, shift):
+        x, (y, _) = point["x"], point["rest"]
+        return {"f": misled(function, x) + shift, "y": y * 2}
+
+    @form.defjvp
+    def _(primals, tangents):
+        (point, _), (tangent, _) = primals, tangents
+        t = function.push(rule(function, point["x"]), tangent["x"])
+        return None, {"f": t, "y": tangent["rest"][0] * 2}
+
+    def run(x):
+        total = tf.reduce_sum(x)
+        shift = tf.constant(1.0, x.dtype)
+        found = form({"x": x, "rest": (total, tf.constant(3))}, shift=shift)
+        return found["f"] - 1 + (found["y"] - 2 * total)
+
+    return run
+
+
+def with_gradient_by_keyword(function, rule):
+    """Of a tuple, passed by its name, beside a dict that keeps autodiff."""
+
+    @sgtrick.with_gradient(
+        grad=lambda other, point: (rule(function, point[0]), None), argnums="point"
+    )
+    def form(other, point):
+        return misled(function, point[0]) + other["shift"]
+
+    def run(x):
+        shift = tf.reduce_sum(tf.sin(x))
+        return form({"shift": shift}, point=(x, tf.constant(3))) - shift
+
+    return run
+
+
 def custom_gradient(function, rule):
     return lambda x: sgtrick.custom_gradient(misled(function, x), rule(function, x), x)
 
@@ -285,7 +361,8 @@ def from_numpy(function, rule):
 
 FORMS = (
     with_gradient, with_gradient_in_part, from_value_and_gradient, custom_jvp, custom_vjp,
-    custom_vjp_of_structures, custom_vjp_that_clips, custom_gradient, from_numpy,
+    custom_vjp_of_structures, custom_vjp_that_clips, custom_vjp_on_host, custom_jvp_of_objects,
+    custom_jvp_of_structures, with_gradient_by_keyword, custom_gradient, from_numpy,
 )  # fmt: skip
 
 # Transformations.
@@ -399,6 +476,31 @@ def function_of_unknown_shape(f):
 
 
 function_of_unknown_shape_by_tapes = function_by_tapes
+
+
+def function_of_unknown_rank(f):
+    def run(x):
+        return tf.function(f, input_signature=[tf.TensorSpec(None, x.dtype)])(x)
+
+    return run
+
+
+function_of_unknown_rank_by_tapes = function_by_tapes
+
+
+def at_a_variable(f):
+    def run(x):
+        if not tf.executing_eagerly():
+            raise NotImplementedError("a function makes no variables")
+        x = tf.Variable(x)
+        with tf.GradientTape() as t:
+            y = f(x)
+        return t.gradient(y, x, weights(y))
+
+    return run
+
+
+at_a_variable_by_tapes = tape
 
 
 def xla(f):
@@ -563,7 +665,7 @@ def batch_jacobian_by_tapes(f):
 
 STEPS = (
     tape, persistent_tape, jacobian, accumulator, unrelated_tape, function,
-    function_of_unknown_shape, xla, recompute, thread, replica, saved_model, loop, branch, square,
+    function_of_unknown_shape, function_of_unknown_rank, at_a_variable, xla, recompute, thread, replica, saved_model, loop, branch, square,
     plus_native, at_a_scaled_point,
 )  # fmt: skip
 OVER_MEMBERS = (vectorized_map, map_fn, scan, dataset, batch_jacobian)

@@ -42,15 +42,23 @@ class Program:
     def point(self) -> Any:
         maps = sum(step in pieces.OVER_MEMBERS for step in self.steps)
         shape = (self.members,) * maps + self.shape
-        return (np.sin(1.0 + np.arange(np.prod(shape))) * 1.2).reshape(shape).astype(self.dtype)
+        n = np.arange(np.prod(shape)).reshape(shape)
+        x = np.sin(1.0 + n) * 1.2
+        return (x + 0.5j * np.cos(n) if self.is_complex else x).astype(self.dtype)
+
+    @property
+    def is_complex(self) -> bool:
+        return self.dtype.startswith("complex")
 
     def expected(self) -> np.ndarray | None:
-        """By eager tapes of the true function in float64, None where there is nothing to expect."""
+        """By eager tapes of the true function in 64 bits, None where there is nothing to expect."""
         f = self.function.true
         for step in self.steps:
             f = pieces.by_tapes(step)(f)
         try:
-            return f(tf.constant(self.point(), tf.float64)).numpy()
+            return f(
+                tf.cast(self.point(), tf.complex128 if self.is_complex else tf.float64)
+            ).numpy()
         except Exception:  # as where a tape has no gradient of nothing
             return None
 
@@ -77,7 +85,7 @@ class Program:
         if y is None:
             return "right" if not expected.any() else f"None, expected {expected}"
         y = y.numpy()
-        tolerance = 1e-7 if self.dtype == "float64" else 2e-2
+        tolerance = 1e-7 if self.dtype in ("float64", "complex128") else 2e-2
         if y.shape == expected.shape:
             size = 1 + np.abs(expected).max(initial=0)
             if np.allclose(y, expected, rtol=tolerance, atol=tolerance * size):
@@ -111,6 +119,7 @@ class Program:
         for step in self.steps:
             came = f"{step.__name__}({came})"
             expected = f"{pieces.by_tapes(step).__name__}({expected})"
+        wide = "complex128" if self.is_complex else "float64"
         return "\n\n".join(
             [
                 "import concurrent.futures\nimport tempfile\n\nimport numpy as np\n"
@@ -118,7 +127,7 @@ class Program:
                 "ONE = tf.Variable(1.0, trainable=False)",
                 *texts.values(),
                 f"x = tf.constant({self.point().tolist()}, tf.{self.dtype})\n"
-                f"expected = {expected}(tf.cast(x, tf.float64))\n"
+                f"expected = {expected}(tf.cast(x, tf.{wide}))\n"
                 'print("expected", expected)\n'
                 f"came = {came}(x)\n"
                 'print("came", came)\n',

@@ -23,18 +23,24 @@ SETTINGS = settings(
 
 @st.composite
 def programs(draw):
-    function = draw(st.sampled_from(pieces.FUNCTIONS))
+    dtype = draw(st.sampled_from(["float64", "float64", "float32", "complex128"]))
+    functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, list(pieces.FORMS)
+    if dtype == "complex128":
+        functions, rules = (pieces.Asinh, pieces.Sum), pieces.OF_COMPLEX
+        forms = [f for f in forms if f not in (pieces.from_numpy, pieces.custom_vjp_that_clips)]
+    function = draw(st.sampled_from(functions))
+    if not hasattr(function, "engine"):
+        forms.remove(pieces.from_numpy)
     rank = draw(st.sampled_from(function.ranks))
-    forms = [f for f in pieces.FORMS if (function, f) != (pieces.Softmax, pieces.from_numpy)]
     steps = draw(st.lists(st.sampled_from(pieces.STEPS + pieces.OVER_MEMBERS), max_size=4))
     return Program(
         function,
-        draw(st.sampled_from(pieces.RULES)),
+        draw(st.sampled_from(rules)),
         draw(st.sampled_from(forms)),
         tuple(steps),
         tuple(draw(st.lists(st.integers(0, 3), min_size=rank, max_size=rank))),
         draw(st.integers(1, 3)),
-        draw(st.sampled_from(["float64", "float32"])),
+        dtype,
     )
 
 
@@ -66,6 +72,7 @@ def engines(draw):
     fault = draw(st.sampled_from([None] * 12 + list(hosts.FAULTS)))
     if fault == "gradient" and not any(leaf.live and leaf.known for leaf in host.leaves):
         fault = None
+    threads = draw(st.sampled_from([0, 0, 2]))
     return Host(
         arguments,
         way,
@@ -75,10 +82,12 @@ def engines(draw):
         draw(st.sampled_from(["raise", -np.inf, 3.0])),
         draw(st.booleans()),
         draw(st.sampled_from([None, "hess", "hessp"])),
-        draw(st.sampled_from([0, 0, 2])),
+        threads,
         draw(st.booleans()),
         draw(st.sampled_from([np.inf, np.inf, 0.3])),
         fault,
+        threads == 0 and draw(st.booleans()),
+        draw(st.booleans()),
     )
 
 
