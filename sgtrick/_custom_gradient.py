@@ -5,14 +5,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices, _given
-from sgtrick._core import embedding
+from sgtrick._core import devices, embedding, value_form
 from sgtrick._core._tensorflow import here, not_recording, unconverted
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
 
 
 @unconverted
@@ -107,13 +106,13 @@ def custom_gradient(
     The name and the trick are those of `tfp.math.custom_gradient`; every call which that answers
     correctly is answered the same.
     """
-    with _devices.scope(device):
-        fx, leaves = _given.at_point(TENSORFLOW, fx, gx, x, batch_ndims)
+    with devices.scope(device):
+        fx, leaves = value_form.at_point(TENSORFLOW, fx, gx, x, batch_ndims)
         name = name or "custom_gradient"
         with tf.name_scope(name):
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             hessian = _hessian(name, hx, x, fx, leaves, stop)
-            order = None if _given.is_zero(hx) else 1 if hx is None else 2
+            order = None if value_form.is_zero(hx) else 1 if hx is None else 2
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
             return _embed(name, stop(fx), leaves, hessian, order)
 
@@ -123,7 +122,7 @@ def _hessian(
 ) -> Blocks | Product | None:
     if callable(hx):
         return Product(name, fx, hx, x, leaves)
-    return None if hx is None or _given.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
+    return None if hx is None or value_form.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
 
 
 def _embed(

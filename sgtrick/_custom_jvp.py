@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves
-from sgtrick._core import _tensorflow, adjoint, ancestry, embedding, loud, mixed
+from sgtrick._core import _tensorflow, adjoint, ancestry, calls, embedding, loud, mixed, structures
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import Rule, keep
 
@@ -68,11 +67,11 @@ def custom_jvp(f: Callable[..., Any] | None = None, *, nondiff_argnums: Any = ()
         raise TypeError(f"nondiff_argnums must be positions, got {nondiff_argnums!r}.")
     if f is None:
         return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
-    return _arguments.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
+    return calls.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
 
 
 def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callable[..., Any]:
-    function = _arguments.Function(f)
+    function = calls.Function(f)
     name = function.name
     rule: Callable[..., Any] | None = None
 
@@ -90,7 +89,8 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
         if not point.xs:
             return y
         outputs = [
-            (path, _leaves.to_tensor(y_i, path)) for path, y_i in _leaves.flatten(y, f"{name}(...)")
+            (path, structures.to_tensor(y_i, path))
+            for path, y_i in structures.flatten(y, f"{name}(...)")
         ]
         ys, at = [y_i for _, y_i in outputs], point.read()
         # Where the values have no derivatives of their own, TensorFlow would look for some in all
@@ -100,7 +100,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
         )
         made_of = closure.others(ys, point.stopped_xs) if is_live else None
 
-        def tangents_at(call: _arguments.Call, ts: Sequence[Any]) -> list[Any]:
+        def tangents_at(call: calls.Call, ts: Sequence[Any]) -> list[Any]:
             before = [call.args[i] for i in nondiff]
             result = jvp(*before, point.primals(call), point.tangents(ts))
             return [
@@ -108,7 +108,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 for (path, y_i), t in zip(outputs, _tangents(result, y, name), strict=True)
             ]
 
-        def pulled(call: _arguments.Call, upstream: Sequence[Any]) -> list[Any]:
+        def pulled(call: calls.Call, upstream: Sequence[Any]) -> list[Any]:
             if _is_transposing(form, nondiff, at):
                 return _natural(point, f, upstream)
             ts = [adjoint.probe(x) for x in point.xs]
@@ -155,7 +155,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
     def defjvp(jvp: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the rule; a decorator."""
         nonlocal rule
-        inside = _arguments.unbound(jvp)
+        inside = calls.unbound(jvp)
         if not callable(inside):
             raise TypeError(f"jvp must be a function, got {type(jvp).__name__}: {jvp!r}.")
         rule = inside
@@ -166,8 +166,8 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
 
 def _point(
-    function: _arguments.Function, nondiff_argnums: Sequence[int], args: Any, kwargs: Any
-) -> tuple[list[int], _arguments.Point]:
+    function: calls.Function, nondiff_argnums: Sequence[int], args: Any, kwargs: Any
+) -> tuple[list[int], calls.Point]:
     """The positions of arguments without derivatives, and the others."""
     name, call = function.name, function.bind(args, kwargs)
     if call.kwargs:
@@ -199,17 +199,17 @@ _NOT_LINEAR = (
 _NOW: ContextVar[frozenset[Any]] = ContextVar("_NOW", default=frozenset())
 
 
-def _key(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Any:
+def _key(form: Any, nondiff: Sequence[int], at: calls.Call) -> Any:
     own = [id(at.args[i]) for i in nondiff if i == 0]
     return form, *own
 
 
-def _is_transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> bool:
+def _is_transposing(form: Any, nondiff: Sequence[int], at: calls.Call) -> bool:
     return _key(form, nondiff, at) in _NOW.get()
 
 
 @contextmanager
-def _transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Iterator[None]:
+def _transposing(form: Any, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
     token = _NOW.set(_NOW.get() | {_key(form, nondiff, at)})
     try:
         yield
@@ -217,7 +217,7 @@ def _transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Iter
         _NOW.reset(token)
 
 
-def _natural(point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
+def _natural(point: calls.Point, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
     """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -235,15 +235,15 @@ def _tangents(result: Any, y: Any, name: str) -> list[Any]:
             f"The JVP rule of {name} must return (primal_out, tangent_out), got "
             f"{type(result).__name__}."
         )
-    return [t for _, _, t in _leaves.pair(y, result[1], f"{name}(...)", "tangent_out")]
+    return [t for _, _, t in structures.pair(y, result[1], f"{name}(...)", "tangent_out")]
 
 
 def _checked(tangent: Any, y: Any, path: str) -> Any:
     """A tangent like its output."""
-    tangent, y = _leaves.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
-    if tangent.dtype != y.dtype or not _leaves.is_differentiable(y.dtype):
+    tangent, y = structures.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
+    if tangent.dtype != y.dtype or not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"The tangent of {path} has dtype {tangent.dtype.name}, the output {y.dtype.name}. "
             "They must be equal and floating or complex; where there is no derivative, return None."
         )
-    return _leaves.shaped_like(tangent, y, f"The tangent of {path}", "the output")
+    return structures.shaped_like(tangent, y, f"The tangent of {path}", "the output")

@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves, _shapes, _variables
-from sgtrick._core import _tensorflow
+from sgtrick._core import _tensorflow, calls, shapes, structures
 from sgtrick._core.override import Rule, keep
+from sgtrick._core.variables import Reader
 
 
 def custom_vjp(f: Any = None) -> Any:
@@ -58,11 +58,11 @@ def custom_vjp(f: Any = None) -> Any:
             `tf.errors.InvalidArgumentError` when it is run; around a `tf.function` and in XLA, the
             derivative is NaN.
     """
-    return custom_vjp if f is None else _arguments.as_form(f, _custom_vjp)
+    return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
 
 def _custom_vjp(f: Any) -> Any:
-    function, read = _arguments.Function(f), _variables.Reader()
+    function, read = calls.Function(f), Reader()
 
     def call(converted: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = arguments_of(f, args, kwargs)
@@ -94,17 +94,17 @@ class _Rule:
     ) -> None:
         if variables and not _takes_variables(grad_fn):
             raise TypeError(
-                f"{_arguments.name_of(f)} reads the variables {[v.name for v in variables]}, so "
+                f"{calls.name_of(f)} reads the variables {[v.name for v in variables]}, so "
                 "its grad_fn must take a keyword argument `variables` and return (gradients, "
                 "variable_gradients). Or pass them as arguments."
             )
-        self._name = _arguments.name_of(f)
+        self._name = calls.name_of(f)
         self._grad_fn = grad_fn
         self._paths = [path for path, _ in leaves]
         self._variables = variables
         primals = [_component(leaf) if _is_input(leaf) else None for _, leaf in leaves]
         self._primals = [
-            x if x is not None and _leaves.is_differentiable(x.dtype) else None for x in primals
+            x if x is not None and structures.is_differentiable(x.dtype) else None for x in primals
         ]
         self.inputs = [x for x in self._primals if x is not None] + [
             tf.convert_to_tensor(v) for v in variables
@@ -147,7 +147,7 @@ class _Rule:
         ]
 
     def _checked(self, g: Any, x: Any, path: str) -> Any:
-        check_shape(_leaves.static_shape(g), _leaves.static_shape(x), path, self._name)
+        check_shape(structures.static_shape(g), structures.static_shape(x), path, self._name)
         return g
 
 
@@ -155,7 +155,7 @@ def value_and_rule(f: Any, returned: Any) -> tuple[Any, Any]:
     """Returns `(y, grad_fn)`, which is what `f` must have returned."""
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2 and callable(returned[1])):
         raise TypeError(
-            f"{_arguments.name_of(f)} must return (y, grad_fn), the value and a function "
+            f"{calls.name_of(f)} must return (y, grad_fn), the value and a function "
             f"from the upstream gradient to the gradients of the arguments, got {returned!r}."
         )
     y, grad_fn = returned
@@ -166,7 +166,7 @@ def gradients_of(
     primals: Sequence[Any], returned: Any, paths: Sequence[str], name: str
 ) -> list[tuple[Any, str]]:
     """Returns `(gradient, path)` for each argument that is not None, of what a grad_fn returned."""
-    gradients = [leaf for _, leaf in _leaves.flatten(returned)]
+    gradients = [leaf for _, leaf in structures.flatten(returned)]
     omitted = primals[len(gradients) :]
     if len(gradients) > len(primals) or any(x is not None for x in omitted):
         raise ValueError(
@@ -180,13 +180,13 @@ def gradients_of(
 
 
 def check_shape(
-    shape: _shapes.Shape | None, expected: _shapes.Shape | None, path: str, name: str
+    shape: shapes.Shape | None, expected: shapes.Shape | None, path: str, name: str
 ) -> None:
     """Insists that a gradient may have the shape of its argument."""
-    if shape is not None and expected is not None and not _shapes.compatible(shape, expected):
+    if shape is not None and expected is not None and not shapes.compatible(shape, expected):
         raise ValueError(
-            f"grad_fn of {name} returned a gradient of shape {_shapes.show(shape)} "
-            f"for {path}, expected {_shapes.show(expected)}."
+            f"grad_fn of {name} returned a gradient of shape {shapes.show(shape)} "
+            f"for {path}, expected {shapes.show(expected)}."
         )
 
 
@@ -194,18 +194,18 @@ def arguments_of(
     f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keywords turned into positions where `f` has these."""
-    signature = _arguments.signature_of(f) if kwargs else None
+    signature = calls.signature_of(f) if kwargs else None
     if signature is None:
         return args, kwargs
-    bound = _arguments.bind(signature, args, kwargs, _arguments.name_of(f))
+    bound = calls.bind(signature, args, kwargs, calls.name_of(f))
     return bound.args, bound.kwargs
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """`(path, leaf)` of all arguments, keywords in their order, which `tf.nest` would sort."""
-    leaves = [*_leaves.flatten(args, "argument ")]
+    leaves = [*structures.flatten(args, "argument ")]
     for name, value in kwargs.items():
-        leaves += _leaves.flatten(value, f"argument [{name!r}]")
+        leaves += structures.flatten(value, f"argument [{name!r}]")
     return leaves
 
 
@@ -219,7 +219,7 @@ def _here(leaf: Any) -> Any:
 
     A variable is read now: when the rule runs, it may have been assigned something else.
     """
-    return _tensorflow.here(tf.convert_to_tensor(leaf)) if _leaves.is_dense(leaf) else leaf
+    return _tensorflow.here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
 
 
 def _is_input(leaf: Any) -> bool:

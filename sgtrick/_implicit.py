@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves, _shapes
-from sgtrick._core import _tensorflow, ancestry
+from sgtrick._core import _tensorflow, ancestry, calls, shapes, structures
 from sgtrick._core.override import Rule, keep
 
 
@@ -116,7 +115,7 @@ def implicit_reparameterize(
     if isinstance(event_ndims, bool) or not isinstance(event_ndims, int) or event_ndims < 0:
         raise ValueError(f"event_ndims must be an int of at least 0, got {event_ndims!r}.")
     if isinstance(rank, int) and rank < event_ndims:
-        shape = _shapes.show(_leaves.static_shape(sample))
+        shape = shapes.show(structures.static_shape(sample))
         raise ValueError(
             f"sample has shape {shape}, fewer dimensions than event_ndims={event_ndims}."
         )
@@ -133,7 +132,7 @@ def _root(
 ) -> Any:
     rows = _Rows(x_star, batch_ndims, names[1])
     flat = tf.nest.flatten(theta)
-    places = [i for i, t in enumerate(flat) if _arguments.has_derivatives(t)]
+    places = [i for i, t in enumerate(flat) if calls.has_derivatives(t)]
 
     def r(x: Any, *thetas: Any) -> Any:
         others = list(flat)
@@ -178,14 +177,14 @@ def _solved(
     """The root `x`, as a function of all that the equation is made of."""
     captured = list(map(_tensorflow.here, captured))
     x, thetas = _tensorflow.here(x), list(map(_tensorflow.here, thetas))
-    floating = [t for t in captured if _leaves.is_differentiable(t.dtype)]
+    floating = [t for t in captured if structures.is_differentiable(t.dtype)]
     inputs = [*thetas, *floating, *reads]
 
     def pull(upstream: Any) -> list[Any]:
         # What a graph captured before is not recorded when it is used again.
         ts = list(map(_tensorflow.here, thetas))
         cs = list(map(_tensorflow.here, captured))
-        fs = [t for t in cs if _leaves.is_differentiable(t.dtype)]
+        fs = [t for t in cs if structures.is_differentiable(t.dtype)]
         root = _solved(equation, x, ts, cs, reads)
         j = _jacobian(lambda x: equation.r([x, *ts], cs), root)
         weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
@@ -222,16 +221,17 @@ class _Rows:
     def __init__(self, x_star: Any, batch_ndims: Any, name: str) -> None:
         self._x_star, self._name = x_star, name
         self.stars = [
-            tf.stop_gradient(_floating(x, f"{name}{path}")) for path, x in _leaves.flatten(x_star)
+            tf.stop_gradient(_floating(x, f"{name}{path}"))
+            for path, x in structures.flatten(x_star)
         ]
         dtypes = sorted({x.dtype.name for x in self.stars})
         if len(dtypes) != 1:
             raise TypeError(f"{name} must be of one dtype, got {', '.join(dtypes) or 'no leaves'}.")
         if isinstance(batch_ndims, int):
             _check_batches(self.stars, batch_ndims, name)
-        shapes = [_shape(x) for x in self.stars]
-        self._count = _product(shapes[0][:batch_ndims])
-        self._sizes = [_product(shape[batch_ndims:]) for shape in shapes]
+        of_stars = [_shape(x) for x in self.stars]
+        self._count = _product(of_stars[0][:batch_ndims])
+        self._sizes = [_product(shape[batch_ndims:]) for shape in of_stars]
 
     def pack(self, leaves: list[Any]) -> Any:
         """From leaves to rows."""
@@ -254,25 +254,25 @@ class _Rows:
     def checked(self, returned: Any, name: str) -> Any:
         """What the residual returned, as rows."""
         leaves = []
-        pairs = _leaves.pair(self._x_star, returned, self._name, name)
+        pairs = structures.pair(self._x_star, returned, self._name, name)
         for star, (path, _, leaf) in zip(self.stars, pairs, strict=True):
-            leaf = _leaves.to_tensor(leaf, name + path)
+            leaf = structures.to_tensor(leaf, name + path)
             if leaf.dtype != star.dtype:
                 raise TypeError(
                     f"{name}{path} has dtype {leaf.dtype.name}, expected {star.dtype.name}, that "
                     f"of {self._name}{path}."
                 )
-            leaves.append(_leaves.shaped_like(leaf, star, name + path, self._name + path))
+            leaves.append(structures.shaped_like(leaf, star, name + path, self._name + path))
         return self.pack(leaves)
 
 
 def _check_batches(stars: list[Any], batch_ndims: int, name: str) -> None:
-    shapes = [shape for shape in map(_leaves.static_shape, stars) if shape is not None]
-    batches = [shape[:batch_ndims] for shape in shapes]
-    if not all(len(b) == batch_ndims and _shapes.compatible(b, batches[0]) for b in batches):
+    known = [shape for shape in map(structures.static_shape, stars) if shape is not None]
+    batches = [shape[:batch_ndims] for shape in known]
+    if not all(len(b) == batch_ndims and shapes.compatible(b, batches[0]) for b in batches):
         raise ValueError(
             f"With batch_ndims={batch_ndims}, all leaves of {name} must begin with the same "
-            f"{batch_ndims} dimensions, got {', '.join(map(_shapes.show, shapes))}."
+            f"{batch_ndims} dimensions, got {', '.join(map(shapes.show, known))}."
         )
 
 
@@ -315,7 +315,7 @@ def _inverse(j: Any) -> Any:
 
 
 def _floating(value: Any, name: str) -> Any:
-    value = _leaves.to_tensor(value, name)
+    value = structures.to_tensor(value, name)
     if not value.dtype.is_floating:
         hint = "its real and imaginary parts" if value.dtype.is_complex else "a cast of it"
         raise TypeError(

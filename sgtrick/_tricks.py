@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes
-from sgtrick._core import formula
+from sgtrick._core import formula, shapes, structures
 from sgtrick._core.override import Rule, keep
 from sgtrick._core.tensors import TENSORFLOW
 
@@ -53,7 +52,7 @@ def stop_gradient(x: Any, where: Any = None) -> Any:
 
     def stopped(path: str, x: Any, where: Any) -> Any:
         name = f"x{path}"
-        x = _leaves.to_tensor(x, name)
+        x = structures.to_tensor(x, name)
         if where is None:
             return tf.stop_gradient(x)
         return tf.where(_mask(where, x, name), tf.stop_gradient(x), x)
@@ -96,7 +95,7 @@ def straight_through(fx: Any, x: Any) -> Any:
         ValueError: Structures or shapes differ.
     """
     leaves = []
-    for path, x_leaf, value in _leaves.pair(x, fx, gx_name="fx"):
+    for path, x_leaf, value in structures.pair(x, fx, gx_name="fx"):
         point = _differentiable(x_leaf, f"x{path}")
         value = _differentiable(value, f"fx{path}", like=point)
         if value.dtype.is_complex != point.dtype.is_complex:
@@ -104,7 +103,7 @@ def straight_through(fx: Any, x: Any) -> Any:
                 f"fx{path} has dtype {value.dtype.name}, x{path} {point.dtype.name}. Both must be "
                 "complex, or neither."
             )
-        value = _leaves.shaped_like(value, point, f"fx{path}", f"x{path}")
+        value = structures.shaped_like(value, point, f"fx{path}", f"x{path}")
         minus_z = tf.cast(formula.minus_zero(point), value.dtype)
         leaves.append(formula.with_linear(tf.stop_gradient(value), [minus_z]))
     return tf.nest.pack_sequence_as(fx, leaves)
@@ -298,9 +297,9 @@ def _clip(x: Any, lo: Any, hi: Any) -> Any:
 
 def _map(f: Callable[..., Any], x: Any, **options: Any) -> Any:
     """Returns `f(path, leaf, *options)` in the structure of `x`."""
-    leaves = list(_leaves.flatten(x))
+    leaves = list(structures.flatten(x))
     columns = [
-        [o for _, _, o in _leaves.pair(x, option, gx_name=name)]
+        [o for _, _, o in structures.pair(x, option, gx_name=name)]
         if tf.nest.is_nested(x) and tf.nest.is_nested(option)
         else [option] * len(leaves)
         for name, option in options.items()
@@ -312,8 +311,8 @@ def _map(f: Callable[..., Any], x: Any, **options: Any) -> Any:
 def _differentiable(value: Any, name: str, like: Any = None) -> Any:
     """A tensor that has derivatives; a bare Python float takes the precision of `like`."""
     dtype = like.dtype if like is not None and type(value) is float else None
-    value = _leaves.to_tensor(value, name, dtype=dtype)
-    if not _leaves.is_differentiable(value.dtype):
+    value = structures.to_tensor(value, name, dtype=dtype)
+    if not structures.is_differentiable(value.dtype):
         raise TypeError(
             f"{name} has dtype {value.dtype.name}, which has no derivatives. Cast it to a floating "
             "dtype."
@@ -325,7 +324,7 @@ def _mask(where: Any, x: Any, name: str) -> Any:
     """The bool mask, of the shape of `x`, that a mask or index means."""
     if type(where) is int or isinstance(where, (slice, tuple, type(...))):
         return _mask_of_index(where, x, name)
-    where = _leaves.to_tensor(where, "where")
+    where = structures.to_tensor(where, "where")
     if where.dtype == tf.bool:
         return _like(where, x, "where", name)
     if where.dtype.is_integer:
@@ -345,12 +344,12 @@ def _mask_of_index(index: Any, x: Any, name: str) -> Any:
             n = tf.cast(tf.shape(x)[0], index.dtype)
             there = tf.reduce_all((-n <= index) & (index < n))
             message = f"where is out of bounds for {name}. Their shapes, in this order:"
-            index = _leaves.insist(there, index, message, x)
+            index = structures.insist(there, index, message, x)
             chosen = tf.gather(positions, tf.where(index < 0, index + n, index))
         else:
             chosen = positions[index]
     except (TypeError, ValueError, IndexError, tf.errors.InvalidArgumentError) as error:
-        shape = _shapes.show(_leaves.static_shape(x))
+        shape = shapes.show(structures.static_shape(x))
         raise ValueError(f"where is no index of {name}, of shape {shape}: {error}") from error
     chosen = tf.reshape(chosen, [-1, 1])
     nowhere, true = tf.fill([tf.size(x)], False), tf.fill([tf.size(chosen)], True)
@@ -365,8 +364,8 @@ def _like(value: Any, x: Any, name: str, x_name: str) -> Any:
         fits = False
     if not fits:
         raise ValueError(
-            f"{name} has shape {_shapes.show(_leaves.static_shape(value))}, which does not "
-            f"broadcast to that of {x_name}, {_shapes.show(_leaves.static_shape(x))}."
+            f"{name} has shape {shapes.show(structures.static_shape(value))}, which does not "
+            f"broadcast to that of {x_name}, {shapes.show(structures.static_shape(x))}."
         )
     # Where the rank of x is unknown, broadcast_to claims the static shape of what it was given.
     return tf.reshape(tf.broadcast_to(value, tf.shape(x)), tf.shape(x))

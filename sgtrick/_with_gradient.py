@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _devices, _leaves, _variables
-from sgtrick._core import _tensorflow, ancestry, embedding, loud, mixed
+from sgtrick._core import _tensorflow, ancestry, calls, devices, embedding, loud, mixed, structures
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import Rule, keep, lost
 from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.variables import Reader, pull_variables
 
 
 def with_gradient(
@@ -84,15 +84,15 @@ def with_gradient(
     if f is None:
         return functools.partial(with_gradient, grad=grad, **options)
     _insist_on_function(f, "f")
-    return _arguments.as_form(f, lambda f: _with_gradient(f, grad, **options), "defgrad")
+    return calls.as_form(f, lambda f: _with_gradient(f, grad, **options), "defgrad")
 
 
 def _with_gradient(
     f: Callable[..., Any], grad: Any, argnums: Any, batch_ndims: int | None, device: Any
 ) -> Callable[..., Any]:
-    function = _arguments.Function(f)
-    read = _variables.Reader()
-    rule: _arguments.Function | None = None
+    function = calls.Function(f)
+    read = Reader()
+    rule: calls.Function | None = None
 
     def call(converted: Any, args: Any, kwargs: Any) -> Any:
         if rule is None:
@@ -100,7 +100,7 @@ def _with_gradient(
                 f"{function.name} has no gradient function. Pass grad= to with_gradient, or define "
                 f"it with the decorator @{function.name}.defgrad."
             )
-        with _devices.scope(device):
+        with devices.scope(device):
             point = _point(function, argnums, args, kwargs)
             f, grad = converted(function.f), converted(rule.f)
 
@@ -116,7 +116,7 @@ def _with_gradient(
             y = _value(closure.result, function.name)
             at, call = point.read(), _Call(function.name, point, others, closure)
 
-            def evaluated(call: _arguments.Call) -> list[Any]:
+            def evaluated(call: calls.Call) -> list[Any]:
                 return jacobians(call(grad), y)
 
             return call.embed(y, at, lambda: evaluated(at), evaluated)
@@ -127,7 +127,7 @@ def _with_gradient(
         """Sets the gradient function; a decorator."""
         nonlocal rule
         _insist_on_function(grad, "grad")
-        rule = _arguments.Function(_arguments.unbound(grad))
+        rule = calls.Function(calls.unbound(grad))
         return grad
 
     if grad is not None:
@@ -147,16 +147,16 @@ class _Call(NamedTuple):
     """
 
     name: str
-    point: _arguments.Point
-    others: _arguments.Point
+    point: calls.Point
+    others: calls.Point
     closure: Closure
 
     def embed(
         self,
         y: Any,
-        at: _arguments.Call,
+        at: calls.Call,
         known: Callable[[], list[Any]],
-        evaluated: Callable[[_arguments.Call], list[Any]],
+        evaluated: Callable[[calls.Call], list[Any]],
     ) -> Any:
         """The value with its gradients; what else it depends on keeps autodiff.
 
@@ -186,20 +186,18 @@ class _Call(NamedTuple):
         moving = mixed.Moving(self.name, gradients, xs, others)
         return mixed.beside(moving, [y], rule._replace(sources=xs))[0]
 
-    def at(
-        self, call: _arguments.Call, xs: Sequence[Any], passed: Sequence[Any]
-    ) -> _arguments.Call:
+    def at(self, call: calls.Call, xs: Sequence[Any], passed: Sequence[Any]) -> calls.Call:
         """A call at another point, and with others in their place."""
         return self.others.on(self.point.on(call, xs), passed)
 
 
 def _with_variables(
     name: str,
-    point: _arguments.Point,
+    point: calls.Point,
     f: Callable[..., Any],
     grad: Callable[..., Any],
     jacobians: Callable[[Any, Any], list[Any]],
-    read: _variables.Reader,
+    read: Reader,
 ) -> Any:
     """The call where `grad` also returns the gradients by the variables that `f` reads.
 
@@ -222,7 +220,7 @@ def _with_variables(
         return [
             *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),
             *tape.gradient(y, others.xs, upstream),
-            *_variables.pull(by_variables, variables, reads, y, upstream, name),
+            *pull_variables(by_variables, variables, reads, y, upstream, name),
         ]
 
     xs = [*point.xs, *others.xs, *reads]
@@ -286,7 +284,7 @@ def from_value_and_gradient(
             device=device,
         )
     _insist_on_function(fn, "fn")
-    return _arguments.as_form(
+    return calls.as_form(
         fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
     )
 
@@ -294,7 +292,7 @@ def from_value_and_gradient(
 def _from_value_and_gradient(
     fn: Callable[..., Any], argnums: Any, has_aux: bool, batch_ndims: int | None, device: Any
 ) -> Callable[..., Any]:
-    function = _arguments.Function(fn)
+    function = calls.Function(fn)
 
     def call(converted: Any, args: Any, kwargs: Any) -> Any:
         name, f = function.name, converted(function.f)
@@ -307,7 +305,7 @@ def _from_value_and_gradient(
                 )
             return point.jacobians(_as_tuple(gradients, argnums, name), y, batch_ndims)
 
-        with _devices.scope(device):
+        with devices.scope(device):
             point = _point(function, argnums, args, kwargs)
             others = point.others()
             # Without a record, a tape in it would say that there is no gradient.
@@ -319,7 +317,7 @@ def _from_value_and_gradient(
             y = _value(y, name)
             at, call = point.read(), _Call(name, point, others, closure)
 
-            def evaluated(call: _arguments.Call) -> list[Any]:
+            def evaluated(call: calls.Call) -> list[Any]:
                 return jacobians(call(f)[1], y)
 
             known = _differentiable(call, at, jacobians(gradients, y), evaluated)
@@ -331,9 +329,9 @@ def _from_value_and_gradient(
 
 def _differentiable(
     call: _Call,
-    at: _arguments.Call,
+    at: calls.Call,
     leaves: list[Any],
-    evaluated: Callable[[_arguments.Call], list[Any]],
+    evaluated: Callable[[calls.Call], list[Any]],
 ) -> Callable[[], list[Any]]:
     """The gradients that came with the value, whose derivatives are those of another evaluation."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
@@ -358,9 +356,7 @@ def _differentiable(
     return jacobians
 
 
-def _point(
-    f: _arguments.Function, argnums: Any, args: Any, kwargs: dict[str, Any]
-) -> _arguments.Point:
+def _point(f: calls.Function, argnums: Any, args: Any, kwargs: dict[str, Any]) -> calls.Point:
     point = f.point(argnums, args, kwargs)
     if not point.xs:
         point.insist_on_numbers(f.name)
@@ -378,8 +374,8 @@ def _value(y: Any, name: str) -> Any:
             f"{name} must return one tensor, got a {type(y).__name__} of {len(y)}. For several "
             "outputs there are sgtrick.custom_jvp and sgtrick.custom_vjp."
         )
-    y = _leaves.to_tensor(y, f"what {name} returns")
-    if not _leaves.is_differentiable(y.dtype):
+    y = structures.to_tensor(y, f"what {name} returns")
+    if not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"{name} returned dtype {y.dtype.name}, which has no derivatives. Cast it to a "
             "floating dtype."

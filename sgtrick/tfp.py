@@ -15,7 +15,7 @@ import tensorflow_probability as tfp
 from tensorflow_probability import bijectors as tfb
 from tensorflow_probability import distributions as tfd
 
-from sgtrick import _leaves, _shapes
+from sgtrick._core import shapes, structures
 
 __all__ = ["Factor", "LogDensity"]
 
@@ -70,7 +70,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
         with tf.name_scope(name) as name:
             if not _is_reference(log_factor):
                 dtype = tf.float32 if type(log_factor) is int else None
-                log_factor = _leaves.to_tensor(log_factor, "log_factor", dtype=dtype)
+                log_factor = structures.to_tensor(log_factor, "log_factor", dtype=dtype)
             dtype = tf.as_dtype(log_factor.dtype)
             if not dtype.is_floating:
                 raise TypeError(
@@ -242,7 +242,9 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             f"The value of {self.name!r} must have a shape that ends with its event_shape "
             f"{_show(self.event_shape)}, got:"
         )
-        return _leaves.insist(_leaves.equal_shapes(event, self.event_shape_tensor()), x, message)
+        return structures.insist(
+            structures.equal_shapes(event, self.event_shape_tensor()), x, message
+        )
 
     def _checked(self, x: Any, y: Any) -> Any:
         """Returns `y`, whose shape is checked when it is run: before, something was not known."""
@@ -254,7 +256,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             f"{_show(self.event_shape)}, and keep all other dimensions. The shapes of what it "
             "returned, and of the value:"
         )
-        return _leaves.insist(_leaves.equal_shapes(tf.shape(y), expected), y, message, x)
+        return structures.insist(structures.equal_shapes(tf.shape(y), expected), y, message, x)
 
     def _densities(self, x: Any) -> Any:
         y = self._log_prob_fn(x)
@@ -281,7 +283,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 )
             shape = tf.concat([[n], self.batch_shape_tensor(), self.event_shape_tensor()], 0)
             return tf.broadcast_to(self._point(), shape)
-        x = _leaves.to_tensor(
+        x = structures.to_tensor(
             self._sample_fn([n], seed=tfp.random.sanitize_seed(seed)), "what sample_fn returns"
         )
         expected = tf.TensorShape([tf.get_static_value(n)]) + self.batch_shape + self.event_shape
@@ -340,4 +342,4 @@ def _static(event_shape: Any) -> Any:
 
 
 def _show(shape: Any) -> str:
-    return _shapes.show(None if shape.rank is None else tuple(shape))
+    return shapes.show(None if shape.rank is None else tuple(shape))

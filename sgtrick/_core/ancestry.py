@@ -5,8 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves
-from sgtrick._core import _tensorflow
+from sgtrick._core import _tensorflow, structures
 
 
 def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()) -> bool:
@@ -65,7 +64,7 @@ def has_sources(tensor: Any, others: Sequence[Any], before: int) -> bool:
         if op.type == "Const" and not _tensorflow.was_made_since(op, before):
             return True
         # A placeholder, what is read from a variable, or from a list of tensors.
-        begins = not any(_leaves.is_differentiable(i.dtype) for i in op.inputs)
+        begins = not any(structures.is_differentiable(i.dtype) for i in op.inputs)
         if begins and (op.type == "Placeholder" or not _tensorflow.has_no_gradient(op)):
             return True
     return False
@@ -96,13 +95,13 @@ def begins(
             if _tensorflow.holds_floats(t) and handles.get(key) != "gathered":
                 handles[key] = use
             continue
-        if key in seen or not (_leaves.is_differentiable(t.dtype) or t.dtype == tf.variant):
+        if key in seen or not (structures.is_differentiable(t.dtype) or t.dtype == tf.variant):
             continue
         seen.add(key)
         op = _tensorflow.operation(t)
         outside = None if op is None else _tensorflow.captured_from(t)
         if op is None or outside is not None or not _tensorflow.was_made_since(op, before):
-            if _leaves.is_differentiable(t.dtype):
+            if structures.is_differentiable(t.dtype):
                 tensors.append(t if outside is None else outside)
         elif not _tensorflow.has_no_gradient(op):
             use = "gathered" if op.type.startswith("ResourceGather") else "read"
@@ -120,7 +119,7 @@ def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
         op = _tensorflow.operation(t)
         if op is None or op.type in _tensorflow.HOST_CALLS or t.dtype == tf.resource:
             return False
-        begins = not op.inputs and _leaves.is_differentiable(t.dtype)
+        begins = not op.inputs and structures.is_differentiable(t.dtype)
         if begins and _tensorflow.identity_of(t) not in wanted:
             return False
     return True
@@ -134,7 +133,7 @@ def _walk(tensor: Any, *, differentiably: bool, until: Collection[Any] = ()) -> 
     while stack:
         t, calls = stack.pop()
         key = _tensorflow.identity_of(t)
-        if key in seen or (differentiably and not _leaves.is_differentiable(t.dtype)):
+        if key in seen or (differentiably and not structures.is_differentiable(t.dtype)):
             continue
         seen.add(key)
         yield t

@@ -5,8 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves
-from sgtrick._core import _tensorflow, adjoint, ancestry
+from sgtrick._core import _tensorflow, adjoint, ancestry, structures
 from sgtrick._core.mixed import Others
 
 
@@ -35,9 +34,9 @@ class Closure:
         if self._tape is None:
             return None
         variables = [
-            v for v in self._tape.watched_variables() if _leaves.is_differentiable(v.dtype)
+            v for v in self._tape.watched_variables() if structures.is_differentiable(v.dtype)
         ]
-        ys = [y for y in ys if _leaves.is_differentiable(y.dtype)]
+        ys = [y for y in ys if structures.is_differentiable(y.dtype)]
         if tf.executing_eagerly():
             if not (self._passed or variables or _tensorflow.is_recorded(ys)):
                 return None
@@ -94,7 +93,7 @@ class Closure:
             return True
         known = set(map(_tensorflow.identity_of, [*self._passed, *point]))
         return any(
-            _leaves.is_differentiable(t.dtype) and _tensorflow.identity_of(t) not in known
+            structures.is_differentiable(t.dtype) and _tensorflow.identity_of(t) not in known
             for t, _ in captured
         )
 

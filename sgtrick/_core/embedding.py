@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from sgtrick._core import _tensorflow, loud
 from sgtrick._core.override import Rule, keep
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
 
 
 def embed(

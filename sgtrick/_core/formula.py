@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core._tensorflow import unconverted
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
 
 
 @unconverted

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _given
-from sgtrick._core import adjoint, embedding, loud
+from sgtrick._core import adjoint, embedding, loud, value_form
 from sgtrick._core._tensorflow import here
 from sgtrick._core.override import Rule, keep
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
 
 _THIRD = (
     "A third derivative of {0} was asked for, which was given a value, a gradient and a Hessian. "
@@ -64,7 +63,7 @@ class Symmetric(NamedTuple):
     push: Callable[..., Sequence[Any]]
 
 
-class Blocks(_given.Blocks):
+class Blocks(value_form.Blocks):
     """Blocks, of which only the symmetric part counts, as in `1/2 <H z, z>`."""
 
     def __init__(self, name: str, *given: Any) -> None:
@@ -98,7 +97,7 @@ class Blocks(_given.Blocks):
         return [[block and block._replace(gx=next(known)) for block in row] for row in rows]
 
 
-class Product(_given.Product):
+class Product(value_form.Product):
     """A function for the product, which the gradients' own derivative is made of."""
 
     def __init__(self, name: str, fx: Any, *given: Any) -> None:

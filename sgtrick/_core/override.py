@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _devices, _leaves
-from sgtrick._core import _tensorflow, adjoint, ancestry, loud
+from sgtrick._core import _tensorflow, adjoint, ancestry, devices, loud, structures
 from sgtrick._core._tensorflow import Pullback, here, unconverted
 
 
@@ -65,7 +64,7 @@ def keep(
             take the rule, and `natural` serves for all else.
     """
     ys, xs = list(ys), list(xs)
-    if not any(_leaves.is_differentiable(x.dtype) for x in xs):
+    if not any(structures.is_differentiable(x.dtype) for x in xs):
         return ys
     if tf.executing_eagerly():
         if not _tensorflow.somebody_records():
@@ -100,7 +99,7 @@ def _outputs(
     )
     dropped = _DROPPED.format(rule.name)
     natural = natural or [
-        _tensorflow.unconvertible(y, dropped) if _leaves.is_differentiable(y.dtype) else y
+        _tensorflow.unconvertible(y, dropped) if structures.is_differentiable(y.dtype) else y
         for y in ys
     ]
     outputs = _tensorflow.override(natural, xs, meaning)
@@ -121,9 +120,10 @@ def _pull(
 ) -> list[Any]:
     """Calls the pullback on the device of the outputs, with errors for what gets lost in it."""
     upstream = [
-        u if _leaves.is_differentiable(y.dtype) else None for u, y in zip(upstream, ys, strict=True)
+        u if structures.is_differentiable(y.dtype) else None
+        for u, y in zip(upstream, ys, strict=True)
     ]
-    with _devices.of(ys[0]):
+    with devices.of(ys[0]):
         if tf.executing_eagerly() and not _tensorflow.somebody_records():
             return list(rule.pull(*upstream))
         return _guarded(rule, xs, upstream, by_graph=by_graph)
@@ -164,7 +164,7 @@ def _push(rule: Rule, ys: Sequence[Any], xs: Sequence[Any], tangents: Sequence[A
         return [pushed[i] for i in places]
 
     ts = [t for t in tangents if t is not None]
-    with _devices.of(ys[0]):
+    with devices.of(ys[0]):
         moved = list(_tensorflow.call_apart(known, ts))
         if is_lost:
             moved = _losing(rule.name, moved, [here(x) for x in xs])
@@ -174,7 +174,7 @@ def _push(rule: Rule, ys: Sequence[Any], xs: Sequence[Any], tangents: Sequence[A
 
 def _transposed(rule: Rule, ys: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """The transpose of the pullback at `tangents`, which fails where it is not that."""
-    us = [adjoint.probe(y) if _leaves.is_differentiable(y.dtype) else None for y in ys]
+    us = [adjoint.probe(y) if structures.is_differentiable(y.dtype) else None for y in ys]
     at = [u for u in us if u is not None]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(at)
@@ -300,7 +300,7 @@ def _is_of_function(parts: Sequence[Any]) -> bool:
 def _failures(message: str, xs: Sequence[Any], through: Sequence[Any]) -> list[Any]:
     """An error for who differentiates with respect to one of `xs`."""
     return [
-        loud.failure(x, message, through) if _leaves.is_differentiable(x.dtype) else None
+        loud.failure(x, message, through) if structures.is_differentiable(x.dtype) else None
         for x in xs
     ]
 
@@ -388,7 +388,7 @@ def _vectorized(rule: Rule, count: int, batch: _tensorflow.Vectorized) -> list[A
     What the pullback uses of the forward pass is found by tracing it, and then taken from the
     batch as well.
     """
-    live = [_leaves.is_differentiable(y.dtype) for y in batch.outputs[:count]]
+    live = [structures.is_differentiable(y.dtype) for y in batch.outputs[:count]]
     places: list[int] = []
     missing = [False] * (len(batch.inputs) - count)
 

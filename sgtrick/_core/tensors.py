@@ -4,8 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes
-from sgtrick._backend import Backend
+from sgtrick._core import shapes, structures
+from sgtrick._core.backend import Backend
 
 
 def _rank(t: Any) -> Any:
@@ -50,13 +50,13 @@ def _swap(t: Any, i: Any, j: Any) -> Any:
 
 
 def _check_at_run_time(
-    fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names
+    fx: Any, gx: Any, x: Any, batch_ndims: Any, names: shapes.Names
 ) -> tuple[Any, Any]:
-    """The contract of `_shapes` in graph ops: returns `gx` and `len(B)`."""
+    """The contract of `shapes` in graph ops: returns `gx` and `len(B)`."""
     b = batch_ndims
     if not tf.is_tensor(b):  # as that of another leaf is, whose rank is not known
-        shapes = _leaves.static_shape(fx), _leaves.static_shape(gx), _leaves.static_shape(x)
-        b = _shapes.infer_batch_ndims(*shapes, b, names)
+        known = structures.static_shape(fx), structures.static_shape(gx), structures.static_shape(x)
+        b = shapes.infer_batch_ndims(*known, b, names)
     fx_shape, gx_shape, x_shape = tf.shape(fx), tf.shape(gx), tf.shape(x)
     if b is None:
         b = tf.where(tf.equal(tf.rank(gx), tf.rank(x)), tf.rank(fx), 0)
@@ -67,14 +67,14 @@ def _check_at_run_time(
         gx = tf.broadcast_to(gx, gx_shape)
     fits = (
         tf.equal(tf.size(fx_shape[:b]), b)
-        & _leaves.equal_shapes(fx_shape[:b], x_shape[:b])
-        & _leaves.equal_shapes(gx_shape, tf.concat([fx_shape, x_shape[b:]], 0))
+        & structures.equal_shapes(fx_shape[:b], x_shape[:b])
+        & structures.equal_shapes(gx_shape, tf.concat([fx_shape, x_shape[b:]], 0))
     )
     message = (
         f"The shapes of {names.gx}, {names.fx} and {names.x}, in this order, do not fit together. "
         "With batch, range and domain shapes B, R and D they must be B + R + D, B + R and B + D:"
     )
-    gx = _leaves.insist(fits, gx, message, fx, x)
+    gx = structures.insist(fits, gx, message, fx, x)
     if isinstance(b, int):
         gx.set_shape(fx.shape.concatenate(x.shape[b:]))
     return gx, b
@@ -82,9 +82,9 @@ def _check_at_run_time(
 
 TENSORFLOW = Backend(
     name="TensorFlow",
-    to_tensor=_leaves.to_tensor,
+    to_tensor=structures.to_tensor,
     dtype_of=lambda t: t.dtype.name,
-    shape_of=_leaves.static_shape,
+    shape_of=structures.static_shape,
     rank=_rank,
     as_dtype=tf.cast,
     real=tf.math.real,
@@ -98,5 +98,5 @@ TENSORFLOW = Backend(
     sum=_sum,
     pack=tf.nest.pack_sequence_as,
     check_at_run_time=_check_at_run_time,
-    shaped_like=_leaves.shaped_like,
+    shaped_like=structures.shaped_like,
 )

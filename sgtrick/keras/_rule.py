@@ -6,8 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from sgtrick import _arguments, _dtypes
 from sgtrick import _custom_vjp as _vjp
+from sgtrick._core import calls, dtypes
 from sgtrick.keras import _structures
 from sgtrick.keras._tensors import KERAS
 
@@ -25,7 +25,7 @@ class Rule:
         args, kwargs = _vjp.arguments_of(f, args, kwargs)
         self._owner, args = args[:is_bound], args[is_bound:]  # of a method, which has no gradient
         leaves = _vjp.leaves_of(args, kwargs)
-        self.__name__ = _arguments.name_of(f)
+        self.__name__ = calls.name_of(f)
         self._f, self._keywords = f, list(kwargs)
         self._call = (args, list(kwargs.values()))
         self._paths = [path for path, _ in leaves]
@@ -123,7 +123,7 @@ def _value_of(leaf: Any) -> Any:
 
 
 def _is_input(leaf: Any) -> bool:
-    return ops.is_tensor(leaf) and _dtypes.is_differentiable(KERAS.dtype_of(leaf))
+    return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
 
 
 def _tensor(leaf: Any) -> Any:

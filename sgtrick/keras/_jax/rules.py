@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from sgtrick import _dtypes
+from sgtrick._core import dtypes
 from sgtrick.keras._jax.batches import batch_size, in_front, instantiated
 
 
@@ -20,7 +20,7 @@ def with_vjp(
     # The derivative may be taken after the trace in which f was called has ended. So f is traced
     # now, and the tracers of that trace that it closes over become arguments.
     forward, ys = jax.make_jaxpr(lambda *xs: f(*xs)[0], return_shape=True)(*xs)
-    smooth = [_dtypes.is_differentiable(y.dtype.name) for y in ys]
+    smooth = [dtypes.is_differentiable(y.dtype.name) for y in ys]
     outs = tuple(_aval(y) for y, s in zip(ys, smooth, strict=True) if s)
 
     def pulled(xs: Sequence[Any], us: Sequence[Any]) -> list[Any]:

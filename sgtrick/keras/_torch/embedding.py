@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from sgtrick._leaves import Leaf
+from sgtrick._core.structures import Leaf
 from sgtrick.keras import _backends
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes

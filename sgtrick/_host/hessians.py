@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from sgtrick._replies import Layout, Shape, copy
+from sgtrick._host.replies import Layout, Shape, copy
 
 
 class HessianTimes:

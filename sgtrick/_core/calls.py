@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes
-from sgtrick._core import _tensorflow
+from sgtrick._core import _tensorflow, shapes, structures
 from sgtrick._core._tensorflow import here
 from sgtrick._core.tensors import TENSORFLOW
 
@@ -27,7 +26,7 @@ class Call:
 
     def leaves(self) -> list[Any]:
         """The leaves of all arguments."""
-        return [leaf for _, leaf in _leaves.flatten([*self.args, *self.kwargs.values()])]
+        return [leaf for _, leaf in structures.flatten([*self.args, *self.kwargs.values()])]
 
     def replace(self, keys: Sequence[int | str], values: Sequence[Any]) -> "Call":
         """The same call with other arguments there."""
@@ -63,13 +62,13 @@ class Point:
         leaves = [
             leaf
             for parameter, argument in zip(parameters, self._arguments, strict=True)
-            for leaf in _leaves.flatten(argument, parameter)
+            for leaf in structures.flatten(argument, parameter)
         ]
         self._nested = any(tf.nest.is_nested(argument) for argument in self._arguments)
         differentiated = differentiated or has_derivatives
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
-        self.xs = [here(_leaves.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
+        self.xs = [here(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
         self.stopped_xs = [_tensorflow.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
@@ -90,7 +89,9 @@ class Point:
             return call
         return Call(
             *tf.nest.map_structure(
-                lambda leaf: here(tf.convert_to_tensor(leaf)) if _leaves.is_dense(leaf) else leaf,
+                lambda leaf: (
+                    here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
+                ),
                 (call.args, call.kwargs),
             )
         )
@@ -123,15 +124,15 @@ class Point:
         return list(tf.nest.pack_sequence_as(self._arguments, flat)) if self._nested else flat
 
     def jacobians(self, gradients: Sequence[Any], y: Any, batch_ndims: int | None) -> list[Any]:
-        """Returns for each of `xs` a checked `_leaves.Leaf`, or None where it has no gradient."""
+        """Returns for each of `xs` a checked `Leaf`, or None where it has no gradient."""
         found = []
         xs = iter(self.xs)
         for parameter, argument, gradient in zip(
             self._parameters, self._arguments, gradients, strict=True
         ):
             by = f"the gradient by {parameter}"
-            for path, x, gx in _leaves.pair(argument, gradient, parameter, by):
-                names = _shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
+            for path, x, gx in structures.pair(argument, gradient, parameter, by):
+                names = shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
                 if has_derivatives(x):
                     x = next(xs)
                     leaf = gx is not None and TENSORFLOW.leaf(path, x, gx, y, batch_ndims, names)
@@ -223,7 +224,7 @@ def has_derivatives(leaf: Any) -> bool:
         return True
     dtype = getattr(leaf, "dtype", None)
     try:
-        return dtype is not None and _leaves.is_differentiable(tf.as_dtype(dtype))
+        return dtype is not None and structures.is_differentiable(tf.as_dtype(dtype))
     except TypeError:  # a dtype that TensorFlow does not know
         return False
 

@@ -6,7 +6,7 @@ Nothing here imports Keras, JAX or PyTorch.
 import sys
 from typing import Any
 
-from sgtrick import _leaves
+from sgtrick._core import structures
 
 _TENSORS = {"jax": "Array", "torch": "Tensor"}
 _CALLS = {
@@ -30,7 +30,7 @@ def refuse_tensors(engine: str, parameter: str, argument: Any) -> None:
         tensor = getattr(sys.modules.get(framework), kind, None)
         if tensor is None:
             continue
-        for path, leaf in _leaves.flatten(argument, parameter):
+        for path, leaf in structures.flatten(argument, parameter):
             if isinstance(leaf, tensor) or isinstance(getattr(leaf, "value", None), tensor):
                 raise TypeError(
                     f"{engine} takes tensors of TensorFlow, and {path} is one of {framework}, by "

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _shapes
+from sgtrick._core import shapes
 
 Shape = tuple[int, ...]
 
@@ -145,8 +145,8 @@ class Layout:
             if type(value) in (int, float) and math.prod(shape) == 1:
                 return array.reshape(shape)
             raise ValueError(
-                f"{self._named(what, by)} must have the shape {_shapes.show(shape)}, got "
-                f"{_shapes.show(array.shape)}.{_usual_cause(array.shape, shape, events)}"
+                f"{self._named(what, by)} must have the shape {shapes.show(shape)}, got "
+                f"{shapes.show(array.shape)}.{_usual_cause(array.shape, shape, events)}"
             )
         return array
 
@@ -239,8 +239,8 @@ class ValueAndGradient:
             value, aux = value[0], [np.array(layout.checked(value[1], None, "aux"))]
             if aux[0].shape[: len(batch)] != batch:
                 raise ValueError(
-                    f"aux of {name} must have the batch shape {_shapes.show(batch)} in front, "
-                    f"got {_shapes.show(aux[0].shape)}."
+                    f"aux of {name} must have the batch shape {shapes.show(batch)} in front, "
+                    f"got {shapes.show(aux[0].shape)}."
                 )
         value = layout.checked(value, batch, "the value", events=events)
         return [value, *layout.gradients(gradient, batch, events), *aux]
@@ -300,13 +300,13 @@ class Columns:
 
     def _stacked_auxes(self) -> Any:
         """All aux of one shape; a NaN, as of a call that failed, stands for any."""
-        shapes = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
-        if len(shapes) > 1:
+        seen = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
+        if len(seen) > 1:
             raise ValueError(
                 f"aux of {self._name} must have the same shape for all members of a batch, "
-                f"got {' and '.join(map(_shapes.show, sorted(shapes)))}."
+                f"got {' and '.join(map(shapes.show, sorted(seen)))}."
             )
-        shape = shapes.pop() if shapes else ()
+        shape = seen.pop() if seen else ()
         auxes = [np.broadcast_to(aux, shape) for aux in self._auxes]
         return np.reshape(auxes, self._batch + shape)
 
@@ -335,14 +335,14 @@ def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = (
 
 def split_shapes(leaves: Sequence[Any], event_ndims: Sequence[int]) -> tuple[Shape, list[Shape]]:
     """The batch shape to which the leaves broadcast, and their shapes without batch."""
-    shapes, events = [], []
+    fronts, events = [], []
     for a, n in zip(leaves, event_ndims, strict=True):
         front = a.ndim - n
-        shapes.append(a.shape[:front])
+        fronts.append(a.shape[:front])
         events.append(a.shape[front:])
-    if not shapes or all(shape == shapes[0] for shape in shapes[1:]):
-        return shapes[0] if shapes else (), events
-    return np.broadcast_shapes(*shapes), events
+    if not fronts or all(shape == fronts[0] for shape in fronts[1:]):
+        return fronts[0] if fronts else (), events
+    return np.broadcast_shapes(*fronts), events
 
 
 def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
@@ -360,10 +360,10 @@ def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
     return ""
 
 
-def too_few_dimensions(path: str, shape: _shapes.Shape, ndims: int) -> ValueError:
+def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError:
     """What is raised for an argument with fewer dimensions than one call of the engine takes."""
     return ValueError(
-        f"{path} has shape {_shapes.show(shape)}, but the engine is declared to take arrays of "
+        f"{path} has shape {shapes.show(shape)}, but the engine is declared to take arrays of "
         f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. State event_ndims, for "
         "example event_ndims=0 for a number; and pass a list of numbers as an array, for a list "
         "is a structure."

@@ -9,7 +9,7 @@ import jax.experimental
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._derived import Dims
+from sgtrick._host.derived import Dims
 
 # Where it has been since JAX 0.8, and where it was before.
 _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _shapes
+from sgtrick._core import shapes
 
 
 class Leaf(NamedTuple):
@@ -122,7 +122,7 @@ def no_tensor(value: Any, name: str, error: Exception) -> TypeError:
     )
 
 
-def static_shape(tensor: Any) -> _shapes.Shape | None:
+def static_shape(tensor: Any) -> shapes.Shape | None:
     """What is known of a tensor's shape without running it."""
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
@@ -146,8 +146,8 @@ def shaped_like(tensor: Any, like: Any, name: str, like_name: str) -> Any:
         ValueError: The shapes cannot be equal.
     """
     shape, expected = static_shape(tensor), static_shape(like)
-    _shapes.check_equal(shape, expected, name, like_name)
-    if _shapes.is_known(shape, expected):
+    shapes.check_equal(shape, expected, name, like_name)
+    if shapes.is_known(shape, expected):
         return tensor
     fits = equal_shapes(tf.shape(tensor), tf.shape(like))
     message = f"These shapes, of {name} and of what it must be like, differ:"

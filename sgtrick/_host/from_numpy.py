@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _foreign, _leaves, _shapes
-from sgtrick._core import embedding
+from sgtrick._core import calls, embedding, shapes, structures
 from sgtrick._core._tensorflow import here
 from sgtrick._core.hessian import symmetric
-from sgtrick._engine import Engine
-from sgtrick._host_call import HostCall
-from sgtrick._replies import Layout, too_few_dimensions
+from sgtrick._host import foreign
+from sgtrick._host.engine import Engine
+from sgtrick._host.host_call import HostCall
+from sgtrick._host.replies import Layout, too_few_dimensions
 
 
 def from_numpy(
@@ -185,11 +185,11 @@ class HostFunction:
         self._functions, self._options, self._make = functions, options, make
         self._bound_to, self._of_classes = bound_to, dict[type, HostFunction]()
         fn = functions.fn.__func__ if isinstance(functions.fn, classmethod) else functions.fn
-        _arguments.imitate(self, fn)
-        self._attribute, self._owner = _arguments.name_of(fn), type(None)
-        self._signature = _arguments.signature_of(fn)
+        calls.imitate(self, fn)
+        self._attribute, self._owner = calls.name_of(fn), type(None)
+        self._signature = calls.signature_of(fn)
         self._event_ndims, self._has_aux = options.event_ndims, options.has_aux
-        self._name = options.name or _arguments.name_of(fn)
+        self._name = options.name or calls.name_of(fn)
         made = make(functions._replace(fn=fn))
         self._engine = Engine(
             *(made.fn, made.grad),
@@ -301,7 +301,7 @@ class HostFunction:
                 return method(*args[1:], **kwargs)
         args, names = self._arguments(args, kwargs)
         for name, argument in zip(names, args, strict=True):
-            _foreign.refuse_tensors(self._name, name, argument)
+            foreign.refuse_tensors(self._name, name, argument)
         # Scopes begin with an ASCII letter or digit, and names may begin with "_" or be Greek.
         with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
             call, xs, hosted, batch = self._prepared(args, names)
@@ -321,7 +321,7 @@ class HostFunction:
                     gx = gradients.pop(0)
                     gx.set_shape(x.shape)
                     batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
-                    leaves.append(_leaves.Leaf(path, x, gx, batch_ndims))
+                    leaves.append(structures.Leaf(path, x, gx, batch_ndims))
             hessian: Any = _NO_HESSIAN.format(self._name)
             if self._engine.has_hessian:
                 points = [leaf.x for leaf in leaves]
@@ -331,7 +331,7 @@ class HostFunction:
 
     def get_config(self) -> NoReturn:
         """Called by Keras where it stores a model; it would store what it cannot load."""
-        raise _foreign.not_stored(self._name)
+        raise foreign.not_stored(self._name)
 
     def _prepared(
         self, args: tuple[Any, ...], names: Sequence[str]
@@ -363,7 +363,7 @@ class HostFunction:
             if kwargs:
                 raise TypeError(f"{self._name} takes no keywords, got {list(kwargs)}.")
             return args, [f"args[{i}]" for i in range(len(args))]
-        bound = _arguments.bind(signature, args, kwargs, self._name)
+        bound = calls.bind(signature, args, kwargs, self._name)
         if bound.kwargs:  # also what comes after an argument that was left out
             bound.apply_defaults()
         if bound.kwargs:
@@ -405,9 +405,9 @@ _NO_HESSIAN = (
 def _with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, int]]:
     """`(path, leaf, event_ndims)` for every leaf of an argument."""
     if not tf.nest.is_nested(ndims):
-        flat = [(path, leaf, ndims) for path, leaf in _leaves.flatten(arg)]
+        flat = [(path, leaf, ndims) for path, leaf in structures.flatten(arg)]
     else:
-        flat = _leaves.pair(arg, ndims, name, f"the event_ndims of {name}")
+        flat = structures.pair(arg, ndims, name, f"the event_ndims of {name}")
     for path, _, n in flat:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
             raise ValueError(
@@ -423,7 +423,7 @@ def _tensors(
     """The leaves as tensors, the dtypes of their gradients, and that of the value."""
     # Variables may say another dtype than that in which a layer of Keras reads them.
     read = [
-        None if type(leaf) is float else _leaves.to_tensor(leaf, path) for path, leaf, _ in flat
+        None if type(leaf) is float else structures.to_tensor(leaf, path) for path, leaf, _ in flat
     ]
     # A number has no dtype of its own: it takes that of the others, or of the engine.
     floating = [x.dtype for x in read if x is not None and x.dtype.is_floating]
@@ -431,13 +431,13 @@ def _tensors(
     xs, dtypes = [], []
     for (path, leaf, ndims), x in zip(flat, read, strict=True):
         if x is None:
-            x = _leaves.to_tensor(leaf, path, dtype=common)
+            x = structures.to_tensor(leaf, path, dtype=common)
         if x.dtype.is_complex:
             raise TypeError(
                 f"{path} is complex ({x.dtype.name}), and an engine takes real arrays. Pass its "
                 "real and its imaginary part as two arguments."
             )
-        shape = _leaves.static_shape(x)
+        shape = structures.static_shape(x)
         if shape is not None and len(shape) < ndims:
             raise too_few_dimensions(path, shape, ndims)
         xs.append(x)
@@ -465,11 +465,11 @@ def _broadcast(
     try:
         batch = functools.reduce(tf.broadcast_static_shape, batches)
     except ValueError as error:
-        shapes = ", ".join(
-            f"{p} {_shapes.show(_leaves.static_shape(x))}" for p, x in zip(paths, xs, strict=True)
+        shown = ", ".join(
+            f"{p} {shapes.show(structures.static_shape(x))}" for p, x in zip(paths, xs, strict=True)
         )
         raise ValueError(
-            f"The batch shapes of {shapes} do not broadcast, with event_ndims={list(event_ndims)}. "
+            f"The batch shapes of {shown} do not broadcast, with event_ndims={list(event_ndims)}. "
             "What is before the event dimensions is batch."
         ) from error
     if len(xs) == 1 or all(b.is_fully_defined() and b == batch for b in batches):
@@ -504,7 +504,7 @@ def _with_event(x: Any, event_ndims: int, path: str) -> Any:
     if x.shape.rank is not None:
         return x
     message = f"event_ndims={event_ndims}, but {path} has fewer dimensions:"
-    return _leaves.insist(tf.rank(x) >= event_ndims, x, message)
+    return structures.insist(tf.rank(x) >= event_ndims, x, message)
 
 
 def _front(x: Any, event_ndims: int) -> Any:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _differences, _refusals
-from sgtrick._report import Entry
+from sgtrick._check import finite_differences
+from sgtrick._check.refusals import gradients_unless_refused
+from sgtrick._check.report import Entry
 
 DIRECTIONS = 10  # of the random mode
 VISIBLE = 0.005  # differences this accurate tell a gradient that is off by 1 %
@@ -169,7 +170,7 @@ class Comparison:
         self,
         names: Sequence[str],
         embedded: Array,
-        estimate: _differences.Estimate,
+        estimate: finite_differences.Estimate,
         *,
         scale: Array,
         value: Array,
@@ -224,7 +225,7 @@ class Comparison:
                 )
             )
 
-    def _along_entry(self, leaf: int, index: tuple[int, ...]) -> _differences.Estimate:
+    def _along_entry(self, leaf: int, index: tuple[int, ...]) -> finite_differences.Estimate:
         """The derivatives of all values by one entry of `x`."""
         start = self._point[leaf][index]
 
@@ -245,7 +246,7 @@ class Comparison:
 
     def _along(
         self, move: Any, size: float, position: float, projection: Array | None
-    ) -> _differences.Estimate:
+    ) -> finite_differences.Estimate:
         def project(values: Array) -> Array:
             return values if projection is None else np.sum(projection * values, keepdims=True)
 
@@ -258,8 +259,8 @@ class Comparison:
         rounding = self._roundoff * np.abs(self._value)
         if projection is not None:
             rounding = np.sqrt(np.sum((projection * rounding) ** 2, keepdims=True))
-        steps = _differences.sweep(size, position, self._eps)
-        return _differences.differentiate(at, project(self._value), steps, rounding)
+        steps = finite_differences.sweep(size, position, self._eps)
+        return finite_differences.differentiate(at, project(self._value), steps, rounding)
 
     def _pulled(self, upstream: Sequence[Any]) -> tuple[list[Any], str]:
         """The gradients, NaN where they are refused, and what was said by who refused them."""
@@ -273,7 +274,7 @@ class Comparison:
                 ys = self._call(list(zip(self._names, self._xs, strict=True)))
             return _pull(tape, ys, self._xs, upstream)
 
-        return _refusals.gradients(pull, again, self._xs)
+        return gradients_unless_refused(pull, again, self._xs)
 
     def _call(self, inputs: Named) -> Named:
         self.evaluations += 1
@@ -373,7 +374,7 @@ def wide(tensor: Any) -> Array:
 
 
 def _verdicts(
-    embedded: Array, estimate: _differences.Estimate, tolerance: Array, visible: Array
+    embedded: Array, estimate: finite_differences.Estimate, tolerance: Array, visible: Array
 ) -> list[str]:
     numerical, error = estimate.derivative, estimate.error
     low = np.minimum(estimate.left, estimate.right)

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sgtrick import _arguments
-from sgtrick._derived import Derived, Framework
-from sgtrick._host import Derivatives, HostFunction, Options
+from sgtrick._core import calls
+from sgtrick._host.derived import Derived, Framework
+from sgtrick._host.from_numpy import Derivatives, HostFunction, Options
 
 
 def from_torch(
@@ -59,7 +59,7 @@ def from_torch(
     `torch.func.grad_and_value`; only arrays cross the boundary.
     """
     _import("torch", "PyTorch", "from_torch")
-    from sgtrick._torch import Torch
+    from sgtrick._host.torch import Torch
 
     options = Options(
         vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,
@@ -116,7 +116,7 @@ def from_jax(
     be traced or return no scalar. Only arrays cross the boundary.
     """
     _import("jax", "JAX", "from_jax")
-    from sgtrick._jax import Jax
+    from sgtrick._host.jax import Jax
 
     options = Options(
         vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,
@@ -129,7 +129,7 @@ def _form(fn: Callable[..., Any] | None, framework: Framework, options: Options)
     """The host function, or without `fn` a decorator."""
 
     def make(functions: Derivatives) -> Derivatives:
-        name = options.name or _arguments.name_of(functions.fn)
+        name = options.name or calls.name_of(functions.fn)
         derived = Derived(functions.fn, framework, options.event_ndims, options.has_aux, name)
         return Derivatives(derived.evaluate, hessp=derived.hessian_times)
 

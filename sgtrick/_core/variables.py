@@ -5,8 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes
-from sgtrick._core import _tensorflow
+from sgtrick._core import _tensorflow, shapes, structures
 from sgtrick._core.tensors import TENSORFLOW
 
 
@@ -43,7 +42,9 @@ class Reader:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
         with tape:
-            tape.watch([a for a in arguments if _leaves.is_dense(a) and not hasattr(a, "assign")])
+            tape.watch(
+                [a for a in arguments if structures.is_dense(a) and not hasattr(a, "assign")]
+            )
             result = f()
         handles = [_handle(a) for a in arguments]  # held, so that no identity is used again
         known = {id(t) for t in (*arguments, *handles) if t is not None}
@@ -80,7 +81,7 @@ def _handle(variable: Any) -> Any:
 _KEPT = 16
 
 
-def pull(
+def pull_variables(
     jacobians: Any, variables: list[Any], reads: list[Any], y: Any, upstream: Any, name: str
 ) -> list[Any]:
     """Returns the gradient of each variable, from the Jacobians that a gradient function returned.
@@ -107,7 +108,7 @@ def pull(
 def _pull(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
     what = f"the gradient by the variable {variable}"
     if not isinstance(gx, tf.IndexedSlices):
-        names = _shapes.Names("the value", what, f"the variable {variable}")
+        names = shapes.Names("the value", what, f"the variable {variable}")
         return TENSORFLOW.transpose(TENSORFLOW.leaf("", x, gx, y, 0, names), upstream)
     if y.shape.rank != 0:
         raise ValueError(
@@ -116,8 +117,8 @@ def _pull(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
         )
     values = TENSORFLOW.to_dtype(gx.values, x.dtype.name, what, f"the variable is {x.dtype.name}")
     indices = tf.convert_to_tensor(gx.indices)
-    values = _leaves.shaped_like(values, tf.gather(x, indices), what, "expected")
-    pulled = TENSORFLOW.transpose(_leaves.Leaf("", values, values, 0), upstream)
+    values = structures.shaped_like(values, tf.gather(x, indices), what, "expected")
+    pulled = TENSORFLOW.transpose(structures.Leaf("", values, values, 0), upstream)
     return tf.IndexedSlices(pulled, indices, tf.shape(x))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from sgtrick._derived import Dims
+from sgtrick._host.derived import Dims
 
 
 class Torch:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgtrick import _dtypes, _leaves
-from sgtrick._backend import Backend
-from sgtrick._leaves import Leaf
-from sgtrick._shapes import Names
+from sgtrick._core import dtypes, structures
+from sgtrick._core.backend import Backend
+from sgtrick._core.shapes import Names
+from sgtrick._core.structures import Leaf
 
 
 def at_point(
@@ -15,16 +15,16 @@ def at_point(
     """Returns the value, and the points and Jacobians that are not None."""
     pairs = [
         (path, backend.to_tensor(x, f"x{path}"), gx)
-        for path, x, gx in _leaves.pair(x, gx)
+        for path, x, gx in structures.pair(x, gx)
         if gx is not None
     ]
     dtype = None
     if type(fx) is float and pairs:  # has no dtype of its own and takes the precision of x
         dtype = backend.dtype_of(pairs[0][1])
         dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-        dtype = dtype if _dtypes.is_differentiable(dtype) else None
+        dtype = dtype if dtypes.is_differentiable(dtype) else None
     fx = backend.to_tensor(fx, "fx", dtype=dtype)
-    _dtypes.check_value(backend.dtype_of(fx))
+    dtypes.check_value(backend.dtype_of(fx))
     return fx, [
         backend.leaf(path, x, gx, fx, batch_ndims, Names("fx", f"gx{path}", f"x{path}"))
         for path, x, gx in pairs
@@ -51,9 +51,9 @@ class Blocks:
         leaves: Sequence[Leaf],
         stop: Callable[[Any], Any],
     ) -> None:
-        blocks = _leaves.pair_hessian(hx, x, {leaf.path for leaf in leaves})
-        dtypes = [backend.dtype_of(leaf.x) for leaf in leaves]
-        _dtypes.check_hessian(backend.dtype_of(fx), dtypes)
+        blocks = structures.pair_hessian(hx, x, {leaf.path for leaf in leaves})
+        of_leaves = [backend.dtype_of(leaf.x) for leaf in leaves]
+        dtypes.check_hessian(backend.dtype_of(fx), of_leaves)
         self._backend, self._leaves = backend, leaves
 
         def block(p: Leaf, q: Leaf) -> Leaf | None:
@@ -104,9 +104,9 @@ class Product:
     def times(self, z: Sequence[Any]) -> list[Any]:
         """Returns `H z`, each of the shape and dtype of its `gx`."""
         by_path = {leaf.path: z_i for leaf, z_i in zip(self._leaves, z, strict=True)}
-        v = [by_path.get(path) for path, _ in _leaves.flatten(self._x)]
+        v = [by_path.get(path) for path, _ in structures.flatten(self._x)]
         product = self._hx(self._backend.pack(self._x, v))
-        products = {path: hv for path, _, hv in _leaves.pair(self._x, product, gx_name="hx(v)")}
+        products = {path: hv for path, _, hv in structures.pair(self._x, product, gx_name="hx(v)")}
         if all(hv is None for hv in products.values()):
             raise ValueError(self.not_connected)
         return [self._like_gradient(products[leaf.path], leaf) for leaf in self._leaves]

@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import _tensorflow
-from sgtrick._engine import Engine
-from sgtrick._hessians import HessianTimes
-from sgtrick._replies import Layout, ValueAndGradient
+from sgtrick._host.engine import Engine
+from sgtrick._host.hessians import HessianTimes
+from sgtrick._host.replies import Layout, ValueAndGradient
 
 
 class HostCall:

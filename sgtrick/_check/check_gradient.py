@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _comparison, _leaves, _with_gradient
-from sgtrick._comparison import Function, Named
-from sgtrick._report import GradientCheckError, GradientReport
+from sgtrick import _with_gradient
+from sgtrick._check import comparison
+from sgtrick._check.comparison import Function, Named
+from sgtrick._check.report import GradientCheckError, GradientReport
+from sgtrick._core import calls, structures
 
 
 def check_gradient(
@@ -99,12 +101,12 @@ def check_gradient(
     random = np.random.default_rng(seed) if mode == "random" else None
     comparisons = []
     for k in range(1, order + 1):
-        comparisons.append(_comparison.Comparison(function, inputs, k, eps, rtol, atol, random))
+        comparisons.append(comparison.Comparison(function, inputs, k, eps, rtol, atol, random))
         if k < order and not all(np.isfinite(e.embedded) for e in comparisons[-1].entries):
             notes.append("Not every gradient is finite, so second derivatives were not checked.")
             break
         if k < order:
-            function = _comparison.derivative(function, random)
+            function = comparison.derivative(function, random)
     report = GradientReport(
         tuple(sorted((e for c in comparisons for e in c.entries), key=lambda e: e.rank)),
         mode,
@@ -136,9 +138,9 @@ def _check_options(order: Any, mode: Any, eps: Any, rtol: Any, atol: Any) -> Non
 
 def _read(f: Callable[..., Any], x: Any) -> tuple[Function, Named, list[str]]:
     """Returns `f` as a function of the leaves of `x` that have derivatives, these, and notes."""
-    leaves = list(_leaves.flatten(x, "x"))
-    places = [i for i, (_, leaf) in enumerate(leaves) if _arguments.has_derivatives(leaf)]
-    inputs = [(leaves[i][0], _leaves.to_tensor(leaves[i][1], leaves[i][0])) for i in places]
+    leaves = list(structures.flatten(x, "x"))
+    places = [i for i, (_, leaf) in enumerate(leaves) if calls.has_derivatives(leaf)]
+    inputs = [(leaves[i][0], structures.to_tensor(leaves[i][1], leaves[i][0])) for i in places]
     if not any(tf.size(leaf) for _, leaf in inputs):
         raise TypeError(
             "x has nothing to differentiate by. Pass tensors, arrays or numbers that are floating "
@@ -150,7 +152,7 @@ def _read(f: Callable[..., Any], x: Any) -> tuple[Function, Named, list[str]]:
                 f"{name} is {leaf.dtype.name}, but check_gradient takes real arguments. Check a "
                 "function of the real and imaginary parts: lambda re, im: f(tf.complex(re, im))."
             )
-        if not np.all(np.isfinite(_comparison.wide(leaf))):
+        if not np.all(np.isfinite(comparison.wide(leaf))):
             raise ValueError(f"{name} is not finite, so there are no differences around it.")
 
     def arguments(tensors: Named) -> tuple[Any, ...]:
@@ -169,8 +171,8 @@ def _read(f: Callable[..., Any], x: Any) -> tuple[Function, Named, list[str]]:
 
     def call(tensors: Named) -> Named:
         outputs = []
-        for name, leaf in _leaves.flatten(f(*arguments(tensors)), "y"):
-            leaf = _leaves.to_tensor(leaf, f"what {_arguments.name_of(f)} returns")
+        for name, leaf in structures.flatten(f(*arguments(tensors)), "y"):
+            leaf = structures.to_tensor(leaf, f"what {calls.name_of(f)} returns")
             if leaf.dtype.is_complex:
                 raise TypeError(
                     f"{name}, which f returns, is {leaf.dtype.name}, but check_gradient takes real "

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from sgtrick import _reticulate
+from sgtrick._host import reticulate
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class MainThreadExecutor(concurrent.futures.Executor):
                 "run must be called on the thread that made the MainThreadExecutor, since that is "
                 "the one that serves its work."
             )
-        if _reticulate.is_r_function(fn):
+        if reticulate.is_r_function(fn):
             raise TypeError(
                 "fn is an R function, and run calls fn on a worker thread, where R cannot run. "
                 "Pass a Python function and its arguments: executor$run(f, x) in the place of "

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves
-from sgtrick._engine import WrongUse
+from sgtrick._core import calls, structures
+from sgtrick._host.engine import WrongUse
 
 # Which leaves to map over, by batch dimension from the first to the last, by group of leaves.
 Dims = tuple[tuple[tuple[int | None, ...], ...], ...]
@@ -213,13 +213,13 @@ class Derived:
 
     def _path(self, args: tuple[Any, ...], place: int) -> str:
         """What a leaf is called: "p['loc']"."""
-        signature = _arguments.signature_of(self._fn)
+        signature = calls.signature_of(self._fn)
         names = list(signature.parameters) if signature else []
         named = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
         paths = [
             path
             for name, arg in zip(named, args, strict=True)
-            for path, _ in _leaves.flatten(arg, name)
+            for path, _ in structures.flatten(arg, name)
         ]
         return paths[place]
 

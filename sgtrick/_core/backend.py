@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgtrick import _dtypes, _shapes
-from sgtrick._leaves import Leaf
+from sgtrick._core import dtypes, shapes
+from sgtrick._core.structures import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Backend:
     name: str
     to_tensor: Callable[..., Any]  # (value, name, *, dtype=None): errors name the argument
     dtype_of: Callable[[Any], str]
-    shape_of: Callable[[Any], _shapes.Shape | None]  # what is known of it
+    shape_of: Callable[[Any], shapes.Shape | None]  # what is known of it
     rank: Callable[[Any], Any]
     as_dtype: Callable[[Any, str], Any]
     real: Callable[[Any], Any]
@@ -39,7 +39,7 @@ class Backend:
         came = self.dtype_of(t)
         if came == dtype:
             return t
-        if _dtypes.is_complex(came) and not _dtypes.is_complex(dtype):
+        if dtypes.is_complex(came) and not dtypes.is_complex(dtype):
             t = self.real(t)
         return self.as_dtype(t, dtype)
 
@@ -78,11 +78,11 @@ class Backend:
         """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part."""
         # A bare Python number would lose digits by way of float32.
         value = self.to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
-        _dtypes.check_cast(self.dtype_of(value), dtype, name, why)
+        dtypes.check_cast(self.dtype_of(value), dtype, name, why)
         return self.as_dtype(value, dtype)
 
     def leaf(
-        self, path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: _shapes.Names
+        self, path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: shapes.Names
     ) -> Leaf:
         """Converts a leaf of `x` and the Jacobian of the tensor `fx` by it: checks the contract.
 
@@ -92,14 +92,14 @@ class Backend:
         """
         x = self.to_tensor(x, names.x)
         fx_dtype, x_dtype = self.dtype_of(fx), self.dtype_of(x)
-        dtype = _dtypes.of_jacobian(fx_dtype, x_dtype, names)
+        dtype = dtypes.of_jacobian(fx_dtype, x_dtype, names)
         why = f"{names.fx} is {fx_dtype}, {names.x} {x_dtype}"
         gx = self.to_dtype(gx, dtype, names.gx, why)
-        shapes = self.shape_of(fx), self.shape_of(gx), self.shape_of(x)
+        known = self.shape_of(fx), self.shape_of(gx), self.shape_of(x)
         stated = batch_ndims is None or isinstance(batch_ndims, int)
-        if not (stated and _shapes.is_known(*shapes)):
+        if not (stated and shapes.is_known(*known)):
             return Leaf(path, x, *self.check_at_run_time(fx, gx, x, batch_ndims, names))
-        batch_ndims = _shapes.infer_batch_ndims(*shapes, batch_ndims, names)
+        batch_ndims = shapes.infer_batch_ndims(*known, batch_ndims, names)
         if self.rank(gx) < self.rank(x):
             gx = self.broadcast_to(gx, x.shape)  # rank 0: the same partial for every entry
         return Leaf(path, x, gx, batch_ndims)

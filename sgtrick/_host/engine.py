@@ -13,10 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from sgtrick import _reticulate
-from sgtrick._executors import MainThreadExecutor
-from sgtrick._hessians import HessianTimes
-from sgtrick._replies import Columns, Reply, Shape, ValueAndGradient, count_nonfinite, split_shapes
+from sgtrick._host import reticulate
+from sgtrick._host.executors import MainThreadExecutor
+from sgtrick._host.hessians import HessianTimes
+from sgtrick._host.replies import (
+    Columns,
+    Reply,
+    Shape,
+    ValueAndGradient,
+    count_nonfinite,
+    split_shapes,
+)
 
 
 class WrongUse(TypeError):  # noqa: N818 - reads as what it is, and is caught as a TypeError
@@ -57,8 +64,8 @@ class Engine:
         if hessp is not None and hess is not None:
             raise TypeError("Pass hessp or hess: either is enough for second derivatives.")
         self.dtype, self._instead = _floating(dtype), _number(on_error)
-        self._functions = [_reticulate.as_engine(f) for f in (fn, grad) if f is not None]
-        self._hessian = [_reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
+        self._functions = [reticulate.as_engine(f) for f in (fn, grad) if f is not None]
+        self._hessian = [reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
         self.has_whole_hessian = hess is not None
         self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
         _insist_on_executor(executor, [*self._functions, *self._hessian])
@@ -185,7 +192,7 @@ class Engine:
         asked.calls += 1
         try:
             return result()
-        except (_reticulate.WrongThreadError, WrongUse):
+        except (reticulate.WrongThreadError, WrongUse):
             raise  # no failure of the engine at this point: it could not be called, or never works
         except Exception as error:
             lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))

@@ -5,7 +5,7 @@ dtypes are names. Nothing here knows of TensorFlow.
 
 from collections.abc import Iterable
 
-from sgtrick._shapes import Names
+from sgtrick._core.shapes import Names
 
 
 def is_differentiable(dtype: str) -> bool:

@@ -15,7 +15,7 @@ from sgtrick._core import loud
 Pull = Callable[[], Any]
 
 
-def gradients(pull: Pull, again: Pull, xs: Sequence[Any]) -> tuple[list[Any], str]:
+def gradients_unless_refused(pull: Pull, again: Pull, xs: Sequence[Any]) -> tuple[list[Any], str]:
     """The gradients with respect to `xs`, NaN where they are refused, and why.
 
     Args:
