@@ -6,7 +6,9 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import devices, embedding, value_form
-from sgtrick._core._tensorflow import here, not_recording, unconverted
+from sgtrick._core._tensorflow.autograph import unconverted
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow.tapes import not_recording
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep

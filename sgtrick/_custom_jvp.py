@@ -8,9 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, adjoint, ancestry, calls, embedding, loud, mixed, structures
+from sgtrick._core import adjoint, ancestry, calls, embedding, loud, mixed, structures
+from sgtrick._core._tensorflow import autograph
 from sgtrick._core.closures import Closure
-from sgtrick._core.override import Rule, keep
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 
 
 def custom_jvp(f: Callable[..., Any] | None = None, *, nondiff_argnums: Any = ()) -> Any:
@@ -150,7 +152,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
             kept = keep(ys, point.xs, derivative)
         return tf.nest.pack_sequence_as(y, kept)
 
-    form = _tensorflow.form(call)
+    form = autograph.form(call)
 
     def defjvp(jvp: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the rule; a decorator."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, calls, shapes, structures
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import calls, shapes, structures
+from sgtrick._core._tensorflow import autograph, graphs
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 from sgtrick._core.variables import Reader
 
 
@@ -78,7 +80,7 @@ def _custom_vjp(f: Any) -> Any:
         kept = Rule(function.name, rule.pull, sources=sources, tape=tape)
         return rule.pack(keep(rule.outputs, rule.inputs, kept))
 
-    return _tensorflow.form(call)
+    return autograph.form(call)
 
 
 class _Rule:
@@ -219,7 +221,7 @@ def _here(leaf: Any) -> Any:
 
     A variable is read now: when the rule runs, it may have been assigned something else.
     """
-    return _tensorflow.here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
+    return graphs.here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
 
 
 def _is_input(leaf: Any) -> bool:

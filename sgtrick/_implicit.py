@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, ancestry, calls, shapes, structures
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import ancestry, calls, shapes, structures
+from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 
 
 def implicit_root(
@@ -142,10 +144,10 @@ def _root(
         return rows.checked(returned, f"what {names[0]} returns")
 
     x = rows.pack(rows.stars)
-    thetas = [_tensorflow.here(tf.convert_to_tensor(flat[i])) for i in places]
+    thetas = [graphs.here(tf.convert_to_tensor(flat[i])) for i in places]
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in [x, *thetas]]
     with tf.GradientTape() as tape:
-        traced = _tensorflow.Traced(r, specs)
+        traced = tracing.Traced(r, specs)
     if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
             f"What {names[0]} returns is not connected to its first argument, {names[1]}. "
@@ -175,15 +177,15 @@ def _solved(
     equation: _Equation, x: Any, thetas: list[Any], captured: list[Any], reads: list[Any]
 ) -> Any:
     """The root `x`, as a function of all that the equation is made of."""
-    captured = list(map(_tensorflow.here, captured))
-    x, thetas = _tensorflow.here(x), list(map(_tensorflow.here, thetas))
+    captured = list(map(graphs.here, captured))
+    x, thetas = graphs.here(x), list(map(graphs.here, thetas))
     floating = [t for t in captured if structures.is_differentiable(t.dtype)]
     inputs = [*thetas, *floating, *reads]
 
     def pull(upstream: Any) -> list[Any]:
         # What a graph captured before is not recorded when it is used again.
-        ts = list(map(_tensorflow.here, thetas))
-        cs = list(map(_tensorflow.here, captured))
+        ts = list(map(graphs.here, thetas))
+        cs = list(map(graphs.here, captured))
         fs = [t for t in cs if structures.is_differentiable(t.dtype)]
         root = _solved(equation, x, ts, cs, reads)
         j = _jacobian(lambda x: equation.r([x, *ts], cs), root)
@@ -200,7 +202,7 @@ def _solved(
 
 def _solve(m: Any, b: Any) -> Any:
     """Solutions `s` of `m s = b` for matrices `[roots, n, n]`, with derivatives of every order."""
-    m, b = _tensorflow.here(m), _tensorflow.here(b)
+    m, b = graphs.here(m), graphs.here(b)
     s = tf.linalg.matvec(_inverse(tf.stop_gradient(m)), tf.stop_gradient(b))
 
     def pull(upstream: Any) -> list[Any]:

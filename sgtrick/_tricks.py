@@ -10,7 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import formula, shapes, structures
-from sgtrick._core.override import Rule, keep
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 from sgtrick._core.tensors import TENSORFLOW
 
 

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, ancestry, calls, devices, embedding, loud, mixed, structures
+from sgtrick._core import ancestry, calls, devices, embedding, lost, loud, mixed, structures
+from sgtrick._core._tensorflow import autograph, tapes
 from sgtrick._core.closures import Closure
-from sgtrick._core.override import Rule, keep, lost
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.variables import Reader, pull_variables
 
@@ -121,7 +123,7 @@ def _with_gradient(
 
             return call.embed(y, at, lambda: evaluated(at), evaluated)
 
-    form = _tensorflow.form(call)
+    form = autograph.form(call)
 
     def defgrad(grad: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the gradient function; a decorator."""
@@ -309,7 +311,7 @@ def _from_value_and_gradient(
             point = _point(function, argnums, args, kwargs)
             others = point.others()
             # Without a record, a tape in it would say that there is no gradient.
-            run = functools.partial(_tensorflow.unsuspended, lambda: point.stopped(f))
+            run = functools.partial(tapes.unsuspended, lambda: point.stopped(f))
             closure = Closure(run, others.xs)
             y, gradients = _pair(closure.result, f"{name} must return (value, gradient)")
             if has_aux:
@@ -324,7 +326,7 @@ def _from_value_and_gradient(
             y = call.embed(y, at, known, evaluated)
             return (y, aux) if has_aux else y
 
-    return _tensorflow.form(call)
+    return autograph.form(call)
 
 
 def _differentiable(
@@ -345,7 +347,7 @@ def _differentiable(
         gxs = [leaf.gx for leaf in again if leaf is not None]
         found = tape.gradient(gxs, points, output_gradients=list(zs))
         if all(g is None for g in found):
-            return [loud.failure(x, lost(call.name), zs) for x in xs]
+            return [loud.failure(x, lost.message(call.name), zs) for x in xs]
         return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
 
     def jacobians() -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow
+from sgtrick._core._tensorflow import tracing
 
 
 def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[Any]) -> Any:
@@ -27,7 +27,7 @@ def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[
     """
     left, right = _pairs(us, lt), _pairs(lu, ts)
     tensors = [t for pair in [*left, *right] for t in pair]
-    return _tensorflow.as_one(_Balance(len(left)), *tensors)
+    return tracing.as_one(_Balance(len(left)), *tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def is_multiple(many: Sequence[Any], ones: Sequence[Any], factor: int) -> Any:
     """Whether `many` are `factor` times `ones`, to within rounding; true where they are NaN."""
     if len(many) != len(ones):
         return tf.constant(False)
-    return _tensorflow.as_one(_Multiple(factor), *many, *ones)
+    return tracing.as_one(_Multiple(factor), *many, *ones)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, shapes, structures
-from sgtrick._core._tensorflow import here
+from sgtrick._core import shapes, structures
+from sgtrick._core._tensorflow import tapes
+from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.tensors import TENSORFLOW
 
 
@@ -69,7 +70,7 @@ class Point:
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
         self.xs = [here(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
-        self.stopped_xs = [_tensorflow.unrecorded(x) for x in self.xs]
+        self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
     def others(self) -> "Point":

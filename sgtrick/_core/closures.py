@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, adjoint, ancestry, structures
+from sgtrick._core import adjoint, ancestry, structures
+from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.mixed import Others
 
 
@@ -19,9 +20,9 @@ class Closure:
             result: What it returned.
             before: The version of the graph before.
         """
-        self._f, self._passed, self.before = f, list(passed), _tensorflow.version()
+        self._f, self._passed, self.before = f, list(passed), graphs.version()
         self._tape: Any = None
-        if tf.executing_eagerly() and not _tensorflow.somebody_records():
+        if tf.executing_eagerly() and not tapes.somebody_records():
             self.result = f()
             return
         self._tape = tf.GradientTape(persistent=True)
@@ -38,7 +39,7 @@ class Closure:
         ]
         ys = [y for y in ys if structures.is_differentiable(y.dtype)]
         if tf.executing_eagerly():
-            if not (self._passed or variables or _tensorflow.is_recorded(ys)):
+            if not (self._passed or variables or tapes.is_recorded(ys)):
                 return None
             sources = [*self._passed, *variables]
             return Others(
@@ -50,7 +51,7 @@ class Closure:
         tensors, handles = ancestry.begins(ys, point, self.before)
         if not tensors and not handles and not self._passed:
             return None
-        known = {_tensorflow.identity_of(_tensorflow.as_used(v.handle)): v for v in variables}
+        known = {graphs.identity_of(graphs.as_used(v.handle)): v for v in variables}
         # The gradients of tables that are gathered from are slices, which zeros would fill.
         read = [v for key, v in known.items() if handles.get(key) == "read"]
         if len(read) == len(handles):
@@ -71,7 +72,7 @@ class Closure:
         are tensors that the function closes over at all.
         """
         us = [u for u in us if u is not None]
-        with tf.init_scope(), _tensorflow.not_recording():
+        with tf.init_scope(), tapes.not_recording():
             probes = [adjoint.probe(y) for y in ys]
             found = self._tape.gradient(list(ys), list(sources), probes)
             found = [None if g is None else tf.convert_to_tensor(g) for g in found]
@@ -79,7 +80,7 @@ class Closure:
             # Forward mode fails over a function that captures what is new to it.
             probes = [tf.constant(p.numpy()) for p in probes]
             found = [None if g is None else tf.constant(g.numpy()) for g in found]
-        with _tensorflow.not_recording():
+        with tapes.not_recording():
             fits = adjoint.holds(probes, us, found, ts)
         if not tf.executing_eagerly() or fits:
             return fits
@@ -88,12 +89,12 @@ class Closure:
     def _closes_over_tensors(self, point: Sequence[Any]) -> bool:
         """Whether the call uses tensors other than its arguments, as far as can be seen."""
         try:
-            captured = _tensorflow.trace(lambda: [self._f(), None][1], []).graph.captures
+            captured = tracing.trace(lambda: [self._f(), None][1], []).graph.captures
         except Exception:  # code that only runs eagerly
             return True
-        known = set(map(_tensorflow.identity_of, [*self._passed, *point]))
+        known = set(map(graphs.identity_of, [*self._passed, *point]))
         return any(
-            structures.is_differentiable(t.dtype) and _tensorflow.identity_of(t) not in known
+            structures.is_differentiable(t.dtype) and graphs.identity_of(t) not in known
             for t, _ in captured
         )
 

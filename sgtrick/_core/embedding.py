@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, loud
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import loud
+from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 
@@ -94,8 +96,8 @@ class Hessian(Protocol):
 def differentiable(name: str, gxs: Sequence[Any], xs: Sequence[Any], hessian: Hessian) -> list[Any]:
     """Returns gradients that were computed elsewhere, with a Hessian as their derivative."""
     specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in gxs]
-    again = _tensorflow.carried(hessian.pull, specs, xs[0])
-    xs = [_tensorflow.here(x) for x in xs]
+    again = tracing.carried(hessian.pull, specs, xs[0])
+    xs = [graphs.here(x) for x in xs]
 
     def pull(*z: Any) -> list[Any]:
         return [*z, *again(*z)]
@@ -110,7 +112,7 @@ def differentiable(name: str, gxs: Sequence[Any], xs: Sequence[Any], hessian: He
 
 def refused(name: str, gxs: Sequence[Any], xs: Sequence[Any], message: str) -> list[Any]:
     """Returns tensors that were computed elsewhere, and an error for their derivative."""
-    xs = [_tensorflow.here(x) for x in xs]
+    xs = [graphs.here(x) for x in xs]
 
     def pull(*z: Any) -> list[Any]:
         return [*z, *(loud.failure(x, message, z) for x in xs)]

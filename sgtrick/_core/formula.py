@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core._tensorflow import unconverted
+from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 

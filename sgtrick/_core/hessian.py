@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import adjoint, embedding, loud, value_form
-from sgtrick._core._tensorflow import here
-from sgtrick._core.override import Rule, keep
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow
+from sgtrick._core import structures
+from sgtrick._core._tensorflow import tapes, tracing
+from sgtrick._core.types import Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
 _NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
@@ -61,16 +63,26 @@ def failure(like: Any, message: str, through: Sequence[Any], unless: Any = False
     """
     if tf.executing_eagerly() and unless:
         return tf.zeros_like(like)
-    if tf.executing_eagerly() and _MAY_RAISE.get() and _tensorflow.asked_for(like):
+    if tf.executing_eagerly() and _MAY_RAISE.get() and tapes.asked_for(like):
         raise LookupError(message)
     _note(message)
     nan = tf.constant(float("nan"), tf.float64)
     if unless is not False:
         nan = tf.where(unless, tf.zeros_like(nan), nan)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
-        nan = _tensorflow.as_one(_Finite(message), nan)
+        nan = tracing.as_one(_Finite(message), nan)
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
     return tf.fill(shape, tf.cast(nan * _total(through), like.dtype))
+
+
+def failures(
+    likes: Sequence[Tensor], message: str, through: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The same for each of several tensors; None for those without derivatives."""
+    return [
+        failure(like, message, through) if structures.is_differentiable(like.dtype) else None
+        for like in likes
+    ]
 
 
 def insist(holds: Any, message: str) -> Any:
@@ -85,7 +97,7 @@ def insist(holds: Any, message: str) -> Any:
         return tf.constant(0.0, tf.float64)
     if tf.executing_eagerly() and not holds:
         _note(message)
-    return _tensorflow.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
+    return tracing.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
 
 
 def along(zero: Any, through: Sequence[Any]) -> Any:

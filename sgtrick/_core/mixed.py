@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, adjoint, loud
-from sgtrick._core._tensorflow import here
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import adjoint, loud
+from sgtrick._core._tensorflow import graphs, tapes, tracing
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 
 # From upstream gradients, points and what is passed to the gradients with respect to the points.
 Gradients = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -59,7 +61,7 @@ class Moving(NamedTuple):
         # What a graph captured before is not recorded when it is used again, and tensors that
         # happen to be the same are to be told apart.
         xs, passed = [tf.identity(x) for x in xs], [tf.identity(t) for t in passed]
-        closed = [_tensorflow.as_used(c) for c in self.others.closed]
+        closed = [graphs.as_used(c) for c in self.others.closed]
         with tf.GradientTape(watch_accessed_variables=False) as outer:
             outer.watch(weights)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -106,7 +108,7 @@ def beside(
         by_xs = rule.pull(*us) if rule else moving.gradients(us, xs, others.passed)
         if misses:
             by_xs = misses.pulled(by_xs, xs, us)
-        if tf.executing_eagerly() and not _tensorflow.somebody_records():
+        if tf.executing_eagerly() and not tapes.somebody_records():
             return [*us, *by_xs, *[None] * (len(inputs) - count - len(xs))]
         places = [i for i, u in enumerate(us) if u is not None]
         live = [tf.convert_to_tensor(us[i]) for i in places]
@@ -239,7 +241,7 @@ def _carried(moving: Moving, us: Sequence[Any]) -> Moving:
     xs, passed, closed = moving.xs, moving.others.passed, moving.others.closed
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or all(
-        _tensorflow.operation(x) is not None and x.graph is graph for x in xs
+        graphs.operation(x) is not None and x.graph is graph for x in xs
     ):
         return moving
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in (*_there(us), *xs, *passed)]
@@ -253,7 +255,7 @@ def _carried(moving: Moving, us: Sequence[Any]) -> Moving:
         places[:] = [i for i, g in enumerate(gradients) if g is not None]
         return [tf.convert_to_tensor(gradients[i]) for i in places]
 
-    traced = _tensorflow.Traced(flat, specs)
+    traced = tracing.Traced(flat, specs)
     captured = list(map(here, traced.captured))
     tensors = [c for c in closed if isinstance(c, tf.Tensor)]
     numbers = [next((i for i, t in enumerate(traced.captured) if _is(t, c)), None) for c in tensors]
@@ -277,11 +279,11 @@ def _carried(moving: Moving, us: Sequence[Any]) -> Moving:
 
 
 def _value(closed: Any) -> Any:
-    return tf.convert_to_tensor(_tensorflow.as_used(closed))
+    return tf.convert_to_tensor(graphs.as_used(closed))
 
 
 def _is(a: Any, b: Any) -> bool:
-    return bool(_tensorflow.identity_of(a) == _tensorflow.identity_of(b))
+    return bool(graphs.identity_of(a) == graphs.identity_of(b))
 
 
 def _there(tensors: Sequence[Any]) -> list[Any]:

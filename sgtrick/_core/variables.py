@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, shapes, structures
+from sgtrick._core import shapes, structures
+from sgtrick._core._tensorflow import tapes
 from sgtrick._core.tensors import TENSORFLOW
 
 
@@ -32,7 +33,7 @@ class Reader:
         self, f: Callable[[], Any], arguments: Sequence[Any]
     ) -> tuple[Any, list[Any], Any]:
         """The same, with a persistent tape of how it was computed from the arguments, in eager."""
-        if not tf.executing_eagerly() or not _tensorflow.somebody_records():
+        if not tf.executing_eagerly() or not tapes.somebody_records():
             return (*self(f, arguments), None)
         return self._run(f, arguments, tf.GradientTape(persistent=True))
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._core import calls, embedding, shapes, structures
-from sgtrick._core._tensorflow import here
+from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.hessian import symmetric
 from sgtrick._host import foreign
 from sgtrick._host.engine import Engine

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow
+from sgtrick._core._tensorflow import graphs, host_calls
 from sgtrick._host.engine import Engine
 from sgtrick._host.hessians import HessianTimes
 from sgtrick._host.replies import Layout, ValueAndGradient
@@ -55,18 +55,18 @@ class HostCall:
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(out) for out in callback(*(x.numpy() for x in xs))]
         graph = tf.compat.v1.get_default_graph()
-        if _tensorflow.in_xla(graph):
+        if graphs.in_xla(graph):
             raise NotImplementedError(
                 f"{self.layout.name} calls the host, which XLA cannot compile. Leave "
                 "jit_compile=True away, or put it on functions that do not call the engine; for a "
                 "Keras model, compile(jit_compile=False)."
             )
-        _tensorflow.forbid_saving(graph, _UNSAVABLE)
+        host_calls.forbid_saving(graph, _UNSAVABLE)
         # Forward accumulators cannot follow what comes, and need not.
         xs = [tf.stop_gradient(x) for x in xs]
         with tf.device("CPU:0"):
             xs = [_at_leisure(x) for x in xs]
-        return _tensorflow.host_call(functools.partial(_tersely, callback), xs, dtypes)
+        return host_calls.host_call(functools.partial(_tersely, callback), xs, dtypes)
 
 
 def _tersely(callback: Callable[..., Any], *arrays: Any) -> Any:
