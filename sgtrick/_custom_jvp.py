@@ -145,7 +145,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
         derivative = Rule(name, pull, push, sources=point.xs)
         if made_of is not None:
-            kept = mixed.beside(mixed.Moving(name, gradients, point.xs, made_of), ys, derivative)
+            kept = mixed.keep_own(mixed.ByPoint(name, gradients, point.xs, made_of), ys, derivative)
         elif is_live:
             kept = keep(ys, [*ys, *point.xs], embedding.beside(derivative, len(ys)))
         else:

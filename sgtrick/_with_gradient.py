@@ -185,8 +185,8 @@ class _Call(NamedTuple):
             leaves = evaluated(self.at(at, xs, passed))
             return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
 
-        moving = mixed.Moving(self.name, gradients, xs, others)
-        return mixed.beside(moving, [y], rule._replace(sources=xs))[0]
+        moving = mixed.ByPoint(self.name, gradients, xs, others)
+        return mixed.keep_own(moving, [y], rule._replace(sources=xs))[0]
 
     def at(self, call: calls.Call, xs: Sequence[Any], passed: Sequence[Any]) -> calls.Call:
         """A call at another point, and with others in their place."""
@@ -351,8 +351,8 @@ def _differentiable(
         return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
 
     def jacobians() -> list[Any]:
-        moving = mixed.Moving(call.name, gradients, call.point.xs, others)
-        gxs = iter(mixed.beside(moving, known))
+        moving = mixed.ByPoint(call.name, gradients, call.point.xs, others)
+        gxs = iter(mixed.keep_own(moving, known))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return jacobians
