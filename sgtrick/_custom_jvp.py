@@ -126,7 +126,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
             with _transposing(form, nondiff, at):
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
             fits = adjoint.holds(us, lt, found, ts)
-            zero = loud.insist(fits, _NOT_LINEAR.format(name))
+            zero = loud.zero_if(fits, _NOT_LINEAR.format(name))
             if us and not tf.executing_eagerly():  # what is not there could not be an error
                 zero = loud.along(zero, us)
                 found = [
@@ -169,7 +169,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
 def _point(
     function: calls.Function, nondiff_argnums: Sequence[int], args: Any, kwargs: Any
-) -> tuple[list[int], calls.Point]:
+) -> tuple[list[int], calls.Selection]:
     """The positions of arguments without derivatives, and the others."""
     name, call = function.name, function.bind(args, kwargs)
     if call.kwargs:
@@ -185,7 +185,7 @@ def _point(
             )
     nondiff = [*range(own), *sorted(own + i % count for i in nondiff_argnums)]
     argnums = [i for i in range(count) if own + i not in nondiff]
-    return nondiff, function.point(argnums, call.args, {})
+    return nondiff, function.select(argnums, call.args, {})
 
 
 _NOT_LINEAR = (
@@ -219,7 +219,7 @@ def _transposing(form: Any, nondiff: Sequence[int], at: calls.Call) -> Iterator[
         _NOW.reset(token)
 
 
-def _natural(point: calls.Point, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
+def _natural(point: calls.Selection, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
     """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -232,7 +232,7 @@ def _natural(point: calls.Point, f: Callable[..., Any], upstream: Sequence[Any])
 
 def _tangents(result: Any, y: Any, name: str) -> list[Any]:
     """The leaves of `tangent_out`."""
-    if not (isinstance(result, (list, tuple)) and len(result) == 2):
+    if not structures.is_pair(result):
         raise TypeError(
             f"The JVP rule of {name} must return (primal_out, tangent_out), got "
             f"{type(result).__name__}."

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import calls, shapes, structures
+from sgtrick._core import calls, structures, vjp_protocol
 from sgtrick._core._tensorflow import autograph, graphs
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
@@ -67,14 +67,14 @@ def _custom_vjp(f: Any) -> Any:
     function, read = calls.Function(f), Reader()
 
     def call(converted: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = arguments_of(f, args, kwargs)
+        args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
         owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
         given = tf.nest.flatten((args, kwargs))
         args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
-        leaves = leaves_of(args, kwargs)
+        leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
         returned, variables, tape = read.recorded(run, [*given, *(leaf for _, leaf in leaves)])
-        y, grad_fn = value_and_rule(f, returned)
+        y, grad_fn = vjp_protocol.value_and_rule(f, returned)
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]
         kept = Rule(function.name, rule.pull, sources=sources, tape=tape)
@@ -125,7 +125,7 @@ class _Rule:
         variable_gradients: Sequence[Any] = []
         if self._variables:
             returned = self._grad_fn(*upstream, variables=self._variables)
-            if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+            if not structures.is_pair(returned):
                 raise TypeError(
                     f"grad_fn of {self._name} was given variables and must return (gradients, "
                     f"variable_gradients), got {returned!r}."
@@ -141,7 +141,7 @@ class _Rule:
         else:
             returned = self._grad_fn(*upstream)
             names = []
-        kept = gradients_of(self._primals, returned, self._paths, self._name)
+        kept = vjp_protocol.gradients_of(self._primals, returned, self._paths, self._name)
         kept += [*zip(variable_gradients, (f"variable {n}" for n in names), strict=True)]
         return [
             None if g is None else self._checked(_component(g), x, path)
@@ -149,66 +149,10 @@ class _Rule:
         ]
 
     def _checked(self, g: Any, x: Any, path: str) -> Any:
-        check_shape(structures.static_shape(g), structures.static_shape(x), path, self._name)
+        vjp_protocol.check_shape(
+            structures.static_shape(g), structures.static_shape(x), path, self._name
+        )
         return g
-
-
-def value_and_rule(f: Any, returned: Any) -> tuple[Any, Any]:
-    """Returns `(y, grad_fn)`, which is what `f` must have returned."""
-    if not (isinstance(returned, (tuple, list)) and len(returned) == 2 and callable(returned[1])):
-        raise TypeError(
-            f"{calls.name_of(f)} must return (y, grad_fn), the value and a function "
-            f"from the upstream gradient to the gradients of the arguments, got {returned!r}."
-        )
-    y, grad_fn = returned
-    return y, grad_fn
-
-
-def gradients_of(
-    primals: Sequence[Any], returned: Any, paths: Sequence[str], name: str
-) -> list[tuple[Any, str]]:
-    """Returns `(gradient, path)` for each argument that is not None, of what a grad_fn returned."""
-    gradients = [leaf for _, leaf in structures.flatten(returned)]
-    omitted = primals[len(gradients) :]
-    if len(gradients) > len(primals) or any(x is not None for x in omitted):
-        raise ValueError(
-            f"grad_fn of {name} returned {len(gradients)} gradients, expected "
-            f"{len(primals)}, one for each of: {', '.join(paths)}."
-        )
-    # strict is wrong here: what has no gradient may be left out at the end.
-    return [
-        (g, path) for g, x, path in zip(gradients, primals, paths, strict=False) if x is not None
-    ]
-
-
-def check_shape(
-    shape: shapes.Shape | None, expected: shapes.Shape | None, path: str, name: str
-) -> None:
-    """Insists that a gradient may have the shape of its argument."""
-    if shape is not None and expected is not None and not shapes.compatible(shape, expected):
-        raise ValueError(
-            f"grad_fn of {name} returned a gradient of shape {shapes.show(shape)} "
-            f"for {path}, expected {shapes.show(expected)}."
-        )
-
-
-def arguments_of(
-    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keywords turned into positions where `f` has these."""
-    signature = calls.signature_of(f) if kwargs else None
-    if signature is None:
-        return args, kwargs
-    bound = calls.bind(signature, args, kwargs, calls.name_of(f))
-    return bound.args, bound.kwargs
-
-
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """`(path, leaf)` of all arguments, keywords in their order, which `tf.nest` would sort."""
-    leaves = [*structures.flatten(args, "argument ")]
-    for name, value in kwargs.items():
-        leaves += structures.flatten(value, f"argument [{name!r}]")
-    return leaves
 
 
 def _takes_variables(grad_fn: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import ancestry, calls, shapes, structures
+from sgtrick._core import ancestry, shapes, structures
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
@@ -134,7 +134,7 @@ def _root(
 ) -> Any:
     rows = _Rows(x_star, batch_ndims, names[1])
     flat = tf.nest.flatten(theta)
-    places = [i for i, t in enumerate(flat) if calls.has_derivatives(t)]
+    places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
 
     def r(x: Any, *thetas: Any) -> Any:
         others = list(flat)

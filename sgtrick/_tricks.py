@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import formula, shapes, structures
+from sgtrick._core import dtypes, formula, shapes, structures
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.tensors import TENSORFLOW
@@ -313,11 +313,7 @@ def _differentiable(value: Any, name: str, like: Any = None) -> Any:
     """A tensor that has derivatives; a bare Python float takes the precision of `like`."""
     dtype = like.dtype if like is not None and type(value) is float else None
     value = structures.to_tensor(value, name, dtype=dtype)
-    if not structures.is_differentiable(value.dtype):
-        raise TypeError(
-            f"{name} has dtype {value.dtype.name}, which has no derivatives. Cast it to a floating "
-            "dtype."
-        )
+    dtypes.check_differentiable(value.dtype.name, name)
     return value
 
 
@@ -345,7 +341,7 @@ def _mask_of_index(index: Any, x: Any, name: str) -> Any:
             n = tf.cast(tf.shape(x)[0], index.dtype)
             there = tf.reduce_all((-n <= index) & (index < n))
             message = f"where is out of bounds for {name}. Their shapes, in this order:"
-            index = structures.insist(there, index, message, x)
+            index = structures.checked(there, index, message, x)
             chosen = tf.gather(positions, tf.where(index < 0, index + n, index))
         else:
             chosen = positions[index]

@@ -85,7 +85,7 @@ def with_gradient(
     options = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
         return functools.partial(with_gradient, grad=grad, **options)
-    _insist_on_function(f, "f")
+    _check_function(f, "f")
     return calls.as_form(f, lambda f: _with_gradient(f, grad, **options), "defgrad")
 
 
@@ -115,7 +115,7 @@ def _with_gradient(
                 return _with_variables(function.name, point, f, grad, jacobians, read)
             others = point.others()
             closure = Closure(lambda: point.stopped(f), others.xs)
-            y = _value(closure.result, function.name)
+            y = _checked_value(closure.result, function.name)
             at, call = point.read(), _Call(function.name, point, others, closure)
 
             def evaluated(call: calls.Call) -> list[Any]:
@@ -128,7 +128,7 @@ def _with_gradient(
     def defgrad(grad: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the gradient function; a decorator."""
         nonlocal rule
-        _insist_on_function(grad, "grad")
+        _check_function(grad, "grad")
         rule = calls.Function(calls.unbound(grad))
         return grad
 
@@ -149,8 +149,8 @@ class _Call(NamedTuple):
     """
 
     name: str
-    point: calls.Point
-    others: calls.Point
+    point: calls.Selection
+    others: calls.Selection
     closure: Closure
 
     def embed(
@@ -195,7 +195,7 @@ class _Call(NamedTuple):
 
 def _with_variables(
     name: str,
-    point: calls.Point,
+    point: calls.Selection,
     f: Callable[..., Any],
     grad: Callable[..., Any],
     jacobians: Callable[[Any, Any], list[Any]],
@@ -210,7 +210,7 @@ def _with_variables(
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(others.xs)
         y, variables = read(lambda: others.at(others.xs)(f), point.call.leaves())
-    y = _value(y, name)
+    y = _checked_value(y, name)
     reads = [tf.convert_to_tensor(v) for v in variables]
 
     def pull(upstream: Any) -> list[Any]:
@@ -285,7 +285,7 @@ def from_value_and_gradient(
             batch_ndims=batch_ndims,
             device=device,
         )
-    _insist_on_function(fn, "fn")
+    _check_function(fn, "fn")
     return calls.as_form(
         fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
     )
@@ -316,7 +316,7 @@ def _from_value_and_gradient(
             y, gradients = _pair(closure.result, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = _pair(y, f"{name} must return ((value, aux), gradient)")
-            y = _value(y, name)
+            y = _checked_value(y, name)
             at, call = point.read(), _Call(name, point, others, closure)
 
             def evaluated(call: calls.Call) -> list[Any]:
@@ -358,19 +358,19 @@ def _differentiable(
     return jacobians
 
 
-def _point(f: calls.Function, argnums: Any, args: Any, kwargs: dict[str, Any]) -> calls.Point:
-    point = f.point(argnums, args, kwargs)
+def _point(f: calls.Function, argnums: Any, args: Any, kwargs: dict[str, Any]) -> calls.Selection:
+    point = f.select(argnums, args, kwargs)
     if not point.xs:
-        point.insist_on_numbers(f.name)
+        point.check_numbers(f.name)
     return point
 
 
-def _insist_on_function(f: Any, name: str) -> None:
+def _check_function(f: Any, name: str) -> None:
     if not callable(f) and not hasattr(f, "__get__"):
         raise TypeError(f"{name} must be a function, got {type(f).__name__}: {f!r}.")
 
 
-def _value(y: Any, name: str) -> Any:
+def _checked_value(y: Any, name: str) -> Any:
     if isinstance(y, (tuple, list)):  # which would be stacked
         raise TypeError(
             f"{name} must return one tensor, got a {type(y).__name__} of {len(y)}. For several "
@@ -386,7 +386,7 @@ def _value(y: Any, name: str) -> Any:
 
 
 def _pair(result: Any, what: str) -> Any:
-    if not (isinstance(result, (list, tuple)) and len(result) == 2):
+    if not structures.is_pair(result):
         raise TypeError(f"{what}, got {type(result).__name__}: {result!r}.")
     return result
 

@@ -107,7 +107,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
         if not x.shape[-1:].is_compatible_with([0]):
             raise ValueError(
                 f"The event of the factor {self.name!r} is empty, so its value must have a shape "
-                f"[..., 0] such as tf.zeros([0]), got {_show(x.shape)}."
+                f"[..., 0] such as tf.zeros([0]), got {_shown(x.shape)}."
             )
         # A sum over nothing is zero. It has the sample shape, and gives x a gradient.
         return self._log_factor + tf.reduce_sum(tf.cast(x[..., :0], self.dtype), -1)
@@ -218,7 +218,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         if x.shape.rank < event_ndims or not event.is_compatible_with(self.event_shape):
             raise ValueError(
                 f"The value of {self.name!r} must have a shape that ends with its event_shape "
-                f"{_show(self.event_shape)}, got {_show(x.shape)}."
+                f"{_shown(self.event_shape)}, got {_shown(x.shape)}."
             )
         if not event.is_fully_defined():
             x = self._with_event(x)
@@ -228,9 +228,9 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 batch = tf.broadcast_static_shape(batch, self.batch_shape)
         if not y.shape.is_compatible_with(batch):
             raise ValueError(
-                f"log_prob_fn of {self.name!r} returned the shape {_show(y.shape)} for a value of "
-                f"shape {_show(x.shape)}, expected {_show(batch)}. It must sum over the event, of "
-                f"shape {_show(self.event_shape)}, and keep all other dimensions."
+                f"log_prob_fn of {self.name!r} returned the shape {_shown(y.shape)} for a value "
+                f"of shape {_shown(x.shape)}, expected {_shown(batch)}. It must sum over the "
+                f"event, of shape {_shown(self.event_shape)}, and keep all other dimensions."
             )
         known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
         return y if known else self._checked(x, y)
@@ -240,9 +240,9 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         event = tf.shape(x)[tf.maximum(tf.rank(x) - self.event_shape.rank, 0) :]
         message = (
             f"The value of {self.name!r} must have a shape that ends with its event_shape "
-            f"{_show(self.event_shape)}, got:"
+            f"{_shown(self.event_shape)}, got:"
         )
-        return structures.insist(
+        return structures.checked(
             structures.equal_shapes(event, self.event_shape_tensor()), x, message
         )
 
@@ -253,10 +253,10 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
         message = (
             f"log_prob_fn of {self.name!r} must sum over the event, of shape "
-            f"{_show(self.event_shape)}, and keep all other dimensions. The shapes of what it "
+            f"{_shown(self.event_shape)}, and keep all other dimensions. The shapes of what it "
             "returned, and of the value:"
         )
-        return structures.insist(structures.equal_shapes(tf.shape(y), expected), y, message, x)
+        return structures.checked(structures.equal_shapes(tf.shape(y), expected), y, message, x)
 
     def _densities(self, x: Any) -> Any:
         y = self._log_prob_fn(x)
@@ -289,8 +289,8 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         expected = tf.TensorShape([tf.get_static_value(n)]) + self.batch_shape + self.event_shape
         if x.dtype != self.dtype or not x.shape.is_compatible_with(expected):
             raise ValueError(
-                f"sample_fn of {self.name!r} returned {x.dtype.name} of shape {_show(x.shape)}, "
-                f"expected {self.dtype.name} of shape {_show(expected)}: sample, batch and event."
+                f"sample_fn of {self.name!r} returned {x.dtype.name} of shape {_shown(x.shape)}, "
+                f"expected {self.dtype.name} of shape {_shown(expected)}: sample, batch and event."
             )
         return tf.stop_gradient(x)
 
@@ -341,5 +341,5 @@ def _static(event_shape: Any) -> Any:
     return shape
 
 
-def _show(shape: Any) -> str:
+def _shown(shape: Any) -> str:
     return shapes.show(None if shape.rank is None else tuple(shape))

@@ -97,7 +97,7 @@ def check_gradient(
     _check_options(order, mode, eps, rtol, atol)
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly; call it outside tf.function and graphs.")
-    function, inputs, notes = _read(f, x)
+    function, inputs, notes = _of_leaves(f, x)
     random = np.random.default_rng(seed) if mode == "random" else None
     comparisons = []
     for k in range(1, order + 1):
@@ -136,10 +136,10 @@ def _check_options(order: Any, mode: Any, eps: Any, rtol: Any, atol: Any) -> Non
         )
 
 
-def _read(f: Callable[..., Any], x: Any) -> tuple[Function, Named, list[str]]:
+def _of_leaves(f: Callable[..., Any], x: Any) -> tuple[Function, Named, list[str]]:
     """Returns `f` as a function of the leaves of `x` that have derivatives, these, and notes."""
     leaves = list(structures.flatten(x, "x"))
-    places = [i for i, (_, leaf) in enumerate(leaves) if calls.has_derivatives(leaf)]
+    places = [i for i, (_, leaf) in enumerate(leaves) if structures.has_derivatives(leaf)]
     inputs = [(leaves[i][0], structures.to_tensor(leaves[i][1], leaves[i][0])) for i in places]
     if not any(tf.size(leaf) for _, leaf in inputs):
         raise TypeError(

@@ -33,7 +33,7 @@ def derivative(function: Function, random: np.random.Generator | None) -> Functi
         scalar = seed is None and len(upstreams) == 1
         found = []
         for label, upstream in upstreams:
-            gradients = _pull(tape, ys, xs, upstream)
+            gradients = _gradients(tape, ys, xs, upstream)
             for (name, x), g in zip(inputs, gradients, strict=True):
                 g = tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
                 found.append((name if scalar else f"{label} by {name}", g))
@@ -77,19 +77,19 @@ class Comparison:
         self._names = [name for name, _ in inputs]
         self._point = [np.asarray(x) for x in self._xs]
         self._value = _concatenate(self._ys)
-        self._insist_finite()
+        self._check_finite()
         self._roundoff = np.concatenate(
             [np.full(y.shape.num_elements(), _unit_roundoff(y)) for _, y in self._ys]
         )
         if self._unit > np.finfo(np.float64).eps:
             self._widen()
-        self._insist_repeatable()
+        self._check_repeatable()
         self._sizes = [np.abs(wide(x)).max(initial=0.0) or 1.0 for x in self._point]
         if random is None:
             self._compare_entries()
         else:
             self._compare_directions(random)
-        self._insist_repeatable()
+        self._check_repeatable()
         self._note_precision()
 
     def _compare_entries(self) -> None:
@@ -111,7 +111,7 @@ class Comparison:
                 [np.abs(e.derivative) for _, e in estimates], axis=0, initial=0.0
             )
             for index, estimate in estimates:
-                by = name + _show(index)
+                by = name + _show_index(index)
                 self._judge(
                     [by] if len(values) == 1 else [f"{value} by {by}" for value in values],
                     jacobian[(slice(None), *index)],
@@ -266,13 +266,13 @@ class Comparison:
         """The gradients, NaN where they are refused, and what was said by who refused them."""
 
         def pull() -> Any:
-            return _pull(self._tape, self._ys, self._xs, upstream)
+            return _gradients(self._tape, self._ys, self._xs, upstream)
 
         def again() -> Any:
             with tf.GradientTape() as tape:
                 tape.watch(self._xs)
                 ys = self._call(list(zip(self._names, self._xs, strict=True)))
-            return _pull(tape, ys, self._xs, upstream)
+            return _gradients(tape, ys, self._xs, upstream)
 
         return gradients_unless_refused(pull, again, self._xs)
 
@@ -345,7 +345,7 @@ class Comparison:
         )
         self.notes.append(f"The embedded Hessian is not symmetric: {first}, {second}.")
 
-    def _insist_finite(self) -> None:
+    def _check_finite(self) -> None:
         for (name, *_), value in zip(_entries(self._ys), self._value, strict=True):
             if not np.isfinite(value):
                 raise ValueError(
@@ -353,7 +353,7 @@ class Comparison:
                     "Check the gradient at an x where f is finite."
                 )
 
-    def _insist_repeatable(self) -> None:
+    def _check_repeatable(self) -> None:
         tensors = [tf.constant(x) for x in self._point]
         again = _concatenate(self._call(list(zip(self._names, tensors, strict=True))))
         # Sums over threads differ in the last digits.
@@ -396,7 +396,7 @@ def _verdicts(
     ]
 
 
-def _pull(tape: Any, ys: Named, xs: Sequence[Any], upstream: Sequence[Any]) -> Any:
+def _gradients(tape: Any, ys: Named, xs: Sequence[Any], upstream: Sequence[Any]) -> Any:
     """The gradients of the `ys` whose upstream is not None."""
     used = [(y, u) for (_, y), u in zip(ys, upstream, strict=True) if u is not None]
     upstreams = [tf.constant(u, y.dtype) for y, u in used]
@@ -416,10 +416,10 @@ def _entries(named: Named) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Yields the name of every entry, its leaf and its index there."""
     for leaf, (name, tensor) in enumerate(named):
         for index in np.ndindex(*tensor.shape):
-            yield name + _show(index), leaf, index
+            yield name + _show_index(index), leaf, index
 
 
-def _show(index: tuple[int, ...]) -> str:
+def _show_index(index: tuple[int, ...]) -> str:
     return str(list(index)) if index else ""
 
 

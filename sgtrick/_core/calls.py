@@ -40,7 +40,7 @@ class Call:
         return Call(tuple(args), kwargs)
 
 
-class Point:
+class Selection:
     """The arguments by which a call is differentiated, apart from those that keep autodiff.
 
     Attributes:
@@ -66,18 +66,18 @@ class Point:
             for leaf in structures.flatten(argument, parameter)
         ]
         self._nested = any(tf.nest.is_nested(argument) for argument in self._arguments)
-        differentiated = differentiated or has_derivatives
+        differentiated = differentiated or structures.has_derivatives
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
         self.xs = [here(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
-    def others(self) -> "Point":
+    def others(self) -> "Selection":
         """The other arguments of the stopped call, as far as someone may ask for their gradient."""
         call = self.stopped
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
-        return Point(call, keys, [str(key) for key in keys], _is_live)
+        return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded)
 
     def on(self, call: Call, xs: Sequence[Any]) -> Call:
         """Another call with leaves in the place of `xs`."""
@@ -97,9 +97,9 @@ class Point:
             )
         )
 
-    def insist_on_numbers(self, name: str) -> None:
+    def check_numbers(self, name: str) -> None:
         """Raises if the arguments hold something, but nothing that could ever have derivatives."""
-        if self._flat and not any(map(_is_number, self._flat)):
+        if self._flat and not any(map(structures.is_number, self._flat)):
             raise TypeError(
                 f"argnums selects {', '.join(self._parameters)} of {name}, by which there is no "
                 f"derivative: {', '.join(type(leaf).__name__ for leaf in self._flat)}. Name the "
@@ -134,7 +134,7 @@ class Point:
             by = f"the gradient by {parameter}"
             for path, x, gx in structures.pair(argument, gradient, parameter, by):
                 names = shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
-                if has_derivatives(x):
+                if structures.has_derivatives(x):
                     x = next(xs)
                     leaf = gx is not None and TENSORFLOW.leaf(path, x, gx, y, batch_ndims, names)
                     found.append(leaf or None)
@@ -182,7 +182,7 @@ class Function:
         """Whether there is a parameter of this name that can be passed by keyword."""
         return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
 
-    def point(self, argnums: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Point:
+    def select(self, argnums: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Selection:
         """The arguments of a call that `argnums`, ints or parameter names, select.
 
         Raises:
@@ -216,27 +216,7 @@ class Function:
             names.append(
                 key if isinstance(key, str) else parameters[key] if named else f"args[{key}]"
             )
-        return Point(call, keys, names)
-
-
-def has_derivatives(leaf: Any) -> bool:
-    """Whether a leaf is a floating or complex number, array, tensor or variable."""
-    if isinstance(leaf, (float, complex)):
-        return True
-    dtype = getattr(leaf, "dtype", None)
-    try:
-        return dtype is not None and structures.is_differentiable(tf.as_dtype(dtype))
-    except TypeError:  # a dtype that TensorFlow does not know
-        return False
-
-
-def _is_number(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
-
-
-def _is_live(leaf: Any) -> bool:
-    """Whether a tape may know a leaf: numbers and arrays are none's."""
-    return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
+        return Selection(call, keys, names)
 
 
 def imitate(form: Any, f: Callable[..., Any]) -> Any:

@@ -29,11 +29,11 @@ def of_jacobian(fx: str, x: str, names: Names) -> str:
     return x
 
 
-def check_value(dtype: str) -> None:
-    """Insists that `fx` has derivatives."""
+def check_differentiable(dtype: str, name: str) -> None:
+    """Insists that what is called `name` has derivatives."""
     if not is_differentiable(dtype):
         raise TypeError(
-            f"fx has dtype {dtype}, which has no derivatives. Cast it to a floating dtype."
+            f"{name} has dtype {dtype}, which has no derivatives. Cast it to a floating dtype."
         )
 
 

@@ -118,7 +118,7 @@ def refused(name: str, gxs: Sequence[Any], xs: Sequence[Any], message: str) -> l
         return [*z, *(loud.failure(x, message, z) for x in xs)]
 
     def push(*tangents: Any) -> list[Any]:
-        zero = loud.insist_on_zeros(tangents[len(gxs) :], message)
+        zero = loud.zero_if_still(tangents[len(gxs) :], message)
         return [t + tf.cast(zero, t.dtype) for t in tangents[: len(gxs)]]
 
     rule = Rule(name, pull, push, lost=[False] * (len(gxs) + len(xs)))

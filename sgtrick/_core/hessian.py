@@ -44,7 +44,7 @@ def symmetric(
             return [*product(at, xs, z), *(loud.failure(x, _THIRD.format(name), z) for x in xs)]
 
         def push(*tangents: Any) -> list[Any]:
-            zero = loud.insist_on_zeros(tangents[len(xs) :], _THIRD.format(name))
+            zero = loud.zero_if_still(tangents[len(xs) :], _THIRD.format(name))
             pushed = product(at, xs, tangents[: len(xs)])
             return [t + tf.cast(zero, t.dtype) for t in pushed]
 
@@ -116,7 +116,7 @@ class Product(value_form.Product):
             # It called the host, or is no product: H is symmetric, and a constant is not.
             ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
             fits = adjoint.holds(ws, products, self.times(ws), ts)
-            zero = loud.insist(fits, self.not_connected)
+            zero = loud.zero_if(fits, self.not_connected)
             products = [p + tf.cast(zero, p.dtype) for p in products]
         xs = [leaf.x for leaf in self._leaves]
         return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
@@ -136,7 +136,7 @@ class Product(value_form.Product):
             products = self.push(*v)
         found = tape.gradient(products, v, output_gradients=list(z))
         fits = adjoint.holds(z, products, found, v)
-        zero = loud.insist(fits, self.not_connected)
+        zero = loud.zero_if(fits, self.not_connected)
         return [
             tf.zeros_like(v_i) if g is None else g + tf.cast(zero, g.dtype)
             for g, v_i in zip(found, v, strict=True)

@@ -85,7 +85,7 @@ def failures(
     ]
 
 
-def insist(holds: Any, message: str) -> Any:
+def zero_if(holds: Any, message: str) -> Any:
     """Zero, a float64; an error with this message where `holds` is false, in XLA NaN.
 
     Raises:
@@ -101,7 +101,7 @@ def insist(holds: Any, message: str) -> Any:
 
 
 def along(zero: Any, through: Sequence[Any]) -> Any:
-    """What `insist` returned, times a sum of `through`: it stays NaN where that is differentiated.
+    """What `zero_if` returned, times a sum of `through`: it stays NaN where that is differentiated.
 
     Forward mode around a function takes derivatives of gradients with respect to what they are
     linear in, and in these a constant would be lost.
@@ -135,10 +135,10 @@ class _Zero:
         return number if self.message is None else _Finite(self.message)(number)
 
 
-def insist_on_zeros(tangents: Sequence[Any], message: str) -> Any:
+def zero_if_still(tangents: Sequence[Any], message: str) -> Any:
     """The same where any of the tangents is not zero, as those of what does not move."""
     still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents]
-    return insist(tf.reduce_all(tf.stack(still)), message)
+    return zero_if(tf.reduce_all(tf.stack(still)), message)
 
 
 def _note(message: str) -> None:

@@ -143,7 +143,7 @@ def keep_own(
     """
     point = _within_reach(point, ys)
     xs, others = list(point.xs), point.others
-    inputs = [*ys, *xs, *others.passed, *(_value(c) for c in others.closed)]
+    inputs = [*ys, *xs, *others.passed, *(_as_tensor(c) for c in others.closed)]
 
     def pull(*us: Tensor | None) -> list[Gradient]:
         by_xs = rule.pull(*us) if rule else point.gradients(us, xs, others.passed)
@@ -166,7 +166,7 @@ def keep_own(
             return others.covers(spread(zs[:n], us), zs[n:])
 
         # Of (df/dw)' u what moves with x: nothing in value.
-        zeros = [tf.zeros_like(_value(t)) for t in (*near.others.passed, *near.others.closed)]
+        zeros = [tf.zeros_like(_as_tensor(t)) for t in (*near.others.passed, *near.others.closed)]
         kept = keep_own(near.again(gradients, live), [*live, *zeros], gap=_gap(point, covers))
         return [*spread(kept[:n], us), *by_xs, *kept[n:]]
 
@@ -230,7 +230,7 @@ class Gap(NamedTuple):
         """Tangents along those of the point, and errors where a part is missing."""
         if not self.unknown:
             return along
-        zero = loud.insist_on_zeros(present(tangents), _ELSEWHERE.format(self.name))
+        zero = loud.zero_if_still(present(tangents), _ELSEWHERE.format(self.name))
         return [None if a is None else a + tf.cast(zero, a.dtype) for a in along]
 
 
@@ -280,13 +280,13 @@ def _within_reach(point: ByPoint, us: Sequence[Tensor | None]) -> ByPoint:
                 outside[place] = t
         return dense.restored(traced([*present(us), *xs, *passed[:count]], outside))
 
-    brought = [here(t) for t in (*passed, *map(_value, tensors))]
+    brought = [here(t) for t in (*passed, *map(_as_tensor, tensors))]
     variables = [c for c in closed if not isinstance(c, tf.Tensor)]
     others = Others(brought, variables, point.others.covers)
     return ByPoint(point.name, gradients, [here(x) for x in xs], others)
 
 
-def _value(closed: Tensor | Variable) -> Tensor:
+def _as_tensor(closed: Tensor | Variable) -> Tensor:
     return tf.convert_to_tensor(graphs.as_used(closed))
 
 

@@ -275,11 +275,11 @@ def _with_errors(
         if not transposable:
             return [*z, *points]
         if isinstance(rule.push, str):
-            zero = loud.insist(tf.constant(False), rule.push)
+            zero = loud.zero_if(tf.constant(False), rule.push)
         else:
             found = tracing.gradients_in(parts[0].graph, parts, at, z)
             fits = adjoint.holds(parts, z, found, at)
-            zero = loud.insist(fits, not_transposed(rule.name))
+            zero = loud.zero_if(fits, not_transposed(rule.name))
         # Both ways, for a pullback that has no derivative would lose the error, too.
         moved = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return [*moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
@@ -287,7 +287,7 @@ def _with_errors(
     def push(*tangents: Tangent) -> list[Tangent]:
         z, points = tangents[: len(parts)], tangents[-len(xs) :]
         if tapes.apart(loses):
-            return _insisting(rule.name, z, points)
+            return _unless_moving(rule.name, z, points)
         return list(z)
 
     return _pass_on(parts, [*at, *xs] if transposable else xs, pull, push)
@@ -307,14 +307,14 @@ def _losing(name: str, parts: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor
         return [*z, *loud.failures(xs, lost.message(name), z)]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        return _insisting(name, tangents[: len(parts)], tangents[len(parts) :])
+        return _unless_moving(name, tangents[: len(parts)], tangents[len(parts) :])
 
     return _pass_on(parts, xs, pull, push)
 
 
-def _insisting(name: str, along: Sequence[Tangent], points: Sequence[Tangent]) -> list[Tangent]:
+def _unless_moving(name: str, along: Sequence[Tangent], points: Sequence[Tangent]) -> list[Tangent]:
     """Tangents, or an error where the points have some."""
-    zero = loud.insist_on_zeros(present(points), lost.message(name))
+    zero = loud.zero_if_still(present(points), lost.message(name))
     return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
 
 

@@ -99,6 +99,32 @@ def is_differentiable(dtype: Any) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
+def has_derivatives(leaf: Any) -> bool:
+    """Whether a leaf is a floating or complex number, array, tensor or variable."""
+    if isinstance(leaf, (float, complex)):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    try:
+        return dtype is not None and is_differentiable(tf.as_dtype(dtype))
+    except TypeError:  # a dtype that TensorFlow does not know
+        return False
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number, array, tensor or variable, or None in the place of one."""
+    return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
+
+
+def may_be_recorded(leaf: Any) -> bool:
+    """Whether a tape may know a leaf: numbers and arrays are none's."""
+    return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
+
+
+def is_pair(returned: Any) -> bool:
+    """Whether what a function returned is a pair."""
+    return isinstance(returned, (tuple, list)) and len(returned) == 2
+
+
 def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
     """`tf.convert_to_tensor` whose errors name the argument."""
     came = getattr(value, "dtype", None)
@@ -127,7 +153,7 @@ def static_shape(tensor: Any) -> shapes.Shape | None:
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
-def insist(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
+def checked(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
     """Returns `tensor`; a run-time error with its and the others' shapes where `fits` is false."""
     shape = tf.shape(tensor)
     check = tf.debugging.Assert(fits, [message, shape, *map(tf.shape, others)], summarize=16)
@@ -151,7 +177,7 @@ def shaped_like(tensor: Any, like: Any, name: str, like_name: str) -> Any:
         return tensor
     fits = equal_shapes(tf.shape(tensor), tf.shape(like))
     message = f"These shapes, of {name} and of what it must be like, differ:"
-    return insist(fits, tensor, message, like)
+    return checked(fits, tensor, message, like)
 
 
 def equal_shapes(a: Any, b: Any) -> Any:

@@ -74,7 +74,7 @@ def _check_at_run_time(
         f"The shapes of {names.gx}, {names.fx} and {names.x}, in this order, do not fit together. "
         "With batch, range and domain shapes B, R and D they must be B + R + D, B + R and B + D:"
     )
-    gx = structures.insist(fits, gx, message, fx, x)
+    gx = structures.checked(fits, gx, message, fx, x)
     if isinstance(b, int):
         gx.set_shape(fx.shape.concatenate(x.shape[b:]))
     return gx, b

@@ -24,7 +24,7 @@ def at_point(
         dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
         dtype = dtype if dtypes.is_differentiable(dtype) else None
     fx = backend.to_tensor(fx, "fx", dtype=dtype)
-    dtypes.check_value(backend.dtype_of(fx))
+    dtypes.check_differentiable(backend.dtype_of(fx), "fx")
     return fx, [
         backend.leaf(path, x, gx, fx, batch_ndims, Names("fx", f"gx{path}", f"x{path}"))
         for path, x, gx in pairs

@@ -103,10 +103,12 @@ def pull_variables(
     missing = [v for v, g in zip(names, jacobians, strict=True) if g is None]
     if missing:
         raise ValueError(f"{what}, it returned None for {missing}. Where it is zero, return zeros.")
-    return [_pull(g, x, y, upstream, v) for g, x, v in zip(jacobians, reads, names, strict=True)]
+    return [
+        _pull_one(g, x, y, upstream, v) for g, x, v in zip(jacobians, reads, names, strict=True)
+    ]
 
 
-def _pull(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
+def _pull_one(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
     what = f"the gradient by the variable {variable}"
     if not isinstance(gx, tf.IndexedSlices):
         names = shapes.Names("the value", what, f"the variable {variable}")

@@ -95,7 +95,7 @@ class Derived:
         value, gradients = self._run("gradient", split, groups, dims)
         for k, gradient in zip(split.places, gradients, strict=True):
             if gradient.size and not gradient.any():
-                self._insist_on_connection(split, groups, dims, k)
+                self._check_connection(split, groups, dims, k)
         return value, split.packed(gradients)
 
     def hessian_times(self, *args_and_v: Any) -> Any:
@@ -175,8 +175,7 @@ class Derived:
 
         def f(points: Sequence[Any], constants: Sequence[Any]) -> Any:
             returned = self._fn(*split.joined(points, constants))
-            pair = isinstance(returned, (tuple, list)) and len(returned) == 2
-            if pair != self._has_aux:
+            if structures.is_pair(returned) != self._has_aux:
                 wanted = "(value, aux)" if self._has_aux else "the value alone"
                 raise WrongUse(
                     f"{self._name} must return {wanted}, got {type(returned).__name__}. The "
@@ -191,7 +190,7 @@ class Derived:
 
         return f
 
-    def _insist_on_connection(
+    def _check_connection(
         self, split: Split, groups: Sequence[Any], dims: Dims, place: int
     ) -> None:
         """Raises if a gradient is zero since the value was cut off from the point."""

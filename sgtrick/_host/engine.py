@@ -68,7 +68,7 @@ class Engine:
         self._hessian = [reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
         self.has_whole_hessian = hess is not None
         self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
-        _insist_on_executor(executor, [*self._functions, *self._hessian])
+        _check_executor(executor, [*self._functions, *self._hessian])
         self.calls, self.hess_calls, self.failures, self.nonfinite = 0, 0, 0, 0
         self.seconds = 0.0
         self._counting = threading.Lock()
@@ -76,7 +76,7 @@ class Engine:
         # says how many it may be. The same thread may come again, from inside the engine.
         self._turn: Any = threading.RLock() if executor is None else contextlib.nullcontext()
         # One that does one thing at a time is given one: the engine may return the same buffer.
-        self._at_once = executor is not None and not isinstance(executor, MainThreadExecutor)
+        self._concurrent = executor is not None and not isinstance(executor, MainThreadExecutor)
 
     def evaluate(self, reply: ValueAndGradient, *arrays: Any) -> list[Any]:
         """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
@@ -164,7 +164,7 @@ class Engine:
 
         places = list(itertools.product(*map(range, batch)))
         started: Iterable[tuple[Sequence[Any], Callable[[], Any]]] = map(start, places)
-        if self._at_once:
+        if self._concurrent:
             started = list(started)
         columns = Columns(reply, batch, events, len(one))
         for i, (member, result) in zip(places, started, strict=True):
@@ -320,7 +320,7 @@ def _number(on_error: Any) -> float | None:
     return float(on_error)
 
 
-def _insist_on_executor(executor: Any, functions: Sequence[Any]) -> None:
+def _check_executor(executor: Any, functions: Sequence[Any]) -> None:
     if executor is not None and not isinstance(executor, futures.Executor):
         raise TypeError(
             "executor must be a concurrent.futures.Executor, for example ThreadPoolExecutor(), or "

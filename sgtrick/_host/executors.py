@@ -64,19 +64,14 @@ class MainThreadExecutor(concurrent.futures.Executor):
                 "run must be called on the thread that made the MainThreadExecutor, since that is "
                 "the one that serves its work."
             )
-        if reticulate.is_r_function(fn):
-            raise TypeError(
-                "fn is an R function, and run calls fn on a worker thread, where R cannot run. "
-                "Pass a Python function and its arguments: executor$run(f, x) in the place of "
-                "executor$run(function() f(x))."
-            )
+        reticulate.check_python(fn)
         with self._lock:
             if self._queue is not None:
                 raise RuntimeError(
                     "run was called by work that a run of the same executor serves. Its thread is "
                     "taken: call the function directly there."
                 )
-            self._insist_on_service()
+            self._check_service()
             submitted = self._queue = queue.SimpleQueue()
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         context = contextvars.copy_context()
@@ -111,7 +106,7 @@ class MainThreadExecutor(concurrent.futures.Executor):
         """
         work = _Work(concurrent.futures.Future(), fn, args, kwargs)
         with self._lock:
-            self._insist_on_service()
+            self._check_service()
             here = threading.get_ident() == self._thread
             if not here and self._queue is None:
                 raise RuntimeError(
@@ -149,7 +144,7 @@ class MainThreadExecutor(concurrent.futures.Executor):
             left, self._queue = self._queue, None
         _cancel_all(left)
 
-    def _insist_on_service(self) -> None:
+    def _check_service(self) -> None:
         if self._shut_down:
             raise RuntimeError("This MainThreadExecutor was shut down. Make another one.")
 

@@ -504,7 +504,7 @@ def _with_event(x: Any, event_ndims: int, path: str) -> Any:
     if x.shape.rank is not None:
         return x
     message = f"event_ndims={event_ndims}, but {path} has fewer dimensions:"
-    return structures.insist(tf.rank(x) >= event_ndims, x, message)
+    return structures.checked(tf.rank(x) >= event_ndims, x, message)
 
 
 def _front(x: Any, event_ndims: int) -> Any:

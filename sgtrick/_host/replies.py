@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import shapes
+from sgtrick._core import shapes, structures
 
 Shape = tuple[int, ...]
 
@@ -223,7 +223,7 @@ class ValueAndGradient:
         """
         del leaves
         layout, name = self._layout, self.name
-        if not _is_pair(returned) or (returned[1] is None and layout.has_derivatives):
+        if not structures.is_pair(returned) or (returned[1] is None and layout.has_derivatives):
             raise TypeError(
                 f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "
                 "gradient. Return both; or pass the function for the gradient as grad=; or write "
@@ -232,7 +232,7 @@ class ValueAndGradient:
         value, gradient = returned
         aux = []
         if layout.has_aux:
-            if not _is_pair(value):
+            if not structures.is_pair(value):
                 raise TypeError(
                     f"{name} must return {self._wanted()}, got {show(value)} for (value, aux)."
                 )
@@ -394,10 +394,6 @@ def copy(array: Any, dtype: Any) -> Any:
         return np.array(array)
     with np.errstate(all="ignore"):  # the range of one dtype is wider than that of the other
         return np.array(array, dtype)
-
-
-def _is_pair(returned: Any) -> bool:
-    return isinstance(returned, (tuple, list)) and len(returned) == 2
 
 
 def show(value: Any) -> str:

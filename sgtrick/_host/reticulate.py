@@ -12,7 +12,17 @@ class WrongThreadError(RuntimeError):
     """R was to be called on a thread that is not its own."""
 
 
-def is_r_function(fn: Any) -> bool:
+def check_python(fn: Any) -> None:
+    """Insists that what is to run on a worker thread is no R function."""
+    if _is_r_function(fn):
+        raise TypeError(
+            "fn is an R function, and run calls fn on a worker thread, where R cannot run. "
+            "Pass a Python function and its arguments: executor$run(f, x) in the place of "
+            "executor$run(function() f(x))."
+        )
+
+
+def _is_r_function(fn: Any) -> bool:
     """Whether `fn` is an R function: reticulate wraps each in a Python function of that module."""
     # Its globals, for whoever imitates a function also takes over its __module__.
     return getattr(fn, "__globals__", {}).get("__name__") == "rpytools.call"
@@ -24,7 +34,7 @@ def as_engine(fn: Callable[..., Any]) -> Callable[..., Any]:
     It gets lists, which are vectors in R: reticulate passes arrays on as objects without arithmetic
     where it is older than NumPy.
     """
-    if not is_r_function(fn):
+    if not _is_r_function(fn):
         return fn
 
     def engine(*args: Any) -> Any:

@@ -6,6 +6,8 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 
+from sgtrick._core.structures import is_differentiable
+
 # Operations that call Python functions.
 HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
@@ -98,8 +100,7 @@ def holds_floats(handle: Any) -> bool:
     data = getattr(handle if outside is None else outside, "_handle_data", None)
     if data is None or not data.is_set or not data.shape_and_type:
         return False
-    dtype = tf.as_dtype(data.shape_and_type[0].dtype)
-    return bool(dtype.is_floating or dtype.is_complex)
+    return is_differentiable(tf.as_dtype(data.shape_and_type[0].dtype))
 
 
 def in_xla(graph: Any) -> bool:
