@@ -14,20 +14,21 @@ from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Device, Structure, Tensor
 
 
 @unconverted
 def custom_gradient(
-    fx: Any,
-    gx: Any,
-    x: Any,
+    fx: Structure,
+    gx: Structure,
+    x: Structure,
     fx_gx_manually_stopped: bool = False,
     name: str | None = None,
     *,
     batch_ndims: int | None = None,
-    hx: Any = None,
-    device: Any = None,
-) -> Any:
+    hx: Structure = None,
+    device: Device = None,
+) -> Tensor:
     """Embeds values and gradients that were computed elsewhere into TensorFlow.
 
     The result is `fx`, and its Jacobian by `x` is `gx`, under every transformation of TensorFlow::
@@ -120,7 +121,12 @@ def custom_gradient(
 
 
 def _hessian(
-    name: str, hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf], stop: Callable[[Any], Any]
+    name: str,
+    hx: Structure,
+    x: Tensor,
+    fx: Tensor,
+    leaves: Sequence[Leaf],
+    stop: Callable[[Any], Any],
 ) -> Blocks | Product | None:
     if callable(hx):
         return Product(name, fx, hx, x, leaves)
@@ -129,12 +135,12 @@ def _hessian(
 
 def _embed(
     name: str,
-    fx: Any,
+    fx: Tensor,
     leaves: Sequence[Leaf],
     hessian: Blocks | Product | None,
     order: int | None,
     stopped: bool,
-) -> Any:
+) -> Tensor:
     """One meaning twice: for tapes as a pullback, which takes less time, and as the formula.
 
     Eager execution honours pullbacks, so there the formula is not computed. A graph keeps the

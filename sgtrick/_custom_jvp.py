@@ -13,9 +13,10 @@ from sgtrick._core._tensorflow import autograph
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
+from sgtrick._core.types import Args, Function, Gradient, Kwargs, Structure, Tangent, Tensor
 
 
-def custom_jvp(f: Callable[..., Any] | None = None, *, nondiff_argnums: Any = ()) -> Any:
+def custom_jvp(f: Function | None = None, *, nondiff_argnums: Any = ()) -> Any:
     """Gives a function a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`.
 
     The rule is linear in the tangents, so it serves forward and reverse mode alike.
@@ -72,12 +73,12 @@ def custom_jvp(f: Callable[..., Any] | None = None, *, nondiff_argnums: Any = ()
     return calls.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
 
 
-def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callable[..., Any]:
-    function = calls.Function(f)
+def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
+    function = calls.Callee(f)
     name = function.name
     rule: Callable[..., Any] | None = None
 
-    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
         if rule is None:
             raise TypeError(
                 f"{name} has no JVP rule. Define it with the decorator @{name}.defjvp: a function "
@@ -102,7 +103,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
         )
         made_of = closure.others(ys, point.stopped_xs) if is_live else None
 
-        def tangents_at(call: calls.Call, ts: Sequence[Any]) -> list[Any]:
+        def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
             before = [call.args[i] for i in nondiff]
             result = jvp(*before, point.primals(call), point.tangents(ts))
             return [
@@ -110,7 +111,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 for (path, y_i), t in zip(outputs, _tangents(result, y, name), strict=True)
             ]
 
-        def pulled(call: calls.Call, upstream: Sequence[Any]) -> list[Any]:
+        def pulled(call: calls.Call, upstream: Sequence[Tensor]) -> list[Gradient]:
             if _is_transposing(form, nondiff, at):
                 return _natural(point, f, upstream)
             ts = [adjoint.probe(x) for x in point.xs]
@@ -134,13 +135,15 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 ]
             return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
 
-        def gradients(us: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+        def gradients(
+            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> list[Gradient]:
             return pulled(others.on(point.on(at, xs), passed), us)
 
-        def pull(*upstream: Any) -> list[Any]:
+        def pull(*upstream: Tensor) -> list[Gradient]:
             return pulled(at, upstream)
 
-        def push(*tangents: Any) -> list[Any]:
+        def push(*tangents: Tensor) -> list[Tangent]:
             return tangents_at(at, tangents)
 
         derivative = Rule(name, pull, push, sources=point.xs)
@@ -154,7 +157,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
     form = autograph.form(call)
 
-    def defjvp(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    def defjvp(jvp: Function) -> Function:
         """Sets the rule; a decorator."""
         nonlocal rule
         inside = calls.unbound(jvp)
@@ -168,7 +171,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
 
 def _point(
-    function: calls.Function, nondiff_argnums: Sequence[int], args: Any, kwargs: Any
+    function: calls.Callee, nondiff_argnums: Sequence[int], args: Args, kwargs: Kwargs
 ) -> tuple[list[int], calls.Selection]:
     """The positions of arguments without derivatives, and the others."""
     name, call = function.name, function.bind(args, kwargs)
@@ -201,17 +204,17 @@ _NOT_LINEAR = (
 _NOW: ContextVar[frozenset[Any]] = ContextVar("_NOW", default=frozenset())
 
 
-def _key(form: Any, nondiff: Sequence[int], at: calls.Call) -> Any:
+def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> Any:
     own = [id(at.args[i]) for i in nondiff if i == 0]
     return form, *own
 
 
-def _is_transposing(form: Any, nondiff: Sequence[int], at: calls.Call) -> bool:
+def _is_transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> bool:
     return _key(form, nondiff, at) in _NOW.get()
 
 
 @contextmanager
-def _transposing(form: Any, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
+def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
     token = _NOW.set(_NOW.get() | {_key(form, nondiff, at)})
     try:
         yield
@@ -219,7 +222,7 @@ def _transposing(form: Any, nondiff: Sequence[int], at: calls.Call) -> Iterator[
         _NOW.reset(token)
 
 
-def _natural(point: calls.Selection, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
+def _natural(point: calls.Selection, f: Function, upstream: Sequence[Tensor]) -> list[Gradient]:
     """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -230,7 +233,7 @@ def _natural(point: calls.Selection, f: Callable[..., Any], upstream: Sequence[A
     return list(found)
 
 
-def _tangents(result: Any, y: Any, name: str) -> list[Any]:
+def _tangents(result: Structure, y: Tensor, name: str) -> list[Tangent]:
     """The leaves of `tangent_out`."""
     if not structures.is_pair(result):
         raise TypeError(
@@ -240,7 +243,7 @@ def _tangents(result: Any, y: Any, name: str) -> list[Any]:
     return [t for _, _, t in structures.pair(y, result[1], f"{name}(...)", "tangent_out")]
 
 
-def _checked(tangent: Any, y: Any, path: str) -> Any:
+def _checked(tangent: Tensor, y: Tensor, path: str) -> Tensor:
     """A tangent like its output."""
     tangent, y = structures.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
     if tangent.dtype != y.dtype or not structures.is_differentiable(y.dtype):

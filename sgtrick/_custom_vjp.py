@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,10 +11,20 @@ from sgtrick._core import calls, structures, vjp_protocol
 from sgtrick._core._tensorflow import autograph, graphs
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
+from sgtrick._core.types import (
+    Args,
+    Function,
+    Gradient,
+    Kwargs,
+    Structure,
+    Tensor,
+    TensorLike,
+    Variable,
+)
 from sgtrick._core.variables import Reader
 
 
-def custom_vjp(f: Any = None) -> Any:
+def custom_vjp(f: Function | None = None) -> Any:
     """Decorates a function that returns its value and its vector-Jacobian product.
 
     The protocol is that of `tf.custom_gradient`: `f(*args) -> (y, grad_fn)`, and
@@ -63,10 +73,10 @@ def custom_vjp(f: Any = None) -> Any:
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
 
-def _custom_vjp(f: Any) -> Any:
-    function, read = calls.Function(f), Reader()
+def _custom_vjp(f: Function) -> Any:
+    function, read = calls.Callee(f), Reader()
 
-    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
         owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
         given = tf.nest.flatten((args, kwargs))
@@ -88,11 +98,11 @@ class _Rule:
 
     def __init__(
         self,
-        f: Any,
-        grad_fn: Any,
+        f: Function,
+        grad_fn: Function,
         leaves: list[tuple[str, Any]],
-        y: Any,
-        variables: list[Any],
+        y: Tensor,
+        variables: list[Variable],
     ) -> None:
         if variables and not _takes_variables(grad_fn):
             raise TypeError(
@@ -114,12 +124,12 @@ class _Rule:
         self._y = tf.nest.map_structure(_to_output, y)
         self.outputs = [_component(leaf) for leaf in tf.nest.flatten(self._y)]
 
-    def pack(self, outputs: Sequence[Any]) -> Any:
+    def pack(self, outputs: Sequence[Tensor]) -> Structure:
         """Other tensors in the structure of `y`."""
         leaves = map(_with_component, tf.nest.flatten(self._y), outputs)
         return tf.nest.pack_sequence_as(self._y, list(leaves))
 
-    def pull(self, *upstream: Any) -> list[Any]:
+    def pull(self, *upstream: Tensor) -> list[Gradient]:
         """From gradients of the outputs to gradients of the inputs."""
         upstream = tuple(map(_with_component, tf.nest.flatten(self._y), upstream))
         variable_gradients: Sequence[Any] = []
@@ -148,19 +158,19 @@ class _Rule:
             for (g, path), x in zip(kept, self.inputs, strict=True)
         ]
 
-    def _checked(self, g: Any, x: Any, path: str) -> Any:
+    def _checked(self, g: Tensor, x: Tensor, path: str) -> Tensor:
         vjp_protocol.check_shape(
             structures.static_shape(g), structures.static_shape(x), path, self._name
         )
         return g
 
 
-def _takes_variables(grad_fn: Any) -> bool:
+def _takes_variables(grad_fn: Function) -> bool:
     parameters = inspect.signature(grad_fn).parameters
     return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _here(leaf: Any) -> Any:
+def _here(leaf: TensorLike) -> Any:
     """A tensor of the graph that is being traced, composite ones as they are.
 
     A variable is read now: when the rule runs, it may have been assigned something else.
@@ -168,12 +178,12 @@ def _here(leaf: Any) -> Any:
     return graphs.here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
 
 
-def _is_input(leaf: Any) -> bool:
+def _is_input(leaf: TensorLike) -> bool:
     """Whether someone may ask for the gradient by this argument."""
     return tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__")
 
 
-def _to_output(leaf: Any) -> Any:
+def _to_output(leaf: TensorLike) -> Tensor:
     return (
         leaf
         if tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
@@ -181,7 +191,7 @@ def _to_output(leaf: Any) -> Any:
     )
 
 
-def _component(leaf: Any) -> Any:
+def _component(leaf: TensorLike) -> Tensor:
     """The tensor by which a composite tensor (ragged) is differentiated; other tensors as such."""
     if isinstance(leaf, (tf.Tensor, tf.IndexedSlices)):
         return leaf
@@ -191,7 +201,7 @@ def _component(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf)
 
 
-def _with_component(leaf: Any, component: Any) -> Any:
+def _with_component(leaf: TensorLike, component: Any) -> Any:
     """`leaf` with another tensor in that place."""
     composite = getattr(leaf, "__composite_gradient__", None)
     if composite is None or component is None:

@@ -14,14 +14,15 @@ from sgtrick._core import ancestry, shapes, structures
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
+from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
 
 
 def implicit_root(
-    residual: Callable[..., Any],
-    x_star: Any,
-    *theta: Any,
+    residual: Function,
+    x_star: Structure,
+    *theta: Structure,
     batch_ndims: int = 0,
-) -> Any:
+) -> Structure:
     """The root `x_star` of `residual(x, *theta) = 0`, with its derivatives by `theta`.
 
     However the root was found, in or outside TensorFlow, the equation tells how it moves: by the
@@ -70,11 +71,11 @@ def implicit_root(
 
 
 def implicit_reparameterize(
-    distribution_cdf: Callable[..., Any],
-    sample: Any,
-    *params: Any,
+    distribution_cdf: Function,
+    sample: Structure,
+    *params: Structure,
     event_ndims: int = 0,
-) -> Any:
+) -> Structure:
     """A sample with its derivatives by the parameters of its distribution.
 
     The value `u = F(x, params)` of the distribution function at a sample is uniform whatever the
@@ -126,17 +127,17 @@ def implicit_reparameterize(
 
 
 def _root(
-    residual: Callable[..., Any],
-    x_star: Any,
-    theta: Any,
-    batch_ndims: Any,
+    residual: Function,
+    x_star: Structure,
+    theta: Structure,
+    batch_ndims: Ndims | None,
     names: tuple[str, str],
-) -> Any:
+) -> Structure:
     rows = _Rows(x_star, batch_ndims, names[1])
     flat = tf.nest.flatten(theta)
     places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
 
-    def r(x: Any, *thetas: Any) -> Any:
+    def r(x: Structure, *thetas: Structure) -> Any:
         others = list(flat)
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
@@ -174,7 +175,11 @@ class _Equation(NamedTuple):
 
 
 def _solved(
-    equation: _Equation, x: Any, thetas: list[Any], captured: list[Any], reads: list[Any]
+    equation: _Equation,
+    x: Tensor,
+    thetas: list[Tensor],
+    captured: list[Tensor],
+    reads: list[Tensor],
 ) -> Any:
     """The root `x`, as a function of all that the equation is made of."""
     captured = list(map(graphs.here, captured))
@@ -182,7 +187,7 @@ def _solved(
     floating = [t for t in captured if structures.is_differentiable(t.dtype)]
     inputs = [*thetas, *floating, *reads]
 
-    def pull(upstream: Any) -> list[Any]:
+    def pull(upstream: Tensor) -> list[Gradient]:
         # What a graph captured before is not recorded when it is used again.
         ts = list(map(graphs.here, thetas))
         cs = list(map(graphs.here, captured))
@@ -200,12 +205,12 @@ def _solved(
     return keep([tf.stop_gradient(x)], inputs, rule)[0]
 
 
-def _solve(m: Any, b: Any) -> Any:
+def _solve(m: Tensor, b: Tensor) -> Tensor:
     """Solutions `s` of `m s = b` for matrices `[roots, n, n]`, with derivatives of every order."""
     m, b = graphs.here(m), graphs.here(b)
     s = tf.linalg.matvec(_inverse(tf.stop_gradient(m)), tf.stop_gradient(b))
 
-    def pull(upstream: Any) -> list[Any]:
+    def pull(upstream: Tensor) -> list[Gradient]:
         # m s = b: dm s + m ds = db
         by_b = _solve(tf.linalg.matrix_transpose(m), upstream)
         return [-by_b[..., tf.newaxis] * _solve(m, b)[..., tf.newaxis, :], by_b]
@@ -220,7 +225,7 @@ class _Rows:
         stars: The leaves of the structure, stopped.
     """
 
-    def __init__(self, x_star: Any, batch_ndims: Any, name: str) -> None:
+    def __init__(self, x_star: Structure, batch_ndims: Ndims | None, name: str) -> None:
         self._x_star, self._name = x_star, name
         self.stars = [
             tf.stop_gradient(_floating(x, f"{name}{path}"))
@@ -235,7 +240,7 @@ class _Rows:
         self._count = _product(of_stars[0][:batch_ndims])
         self._sizes = [_product(shape[batch_ndims:]) for shape in of_stars]
 
-    def pack(self, leaves: list[Any]) -> Any:
+    def pack(self, leaves: list[Any]) -> Structure:
         """From leaves to rows."""
         rows = [
             tf.reshape(leaf, [self._count, size])
@@ -253,7 +258,7 @@ class _Rows:
             leaves.append(leaf)
         return tf.nest.pack_sequence_as(self._x_star, leaves)
 
-    def checked(self, returned: Any, name: str) -> Any:
+    def checked(self, returned: Structure, name: str) -> Tensor:
         """What the residual returned, as rows."""
         leaves = []
         pairs = structures.pair(self._x_star, returned, self._name, name)
@@ -268,7 +273,7 @@ class _Rows:
         return self.pack(leaves)
 
 
-def _check_batches(stars: list[Any], batch_ndims: int, name: str) -> None:
+def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
     known = [shape for shape in map(structures.static_shape, stars) if shape is not None]
     batches = [shape[:batch_ndims] for shape in known]
     if not all(len(b) == batch_ndims and shapes.compatible(b, batches[0]) for b in batches):
@@ -278,7 +283,7 @@ def _check_batches(stars: list[Any], batch_ndims: int, name: str) -> None:
         )
 
 
-def _jacobian(r: Callable[[Any], Any], x: Any) -> Any:
+def _jacobian(r: Callable[[Any], Any], x: Tensor) -> Tensor:
     """That of each row, `[roots, n, n]`."""
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(x)
@@ -290,7 +295,7 @@ def _jacobian(r: Callable[[Any], Any], x: Any) -> Any:
     return tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
 
 
-def _inverse(j: Any) -> Any:
+def _inverse(j: Tensor) -> Tensor:
     """The inverses of matrices `[roots, n, n]`, NaN for those that are singular or not finite."""
     dtype = j.dtype
     work = dtype if dtype == tf.float64 else tf.float32
@@ -316,7 +321,7 @@ def _inverse(j: Any) -> Any:
     return tf.cast(tf.where(regular, inverse, np.nan), dtype)
 
 
-def _floating(value: Any, name: str) -> Any:
+def _floating(value: TensorLike, name: str) -> Tensor:
     value = structures.to_tensor(value, name)
     if not value.dtype.is_floating:
         hint = "its real and imaginary parts" if value.dtype.is_complex else "a cast of it"
@@ -326,7 +331,7 @@ def _floating(value: Any, name: str) -> Any:
     return value
 
 
-def _shape(x: Any) -> Any:
+def _shape(x: Tensor) -> Any:
     """A list of ints where it is known, else a tensor."""
     return x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x)
 

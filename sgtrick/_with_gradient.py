@@ -11,17 +11,19 @@ from sgtrick._core._tensorflow import autograph, tapes
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Argnums, Args, Device, Function, Gradient, Kwargs, Structure, Tensor
 from sgtrick._core.variables import Reader, pull_variables
 
 
 def with_gradient(
-    f: Callable[..., Any] | None = None,
-    grad: Callable[..., Any] | None = None,
+    f: Function | None = None,
+    grad: Function | None = None,
     *,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     batch_ndims: int | None = None,
-    device: Any = None,
+    device: Device = None,
 ) -> Any:
     """Gives a function the gradient that another function computes.
 
@@ -82,7 +84,7 @@ def with_gradient(
             `tf.errors.InvalidArgumentError` when it is run, and around it and in XLA, which cannot
             raise, the derivative is NaN.
     """
-    options = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
+    options: dict[str, Any] = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
         return functools.partial(with_gradient, grad=grad, **options)
     _check_function(f, "f")
@@ -90,13 +92,13 @@ def with_gradient(
 
 
 def _with_gradient(
-    f: Callable[..., Any], grad: Any, argnums: Any, batch_ndims: int | None, device: Any
-) -> Callable[..., Any]:
-    function = calls.Function(f)
+    f: Function, grad: Any, argnums: Argnums, batch_ndims: int | None, device: Device
+) -> Function:
+    function = calls.Callee(f)
     read = Reader()
-    rule: calls.Function | None = None
+    rule: calls.Callee | None = None
 
-    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
         if rule is None:
             raise TypeError(
                 f"{function.name} has no gradient function. Pass grad= to with_gradient, or define "
@@ -106,7 +108,7 @@ def _with_gradient(
             point = _point(function, argnums, args, kwargs)
             f, grad = converted(function.f), converted(rule.f)
 
-            def jacobians(gradients: Any, y: Any) -> list[Any]:
+            def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
                 what = f"the gradient function of {function.name}"
                 gradients = _as_tuple(gradients, argnums, what)
                 return point.jacobians(gradients, y, batch_ndims)
@@ -118,18 +120,18 @@ def _with_gradient(
             y = _checked_value(closure.result, function.name)
             at, call = point.read(), _Call(function.name, point, others, closure)
 
-            def evaluated(call: calls.Call) -> list[Any]:
+            def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(grad), y)
 
             return call.embed(y, at, lambda: evaluated(at), evaluated)
 
     form = autograph.form(call)
 
-    def defgrad(grad: Callable[..., Any]) -> Callable[..., Any]:
+    def defgrad(grad: Function) -> Function:
         """Sets the gradient function; a decorator."""
         nonlocal rule
         _check_function(grad, "grad")
-        rule = calls.Function(calls.unbound(grad))
+        rule = calls.Callee(calls.unbound(grad))
         return grad
 
     if grad is not None:
@@ -155,11 +157,11 @@ class _Call(NamedTuple):
 
     def embed(
         self,
-        y: Any,
+        y: Tensor,
         at: calls.Call,
         known: Callable[[], list[Any]],
         evaluated: Callable[[calls.Call], list[Any]],
-    ) -> Any:
+    ) -> Tensor:
         """The value with its gradients; what else it depends on keeps autodiff.
 
         Args:
@@ -181,14 +183,16 @@ class _Call(NamedTuple):
         if others is None:
             return keep([y], [y, *xs], embedding.beside(rule)._replace(sources=xs))[0]
 
-        def gradients(us: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+        def gradients(
+            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> list[Gradient]:
             leaves = evaluated(self.at(at, xs, passed))
             return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
 
         moving = mixed.ByPoint(self.name, gradients, xs, others)
         return mixed.keep_own(moving, [y], rule._replace(sources=xs))[0]
 
-    def at(self, call: calls.Call, xs: Sequence[Any], passed: Sequence[Any]) -> calls.Call:
+    def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
         """A call at another point, and with others in their place."""
         return self.others.on(self.point.on(call, xs), passed)
 
@@ -196,8 +200,8 @@ class _Call(NamedTuple):
 def _with_variables(
     name: str,
     point: calls.Selection,
-    f: Callable[..., Any],
-    grad: Callable[..., Any],
+    f: Function,
+    grad: Function,
     jacobians: Callable[[Any, Any], list[Any]],
     read: Reader,
 ) -> Any:
@@ -213,7 +217,7 @@ def _with_variables(
     y = _checked_value(y, name)
     reads = [tf.convert_to_tensor(v) for v in variables]
 
-    def pull(upstream: Any) -> list[Any]:
+    def pull(upstream: Tensor) -> list[Gradient]:
         gradients, by_variables = _pair(
             grad(*at.args, **at.kwargs, variables=variables),
             f"The gradient function of {name} takes variables, so it must return "
@@ -230,12 +234,12 @@ def _with_variables(
 
 
 def from_value_and_gradient(
-    fn: Callable[..., Any] | None = None,
+    fn: Function | None = None,
     *,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     batch_ndims: int | None = None,
-    device: Any = None,
+    device: Device = None,
 ) -> Any:
     """Embeds a function that returns its value and its gradient together.
 
@@ -292,14 +296,14 @@ def from_value_and_gradient(
 
 
 def _from_value_and_gradient(
-    fn: Callable[..., Any], argnums: Any, has_aux: bool, batch_ndims: int | None, device: Any
-) -> Callable[..., Any]:
-    function = calls.Function(fn)
+    fn: Function, argnums: Argnums, has_aux: bool, batch_ndims: int | None, device: Device
+) -> Function:
+    function = calls.Callee(fn)
 
-    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
         name, f = function.name, converted(function.f)
 
-        def jacobians(gradients: Any, y: Any) -> list[Any]:
+        def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
             if callable(gradients):
                 raise TypeError(
                     f"{name} returned a function in the place of the gradient. A value with the "
@@ -319,7 +323,7 @@ def _from_value_and_gradient(
             y = _checked_value(y, name)
             at, call = point.read(), _Call(name, point, others, closure)
 
-            def evaluated(call: calls.Call) -> list[Any]:
+            def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(f)[1], y)
 
             known = _differentiable(call, at, jacobians(gradients, y), evaluated)
@@ -339,7 +343,9 @@ def _differentiable(
     known = [leaf.gx for leaf in leaves if leaf is not None]
     others = call.closure.others(known, call.point.stopped_xs) or mixed.Others(())
 
-    def gradients(zs: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+    def gradients(
+        zs: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+    ) -> list[Gradient]:
         points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(points)
@@ -350,7 +356,7 @@ def _differentiable(
             return [loud.failure(x, lost.message(call.name), zs) for x in xs]
         return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
 
-    def jacobians() -> list[Any]:
+    def jacobians() -> list[Leaf | None]:
         moving = mixed.ByPoint(call.name, gradients, call.point.xs, others)
         gxs = iter(mixed.keep_own(moving, known))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
@@ -358,7 +364,7 @@ def _differentiable(
     return jacobians
 
 
-def _point(f: calls.Function, argnums: Any, args: Any, kwargs: dict[str, Any]) -> calls.Selection:
+def _point(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> calls.Selection:
     point = f.select(argnums, args, kwargs)
     if not point.xs:
         point.check_numbers(f.name)
@@ -370,7 +376,7 @@ def _check_function(f: Any, name: str) -> None:
         raise TypeError(f"{name} must be a function, got {type(f).__name__}: {f!r}.")
 
 
-def _checked_value(y: Any, name: str) -> Any:
+def _checked_value(y: Tensor, name: str) -> Tensor:
     if isinstance(y, (tuple, list)):  # which would be stacked
         raise TypeError(
             f"{name} must return one tensor, got a {type(y).__name__} of {len(y)}. For several "
@@ -385,13 +391,13 @@ def _checked_value(y: Any, name: str) -> Any:
     return y
 
 
-def _pair(result: Any, what: str) -> Any:
+def _pair(result: Structure, what: str) -> Any:
     if not structures.is_pair(result):
         raise TypeError(f"{what}, got {type(result).__name__}: {result!r}.")
     return result
 
 
-def _as_tuple(gradients: Any, argnums: Any, name: str) -> Any:
+def _as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Any:
     """One gradient for one argument, a tuple of them for a tuple `argnums`."""
     if not isinstance(argnums, (list, tuple)):
         return (gradients,)

@@ -1,6 +1,5 @@
 """Embedded gradients against numerical derivatives."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,14 +7,15 @@ import tensorflow as tf
 
 from sgtrick import _with_gradient
 from sgtrick._check import comparison
-from sgtrick._check.comparison import Function, Named
+from sgtrick._check.comparison import Named, OfLeaves
 from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._core import calls, structures
+from sgtrick._core.types import Function, Structure
 
 
 def check_gradient(
-    f: Callable[..., Any],
-    x: Any,
+    f: Function,
+    x: Structure,
     *,
     order: int = 1,
     mode: str = "full",
@@ -136,7 +136,7 @@ def _check_options(order: Any, mode: Any, eps: Any, rtol: Any, atol: Any) -> Non
         )
 
 
-def _of_leaves(f: Callable[..., Any], x: Any) -> tuple[Function, Named, list[str]]:
+def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
     """Returns `f` as a function of the leaves of `x` that have derivatives, these, and notes."""
     leaves = list(structures.flatten(x, "x"))
     places = [i for i, (_, leaf) in enumerate(leaves) if structures.has_derivatives(leaf)]

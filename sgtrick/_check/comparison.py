@@ -9,15 +9,16 @@ import tensorflow as tf
 from sgtrick._check import finite_differences
 from sgtrick._check.refusals import gradients_unless_refused
 from sgtrick._check.report import Entry
+from sgtrick._core.types import Tape, Tensor
 
 DIRECTIONS = 10  # of the random mode
 VISIBLE = 0.005  # differences this accurate tell a gradient that is off by 1 %
 Named = list[tuple[str, Any]]  # leaves with their paths
-Function = Callable[[Named], Named]
+OfLeaves = Callable[[Named], Named]
 Array = np.ndarray[Any, Any]
 
 
-def derivative(function: Function, random: np.random.Generator | None) -> Function:
+def derivative(function: OfLeaves, random: np.random.Generator | None) -> OfLeaves:
     """The gradient as a function: all rows of the Jacobian, or the one of a random projection."""
     seed = None if random is None else int(random.integers(2**32))
 
@@ -53,7 +54,7 @@ class Comparison:
 
     def __init__(
         self,
-        function: Function,
+        function: OfLeaves,
         inputs: Named,
         order: int,
         eps: Any,
@@ -262,7 +263,7 @@ class Comparison:
         steps = finite_differences.sweep(size, position, self._eps)
         return finite_differences.differentiate(at, project(self._value), steps, rounding)
 
-    def _pulled(self, upstream: Sequence[Any]) -> tuple[list[Any], str]:
+    def _pulled(self, upstream: Sequence[Tensor]) -> tuple[list[Any], str]:
         """The gradients, NaN where they are refused, and what was said by who refused them."""
 
         def pull() -> Any:
@@ -368,7 +369,7 @@ class Comparison:
             )
 
 
-def wide(tensor: Any) -> Array:
+def wide(tensor: Tensor) -> Array:
     """A tensor or array as a float64 array."""
     return np.asarray(tensor).astype(np.float64)
 
@@ -396,7 +397,7 @@ def _verdicts(
     ]
 
 
-def _gradients(tape: Any, ys: Named, xs: Sequence[Any], upstream: Sequence[Any]) -> Any:
+def _gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Sequence[Tensor]) -> Any:
     """The gradients of the `ys` whose upstream is not None."""
     used = [(y, u) for (_, y), u in zip(ys, upstream, strict=True) if u is not None]
     upstreams = [tf.constant(u, y.dtype) for y, u in used]
@@ -431,5 +432,5 @@ def _concatenate(named: Named) -> Array:
     return np.concatenate([wide(tensor).ravel() for _, tensor in named])
 
 
-def _unit_roundoff(tensor: Any) -> float:
+def _unit_roundoff(tensor: Tensor) -> float:
     return float(np.spacing(np.ones((), tensor.dtype.as_numpy_dtype)))

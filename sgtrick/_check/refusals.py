@@ -11,11 +11,14 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import loud
+from sgtrick._core.types import Tensor
 
 Pull = Callable[[], Any]
 
 
-def gradients_unless_refused(pull: Pull, again: Pull, xs: Sequence[Any]) -> tuple[list[Any], str]:
+def gradients_unless_refused(
+    pull: Pull, again: Pull, xs: Sequence[Tensor]
+) -> tuple[list[Any], str]:
     """The gradients with respect to `xs`, NaN where they are refused, and why.
 
     Args:
@@ -59,7 +62,7 @@ def _without_nodes(message: str) -> str:
     return re.split(r" : Tensor had|\n\t ?\[\[", message)[0].rpartition("\n\n")[2].strip()
 
 
-def _is_finite(gradient: Any) -> bool:
+def _is_finite(gradient: Tensor) -> bool:
     return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient))))
 
 

@@ -1,15 +1,15 @@
 """What a tensor of a graph is made of, by walking back along its operations."""
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import tensorflow as tf
 
 from sgtrick._core import structures
 from sgtrick._core._tensorflow import graphs
+from sgtrick._core.types import Operation, Tape, Tensor
 
 
-def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()) -> bool:
+def is_connected(tensor: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
     """Whether TensorFlow can differentiate a tensor with respect to one of `sources`.
 
     Loops and branches count as connected to all that they take. Ways through `others` do not count.
@@ -21,7 +21,7 @@ def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()
     )
 
 
-def is_connected_by(tape: Any, tensor: Any, sources: Sequence[Any]) -> bool:
+def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether an eager tensor of which another one is made is connected with one of `sources`.
 
     Args:
@@ -38,7 +38,7 @@ def is_connected_by(tape: Any, tensor: Any, sources: Sequence[Any]) -> bool:
     )
 
 
-def _same(tensor: Any) -> Iterator[Any]:
+def _same(tensor: Tensor) -> Iterator[Tensor]:
     """Yields a tensor and those that it is another name of, within this graph and outside."""
     while tensor is not None:
         yield tensor
@@ -49,7 +49,7 @@ def _same(tensor: Any) -> Iterator[Any]:
         tensor = outside if op.type != "Identity" else op.inputs[0]
 
 
-def has_sources(tensor: Any, others: Sequence[Any], before: int) -> bool:
+def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
     """Whether a tensor may have a derivative other than through `others`.
 
     Constants count that were there before the graph had a later version: somebody may watch them.
@@ -71,8 +71,8 @@ def has_sources(tensor: Any, others: Sequence[Any], before: int) -> bool:
 
 
 def begins(
-    ys: Sequence[Any], point: Sequence[Any], before: int
-) -> tuple[list[Any], dict[Any, str]]:
+    ys: Sequence[Tensor], point: Sequence[Tensor], before: int
+) -> tuple[list[Tensor], dict[Hashable, str]]:
     """What tensors of a graph are made of that was there before, or outside, besides the point.
 
     Args:
@@ -85,8 +85,8 @@ def begins(
         variable how it is used, "read" or "gathered".
     """
     seen = set(map(graphs.identity_of, point))
-    tensors: list[Any] = []
-    handles: dict[Any, str] = {}
+    tensors: list[Tensor] = []
+    handles: dict[Hashable, str] = {}
     stack = [(y, "read") for y in ys]
     while stack:
         t, use = stack.pop()
@@ -109,7 +109,7 @@ def begins(
     return tensors, handles
 
 
-def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
+def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether a tensor takes no numbers from elsewhere than `sources`.
 
     False where a constant of floating dtype, a captured tensor, a variable or the host has a part.
@@ -125,11 +125,13 @@ def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
     return True
 
 
-def _walk(tensor: Any, *, differentiably: bool, until: Collection[Any] = ()) -> Iterator[Any]:
+def _walk(
+    tensor: Tensor, *, differentiably: bool, until: Collection[Hashable] = ()
+) -> Iterator[Tensor]:
     """Yields the tensor and all that it is computed from, into functions and outer graphs."""
-    seen: set[Any] = set()
+    seen: set[Hashable] = set()
     # A tensor, and the calls in whose functions it stands, the innermost last.
-    stack: list[tuple[Any, tuple[Any, ...]]] = [(tensor, ())]
+    stack: list[tuple[Tensor, tuple[Operation, ...]]] = [(tensor, ())]
     while stack:
         t, calls = stack.pop()
         key = graphs.identity_of(t)
@@ -150,8 +152,9 @@ def _walk(tensor: Any, *, differentiably: bool, until: Collection[Any] = ()) -> 
         if outside is not None:
             stack.append((outside, calls))
             continue
-        if op.type == "Placeholder" and calls and t.graph is graphs.called_function(calls[-1]):
-            index = [p.name for p in t.graph.inputs].index(t.name)
+        around = graphs.called_function(calls[-1]) if calls else None
+        if op.type == "Placeholder" and around is not None and t.graph is around:
+            index = [p.name for p in around.inputs].index(t.name)
             stack.append((calls[-1].inputs[index], calls[:-1]))
             continue
         if not (differentiably and graphs.has_no_gradient(op)):

@@ -6,6 +6,7 @@ from typing import Any
 
 from sgtrick._core import dtypes, shapes
 from sgtrick._core.structures import Leaf
+from sgtrick._core.types import Ndims, Structure, Tensor, TensorLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,25 +17,35 @@ class Backend:
     """
 
     name: str
-    to_tensor: Callable[..., Any]  # (value, name, *, dtype=None): errors name the argument
-    dtype_of: Callable[[Any], str]
-    shape_of: Callable[[Any], shapes.Shape | None]  # what is known of it
-    rank: Callable[[Any], Any]
-    as_dtype: Callable[[Any, str], Any]
-    real: Callable[[Any], Any]
-    conj: Callable[[Any], Any]
-    zeros_like: Callable[[Any], Any]
-    add: Callable[[Any], Any]  # several tensors
-    times: Callable[[Any, Any], Any]  # (c, z), like c: zero where z is, even if c is not finite
-    broadcast_to: Callable[[Any, Any], Any]
-    insert_ones: Callable[[Any, Any, Any], Any]  # (t, axis, count): before axis
-    swap: Callable[[Any, Any, Any], Any]  # (t, i, j): the last j dimensions with the i before
-    sum: Callable[[Any, Any, Any], Any]  # (t, first, last): over dimensions, the last one not
-    pack: Callable[[Any, Any], Any]  # leaves in a structure
-    check_at_run_time: Callable[..., Any]  # (fx, gx, x, batch_ndims, names): gx and batch_ndims
-    shaped_like: Callable[..., Any]  # (t, like, name, like_name): t, checked to have that shape
+    # (value, name, *, dtype=None): errors name the argument
+    to_tensor: Callable[..., Tensor]
+    dtype_of: Callable[[Tensor], str]
+    # what is known of it
+    shape_of: Callable[[Tensor], shapes.Shape | None]
+    rank: Callable[[Tensor], Ndims]
+    as_dtype: Callable[[Tensor, str], Tensor]
+    real: Callable[[Tensor], Tensor]
+    conj: Callable[[Tensor], Tensor]
+    zeros_like: Callable[[Tensor], Tensor]
+    # of several tensors
+    add: Callable[[Sequence[Tensor]], Tensor]
+    # (c, z), like c: zero where z is, even if c is not finite
+    times: Callable[[Tensor, Tensor], Tensor]
+    broadcast_to: Callable[[Tensor, Any], Tensor]
+    # (t, axis, count): before axis
+    insert_ones: Callable[[Tensor, Ndims, Ndims], Tensor]
+    # (t, i, j): the last j dimensions with the i before
+    swap: Callable[[Tensor, Ndims, Ndims], Tensor]
+    # (t, first, last): over dimensions, the last one not
+    sum: Callable[[Tensor, Ndims, Ndims], Tensor]
+    # leaves in a structure
+    pack: Callable[[Structure, Sequence[Any]], Structure]
+    # (fx, gx, x, batch_ndims, names): gx and batch_ndims
+    check_at_run_time: Callable[..., tuple[Tensor, Ndims]]
+    # (t, like, name, like_name): t, checked to have that shape
+    shaped_like: Callable[..., Tensor]
 
-    def cast(self, t: Any, dtype: str) -> Any:
+    def cast(self, t: Tensor, dtype: str) -> Tensor:
         """Takes the real part without complaint."""
         came = self.dtype_of(t)
         if came == dtype:
@@ -43,7 +54,7 @@ class Backend:
             t = self.real(t)
         return self.as_dtype(t, dtype)
 
-    def inner(self, c: Any, z: Any, batch_ndims: Any) -> Any:
+    def inner(self, c: Tensor, z: Tensor, batch_ndims: Ndims) -> Tensor:
         """Returns `<c, z>` over the domain of `z`, its dimensions after the batch.
 
         Shapes `B + E + D` and `B + D` give `B + E`. Zero entries of `z` count as zero and pull
@@ -53,7 +64,7 @@ class Backend:
         z = self.insert_ones(self.cast(z, self.dtype_of(c)), batch_ndims, rank - z_rank)
         return self.sum(self.times(c, z), rank - (z_rank - batch_ndims), rank)
 
-    def linear(self, leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: str) -> list[Any]:
+    def linear(self, leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: str) -> list[Tensor]:
         """Returns the terms `<gx_i, z_i>`; a leaf that is None has none."""
         return [
             self.cast(self.inner(leaf.gx, z_i, leaf.batch_ndims), dtype)
@@ -61,11 +72,11 @@ class Backend:
             if leaf is not None
         ]
 
-    def push(self, leaves: Sequence[Leaf | None], z: Sequence[Any], like: Any) -> Any:
+    def push(self, leaves: Sequence[Leaf | None], z: Sequence[Any], like: Tensor) -> Any:
         """Returns `sum_i <gx_i, z_i>`, of the shape and dtype of `like`."""
         return self.add([self.zeros_like(like), *self.linear(leaves, z, self.dtype_of(like))])
 
-    def transpose(self, leaf: Leaf, upstream: Any) -> Any:
+    def transpose(self, leaf: Leaf, upstream: Tensor) -> Tensor:
         """The transpose of `z -> <gx, z>`: `B + R` to `B + D`, contracting the range."""
         gx, b = leaf.gx, leaf.batch_ndims
         domain_ndims = self.rank(leaf.x) - b
@@ -74,7 +85,7 @@ class Backend:
         pulled = self.sum(self.times(self.conj(gx), u), b, last)
         return self.cast(pulled, self.dtype_of(leaf.x))
 
-    def to_dtype(self, value: Any, dtype: str, name: str, why: str) -> Any:
+    def to_dtype(self, value: TensorLike, dtype: str, name: str, why: str) -> Tensor:
         """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part."""
         # A bare Python number would lose digits by way of float32.
         value = self.to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
@@ -82,7 +93,13 @@ class Backend:
         return self.as_dtype(value, dtype)
 
     def leaf(
-        self, path: str, x: Any, gx: Any, fx: Any, batch_ndims: Any, names: shapes.Names
+        self,
+        path: str,
+        x: Tensor,
+        gx: Tensor,
+        fx: Tensor,
+        batch_ndims: Ndims | None,
+        names: shapes.Names,
     ) -> Leaf:
         """Converts a leaf of `x` and the Jacobian of the tensor `fx` by it: checks the contract.
 

@@ -11,7 +11,9 @@ import tensorflow as tf
 from sgtrick._core import shapes, structures
 from sgtrick._core._tensorflow import tapes
 from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Argnums, Function, Kwargs, Tensor
 
 
 @dataclasses.dataclass(frozen=True)  # of a named tuple, AutoGraph would not convert __call__
@@ -21,7 +23,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def __call__(self, f: Callable[..., Any]) -> Any:
+    def __call__(self, f: Function) -> Any:
         """Calls `f`."""
         return f(*self.args, **self.kwargs)
 
@@ -79,7 +81,7 @@ class Selection:
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
         return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded)
 
-    def on(self, call: Call, xs: Sequence[Any]) -> Call:
+    def on(self, call: Call, xs: Sequence[Tensor]) -> Call:
         """Another call with leaves in the place of `xs`."""
         return call.replace(self._keys, self._pack(xs, self._flat))
 
@@ -106,7 +108,7 @@ class Selection:
                 "arguments by which the gradient is."
             )
 
-    def at(self, xs: Sequence[Any]) -> Call:
+    def at(self, xs: Sequence[Tensor]) -> Call:
         """The call with other leaves in the place of `xs`."""
         return self.call.replace(self._keys, self._pack(xs, self._flat))
 
@@ -118,13 +120,15 @@ class Selection:
         """`z` in the structure of the arguments, with None where there is no derivative."""
         return tuple(self._pack(z, [None] * len(self._flat)))
 
-    def _pack(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def _pack(self, values: Sequence[Any], others: Sequence[Tensor]) -> list[Any]:
         flat = list(others)
         for i, value in zip(self._places, values, strict=True):
             flat[i] = value
         return list(tf.nest.pack_sequence_as(self._arguments, flat)) if self._nested else flat
 
-    def jacobians(self, gradients: Sequence[Any], y: Any, batch_ndims: int | None) -> list[Any]:
+    def jacobians(
+        self, gradients: Sequence[Any], y: Tensor, batch_ndims: int | None
+    ) -> list[Leaf | None]:
         """Returns for each of `xs` a checked `Leaf`, or None where it has no gradient."""
         found = []
         xs = iter(self.xs)
@@ -146,7 +150,7 @@ class Selection:
         return found
 
 
-class Function:
+class Callee:
     """A function whose signature is looked up once.
 
     Attributes:
@@ -155,7 +159,7 @@ class Function:
         own: How many of the positional arguments are the instance or class: 1 for a method.
     """
 
-    def __init__(self, f: Callable[..., Any]) -> None:
+    def __init__(self, f: Function) -> None:
         self.f = f
         self.name = name_of(f)
         self._signature = signature_of(f)
@@ -169,7 +173,7 @@ class Function:
         """Calls the function."""
         return self.f(*args, **kwargs)
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    def bind(self, args: Sequence[Any], kwargs: Kwargs) -> Call:
         """The arguments as the function receives them."""
         complete = self._positional and not kwargs and len(args) == len(self._parameters)
         if self._signature is None or complete:
@@ -182,7 +186,7 @@ class Function:
         """Whether there is a parameter of this name that can be passed by keyword."""
         return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
 
-    def select(self, argnums: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Selection:
+    def select(self, argnums: Argnums, args: Sequence[Any], kwargs: Kwargs) -> Selection:
         """The arguments of a call that `argnums`, ints or parameter names, select.
 
         Raises:
@@ -260,7 +264,7 @@ def name_of(f: Any) -> str:
 
 
 def bind(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any], name: str
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Kwargs, name: str
 ) -> inspect.BoundArguments:
     """`signature.bind`, whose errors say of which function."""
     try:
@@ -269,7 +273,7 @@ def bind(
         raise TypeError(f"{name}() {error}") from None
 
 
-def signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
+def signature_of(f: Function) -> inspect.Signature | None:
     """The signature of `f`, None where it has none that Python can see."""
     try:
         return inspect.signature(f)

@@ -8,12 +8,13 @@ import tensorflow as tf
 from sgtrick._core import adjoint, ancestry, structures
 from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.mixed import Others
+from sgtrick._core.types import Tensor
 
 
 class Closure:
     """A call of a function, watched for what it is made of."""
 
-    def __init__(self, f: Callable[[], Any], passed: Sequence[Any]) -> None:
+    def __init__(self, f: Callable[[], Any], passed: Sequence[Tensor]) -> None:
         """Calls `f`, to which the tensors `passed` are passed.
 
         Attributes:
@@ -30,7 +31,7 @@ class Closure:
             self._tape.watch(self._passed)
             self.result = f()
 
-    def others(self, ys: Sequence[Any], point: Sequence[Any]) -> Others | None:
+    def others(self, ys: Sequence[Tensor], point: Sequence[Tensor]) -> Others | None:
         """What values of the result are made of besides the point, None if of nothing."""
         if self._tape is None:
             return None
@@ -60,12 +61,12 @@ class Closure:
 
     def _covers(
         self,
-        ys: Sequence[Any],
-        sources: Sequence[Any],
-        point: Sequence[Any],
-        us: Sequence[Any],
-        ts: Sequence[Any],
-    ) -> Any:
+        ys: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        point: Sequence[Tensor],
+        us: Sequence[Tensor],
+        ts: Sequence[Tensor],
+    ) -> Tensor | bool:
         """The dot-product test of the values' own derivatives.
 
         In derivatives of higher order it fails without a reason, and what decides is whether there
@@ -86,7 +87,7 @@ class Closure:
             return fits
         return not self._closes_over_tensors(point)
 
-    def _closes_over_tensors(self, point: Sequence[Any]) -> bool:
+    def _closes_over_tensors(self, point: Sequence[Tensor]) -> bool:
         """Whether the call uses tensors other than its arguments, as far as can be seen."""
         try:
             captured = tracing.trace(lambda: [self._f(), None][1], []).graph.captures
@@ -99,5 +100,5 @@ class Closure:
         )
 
 
-def _is_zero(us: Sequence[Any], _: Sequence[Any]) -> Any:
+def _is_zero(us: Sequence[Tensor], _: Sequence[Any]) -> Tensor:
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(u, 0)) for u in us if u is not None]))

@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from sgtrick._core.types import Device, Tensor
 
-def scope(device: Any) -> contextlib.AbstractContextManager[Any]:
+
+def scope(device: Device) -> contextlib.AbstractContextManager[Any]:
     """Returns a `tf.device` scope of the first present choice, an empty one for None.
 
     TensorFlow's soft placement would take the CPU for an absent GPU without a word.
@@ -31,7 +33,7 @@ def scope(device: Any) -> contextlib.AbstractContextManager[Any]:
     )
 
 
-def of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+def of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Returns a scope of the device that a tensor is on, or in a graph was asked to be on."""
     return tf.device(tensor.device) if _several() else contextlib.nullcontext()
 
@@ -41,7 +43,7 @@ def _several() -> bool:
     return len(tf.config.list_logical_devices()) > 1
 
 
-def _parse(choice: Any) -> Any:
+def _parse(choice: Device) -> Any:
     if isinstance(choice, str):
         try:
             choice = tf.DeviceSpec.from_string(choice)
@@ -58,7 +60,7 @@ def _parse(choice: Any) -> Any:
     return choice
 
 
-def _matches(choice: Any, present: Any) -> bool:
+def _matches(choice: Device, present: Any) -> bool:
     fields: Sequence[str] = ("job", "replica", "task", "device_type", "device_index")
     pairs = [(getattr(choice, field), getattr(present, field)) for field in fields]
     return all(wanted is None or there is None or wanted == there for wanted, there in pairs)

@@ -14,6 +14,7 @@ from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Gradient, Tangent, Tensor
 
 _THIRD = (
     "A third derivative of {0} was asked for, which was given a value, a gradient and a Hessian. "
@@ -25,8 +26,8 @@ _THIRD = (
 def symmetric(
     name: str,
     times: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
-    at: Sequence[Any],
-    xs: Sequence[Any],
+    at: Sequence[Tensor],
+    xs: Sequence[Tensor],
 ) -> "Symmetric":
     """A Hessian by a function for its product with a vector, which nothing differentiates.
 
@@ -37,13 +38,13 @@ def symmetric(
         xs: The points.
     """
 
-    def product(at: Sequence[Any], xs: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
+    def product(at: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
         at, xs = [here(t) for t in at], [here(x) for x in xs]
 
-        def pull(*z: Any) -> list[Any]:
+        def pull(*z: Tensor) -> list[Gradient]:
             return [*product(at, xs, z), *(loud.failure(x, _THIRD.format(name), z) for x in xs)]
 
-        def push(*tangents: Any) -> list[Any]:
+        def push(*tangents: Tensor) -> list[Tangent]:
             zero = loud.zero_if_still(tangents[len(xs) :], _THIRD.format(name))
             pushed = product(at, xs, tangents[: len(xs)])
             return [t + tf.cast(zero, t.dtype) for t in pushed]
@@ -51,7 +52,7 @@ def symmetric(
         inputs = [*vs, *xs]
         return keep(times(at, vs), inputs, Rule(name, pull, push, lost=[False] * len(inputs)))
 
-    def at_the_point(*vs: Any) -> list[Any]:
+    def at_the_point(*vs: Tensor) -> list[Tensor]:
         return product(at, xs, vs)
 
     return Symmetric(at_the_point, at_the_point)
@@ -71,7 +72,7 @@ class Blocks(value_form.Blocks):
         super().__init__(TENSORFLOW, *given)
         self._name = name
 
-    def pull(self, *z: Any) -> list[Any]:
+    def pull(self, *z: Tensor) -> list[Gradient]:
         """From what multiplies the gradients to what it makes of the points."""
         pulled = []
         for leaf, column in zip(self._leaves, zip(*self._known(), strict=True), strict=True):
@@ -80,7 +81,7 @@ class Blocks(value_form.Blocks):
             pulled.append(tf.add_n([tf.zeros_like(leaf.x), *terms]))
         return pulled
 
-    def push(self, *tangents: Any) -> list[Any]:
+    def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
         return self.times(tangents, self._known())
 
@@ -101,11 +102,11 @@ class Blocks(value_form.Blocks):
 class Product(value_form.Product):
     """A function for the product, which the gradients' own derivative is made of."""
 
-    def __init__(self, name: str, fx: Any, *given: Any) -> None:
+    def __init__(self, name: str, fx: Tensor, *given: Any) -> None:
         super().__init__(TENSORFLOW, *given)
         self._name, self._fx = name, fx
 
-    def push(self, *tangents: Any) -> list[Any]:
+    def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
         ts = [tf.cast(t, leaf.x.dtype) for t, leaf in zip(tangents, self._leaves, strict=True)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -121,7 +122,7 @@ class Product(value_form.Product):
         xs = [leaf.x for leaf in self._leaves]
         return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
 
-    def pull(self, *z: Any) -> list[Any]:
+    def pull(self, *z: Tensor) -> list[Gradient]:
         """From what multiplies the gradients to what it makes of the points: `H` is symmetric."""
         if self._fx.shape.rank == self._leaves[0].batch_ndims:
             products = self.push(*map(TENSORFLOW.conj, z))

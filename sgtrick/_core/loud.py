@@ -45,7 +45,9 @@ def noted() -> Iterator[list[str]]:
         _NOTED.reset(token)
 
 
-def failure(like: Any, message: str, through: Sequence[Any], unless: Any = False) -> Any:
+def failure(
+    like: Tensor, message: str, through: Sequence[Tensor], unless: Tensor | bool = False
+) -> Tensor:
     """NaN like a tensor, for who differentiates with respect to it; an error where one can be sent.
 
     Tapes call pullbacks, and graphs are traced, for derivatives that nobody asked for. In graphs
@@ -85,7 +87,7 @@ def failures(
     ]
 
 
-def zero_if(holds: Any, message: str) -> Any:
+def zero_if(holds: Tensor, message: str) -> Tensor:
     """Zero, a float64; an error with this message where `holds` is false, in XLA NaN.
 
     Raises:
@@ -100,7 +102,7 @@ def zero_if(holds: Any, message: str) -> Any:
     return tracing.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
 
 
-def along(zero: Any, through: Sequence[Any]) -> Any:
+def along(zero: Tensor, through: Sequence[Tensor]) -> Tensor:
     """What `zero_if` returned, times a sum of `through`: it stays NaN where that is differentiated.
 
     Forward mode around a function takes derivatives of gradients with respect to what they are
@@ -109,7 +111,7 @@ def along(zero: Any, through: Sequence[Any]) -> Any:
     return tf.math.multiply_no_nan(_total(through), zero)
 
 
-def _total(through: Sequence[Any]) -> Any:
+def _total(through: Sequence[Tensor]) -> Tensor:
     return tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
 
 
@@ -119,7 +121,7 @@ class _Finite:
 
     message: str
 
-    def __call__(self, number: Any) -> Any:
+    def __call__(self, number: Tensor) -> Any:
         return tf.debugging.check_numerics(number, self.message)
 
 
@@ -129,13 +131,13 @@ class _Zero:
 
     message: str | None
 
-    def __call__(self, holds: Any) -> Any:
+    def __call__(self, holds: Tensor) -> Any:
         zero, nan = tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64)
         number = tf.where(holds, zero, nan)
         return number if self.message is None else _Finite(self.message)(number)
 
 
-def zero_if_still(tangents: Sequence[Any], message: str) -> Any:
+def zero_if_still(tangents: Sequence[Tensor], message: str) -> Tensor:
     """The same where any of the tangents is not zero, as those of what does not move."""
     still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents]
     return zero_if(tf.reduce_all(tf.stack(still)), message)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import shapes
+from sgtrick._core.types import Structure, Tensor
 
 
 class Leaf(NamedTuple):
@@ -17,7 +18,7 @@ class Leaf(NamedTuple):
     batch_ndims: Any  # len(B): an int, or an int32 tensor where it hangs on unknown ranks
 
 
-def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look alike."""
     if isinstance(structure, Mapping):
         for key in sorted(structure):
@@ -31,12 +32,14 @@ def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, structure
 
 
-def is_object(structure: Any) -> bool:
+def is_object(structure: Structure) -> bool:
     """Whether `tf.nest` takes this object apart: attrs classes, dataclasses that say how."""
     return hasattr(structure, "__attrs_attrs__") or hasattr(structure, "__tf_flatten__")
 
 
-def pair(x: Any, gx: Any, x_name: str = "x", gx_name: str = "gx") -> list[tuple[str, Any, Any]]:
+def pair(
+    x: Structure, gx: Structure, x_name: str = "x", gx_name: str = "gx"
+) -> list[tuple[str, Any, Any]]:
     """Returns `(path, leaf of x, leaf of gx)` for every leaf.
 
     As in TFP, a list of one also stands for the leaf it holds.
@@ -53,7 +56,7 @@ def pair(x: Any, gx: Any, x_name: str = "x", gx_name: str = "gx") -> list[tuple[
     )
 
 
-def pair_hessian(hx: Any, x: Any, differentiated: Container[str]) -> dict[str, Any]:
+def pair_hessian(hx: Structure, x: Structure, differentiated: Container[str]) -> dict[str, Any]:
     """Returns the blocks of a Hessian by path, `{"[0]['a']": block}`.
 
     Args:
@@ -148,7 +151,7 @@ def no_tensor(value: Any, name: str, error: Exception) -> TypeError:
     )
 
 
-def static_shape(tensor: Any) -> shapes.Shape | None:
+def static_shape(tensor: Tensor) -> shapes.Shape | None:
     """What is known of a tensor's shape without running it."""
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
@@ -165,7 +168,7 @@ def checked(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
     return checked
 
 
-def shaped_like(tensor: Any, like: Any, name: str, like_name: str) -> Any:
+def shaped_like(tensor: Tensor, like: Tensor, name: str, like_name: str) -> Tensor:
     """Returns `tensor`, checked to have the shape of `like`: while tracing where that is known.
 
     Raises:
@@ -180,7 +183,7 @@ def shaped_like(tensor: Any, like: Any, name: str, like_name: str) -> Any:
     return checked(fits, tensor, message, like)
 
 
-def equal_shapes(a: Any, b: Any) -> Any:
+def equal_shapes(a: Tensor, b: Tensor) -> Tensor:
     """Whether two shape vectors, perhaps of different lengths, are equal."""
     n = tf.minimum(tf.size(a), tf.size(b))
     return tf.equal(tf.size(a), tf.size(b)) & tf.reduce_all(tf.equal(a[:n], b[:n]))

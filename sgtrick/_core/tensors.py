@@ -1,23 +1,22 @@
 """The operations that TensorFlow supplies to the value form, unknown shapes and ranks included."""
 
-from typing import Any
-
 import tensorflow as tf
 
 from sgtrick._core import shapes, structures
 from sgtrick._core.backend import Backend
+from sgtrick._core.types import Ndims, Tensor
 
 
-def _rank(t: Any) -> Any:
+def _rank(t: Tensor) -> Ndims:
     """An int where it is known, else a tensor."""
     return tf.rank(t) if t.shape.rank is None else t.shape.rank
 
 
-def _conj(t: Any) -> Any:
+def _conj(t: Tensor) -> Tensor:
     return tf.math.conj(t) if t.dtype.is_complex else t
 
 
-def _times(c: Any, z: Any) -> Any:
+def _times(c: Tensor, z: Tensor) -> Tensor:
     """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
     if not c.dtype.is_complex:
         return tf.math.multiply_no_nan(c, z)
@@ -27,13 +26,13 @@ def _times(c: Any, z: Any) -> Any:
     return tf.complex(_times(a, re) - _times(b, im), _times(a, im) + _times(b, re))
 
 
-def _sum(t: Any, first: Any, last: Any) -> Any:
+def _sum(t: Tensor, first: Ndims, last: Ndims) -> Tensor:
     if not (isinstance(first, int) and isinstance(last, int)):
         return tf.reduce_sum(t, tf.range(first, last))
     return tf.reduce_sum(t, list(range(first, last))) if first < last else t
 
 
-def _insert_ones(t: Any, axis: Any, count: Any) -> Any:
+def _insert_ones(t: Tensor, axis: Ndims, count: Ndims) -> Tensor:
     if isinstance(count, int) and (count == 0 or (isinstance(axis, int) and axis == 0)):
         return t  # leading ones are implied
     if isinstance(axis, int) and isinstance(count, int) and t.shape.is_fully_defined():
@@ -43,15 +42,15 @@ def _insert_ones(t: Any, axis: Any, count: Any) -> Any:
     return tf.reshape(t, tf.concat([shape[:axis], tf.ones([count], tf.int32), shape[axis:]], 0))
 
 
-def _swap(t: Any, i: Any, j: Any) -> Any:
+def _swap(t: Tensor, i: Ndims, j: Ndims) -> Tensor:
     rank = tf.rank(t)
     front, middle = tf.range(rank - i - j), tf.range(rank - i - j, rank - j)
     return tf.transpose(t, tf.concat([front, tf.range(rank - j, rank), middle], 0))
 
 
 def _check_at_run_time(
-    fx: Any, gx: Any, x: Any, batch_ndims: Any, names: shapes.Names
-) -> tuple[Any, Any]:
+    fx: Tensor, gx: Tensor, x: Tensor, batch_ndims: Ndims | None, names: shapes.Names
+) -> tuple[Tensor, Ndims]:
     """The contract of `shapes` in graph ops: returns `gx` and `len(B)`."""
     b = batch_ndims
     if not tf.is_tensor(b):  # as that of another leaf is, whose rank is not known

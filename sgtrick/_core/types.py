@@ -37,3 +37,12 @@ Pushforward: TypeAlias = Callable[..., Sequence[Tangent]]
 
 # What users pass: of any arguments.
 Function: TypeAlias = Callable[..., Any]
+# What functions take, and what is read of their decorators' options.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+Argnums: TypeAlias = int | str | Sequence[int | str]
+Device: TypeAlias = str | tf.DeviceSpec | Sequence[str | tf.DeviceSpec] | None
+DTypeLike: TypeAlias = str | DType | np.dtype[Any] | type
+
+# A number of dimensions: a tensor where it depends on a rank that is not known while tracing.
+Ndims: TypeAlias = int | Tensor

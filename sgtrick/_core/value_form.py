@@ -7,11 +7,12 @@ from sgtrick._core import dtypes, structures
 from sgtrick._core.backend import Backend
 from sgtrick._core.shapes import Names
 from sgtrick._core.structures import Leaf
+from sgtrick._core.types import Ndims, Structure, Tensor
 
 
 def at_point(
-    backend: Backend, fx: Any, gx: Any, x: Any, batch_ndims: int | None
-) -> tuple[Any, list[Leaf]]:
+    backend: Backend, fx: Structure, gx: Structure, x: Structure, batch_ndims: int | None
+) -> tuple[Tensor, list[Leaf]]:
     """Returns the value, and the points and Jacobians that are not None."""
     pairs = [
         (path, backend.to_tensor(x, f"x{path}"), gx)
@@ -34,7 +35,7 @@ def at_point(
 Rows = list[list[Leaf | None]]
 
 
-def is_zero(hx: Any) -> bool:
+def is_zero(hx: Structure) -> bool:
     """Whether that is said of the whole Hessian."""
     return isinstance(hx, (int, float)) and hx == 0
 
@@ -45,9 +46,9 @@ class Blocks:
     def __init__(
         self,
         backend: Backend,
-        hx: Any,
-        x: Any,
-        fx: Any,
+        hx: Structure,
+        x: Tensor,
+        fx: Tensor,
         leaves: Sequence[Leaf],
         stop: Callable[[Any], Any],
     ) -> None:
@@ -66,7 +67,7 @@ class Blocks:
 
         self._rows = [[block(p, q) for q in leaves] for p in leaves]
 
-    def times(self, z: Sequence[Any], rows: Rows | None = None) -> list[Any]:
+    def times(self, z: Sequence[Any], rows: Rows | None = None) -> list[Tensor]:
         """Returns `H z`, each of the shape and dtype of its `gx`; or the same of other blocks."""
         return [
             self._backend.push(row, z, leaf.gx)
@@ -85,7 +86,7 @@ class Blocks:
             for i, row, column in rows
         ]
 
-    def _mean(self, block: Leaf, other: Leaf, i: Any, j: Any) -> Leaf:
+    def _mean(self, block: Leaf, other: Leaf, i: Ndims, j: Ndims) -> Leaf:
         """Of `B + R + D_i + D_j` and of what is `B + R + D_j + D_i`."""
         swapped = self._backend.swap(other.gx, j, i)
         gx = block.gx + self._backend.cast(swapped, self._backend.dtype_of(block.gx))
@@ -96,12 +97,12 @@ class Product:
     """A function `v -> H v` on the structure of `x`, called for second derivatives alone."""
 
     def __init__(
-        self, backend: Backend, hx: Callable[[Any], Any], x: Any, leaves: Sequence[Leaf]
+        self, backend: Backend, hx: Callable[[Any], Any], x: Tensor, leaves: Sequence[Leaf]
     ) -> None:
         self._backend, self._hx, self._x, self._leaves = backend, hx, x, leaves
         self.not_connected = _NOT_CONNECTED.format(backend.name)
 
-    def times(self, z: Sequence[Any]) -> list[Any]:
+    def times(self, z: Sequence[Any]) -> list[Tensor]:
         """Returns `H z`, each of the shape and dtype of its `gx`."""
         by_path = {leaf.path: z_i for leaf, z_i in zip(self._leaves, z, strict=True)}
         v = [by_path.get(path) for path, _ in structures.flatten(self._x)]
@@ -111,7 +112,7 @@ class Product:
             raise ValueError(self.not_connected)
         return [self._like_gradient(products[leaf.path], leaf) for leaf in self._leaves]
 
-    def _like_gradient(self, hv: Any, leaf: Leaf) -> Any:
+    def _like_gradient(self, hv: Tensor, leaf: Leaf) -> Tensor:
         if hv is None:
             return self._backend.zeros_like(leaf.gx)
         name, x_dtype = f"hx(v){leaf.path}", self._backend.dtype_of(leaf.x)

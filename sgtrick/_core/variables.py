@@ -8,6 +8,7 @@ import tensorflow as tf
 from sgtrick._core import shapes, structures
 from sgtrick._core._tensorflow import tapes
 from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Gradient, Graph, Structure, Tape, Tensor, Variable
 
 
 class Reader:
@@ -38,7 +39,7 @@ class Reader:
         return self._run(f, arguments, tf.GradientTape(persistent=True))
 
     def _run(
-        self, f: Callable[[], Any], arguments: Sequence[Any], tape: Any
+        self, f: Callable[[], Any], arguments: Sequence[Any], tape: Tape
     ) -> tuple[Any, list[Any], Any]:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
@@ -66,7 +67,7 @@ class Reader:
         return result, self._orders[key], tape
 
 
-def _handle(variable: Any) -> Any:
+def _handle(variable: Variable) -> Any:
     """What a variable has in common with those that it wraps; None for what is none.
 
     Layers of Keras wrap them, and cast what they read from them.
@@ -83,8 +84,13 @@ _KEPT = 16
 
 
 def pull_variables(
-    jacobians: Any, variables: list[Any], reads: list[Any], y: Any, upstream: Any, name: str
-) -> list[Any]:
+    jacobians: Structure,
+    variables: list[Variable],
+    reads: list[Tensor],
+    y: Tensor,
+    upstream: Tensor,
+    name: str,
+) -> list[Gradient]:
     """Returns the gradient of each variable, from the Jacobians that a gradient function returned.
 
     Args:
@@ -108,7 +114,7 @@ def pull_variables(
     ]
 
 
-def _pull_one(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
+def _pull_one(gx: Tensor, x: Tensor, y: Tensor, upstream: Tensor, variable: str) -> Gradient:
     what = f"the gradient by the variable {variable}"
     if not isinstance(gx, tf.IndexedSlices):
         names = shapes.Names("the value", what, f"the variable {variable}")
@@ -125,24 +131,26 @@ def _pull_one(gx: Any, x: Any, y: Any, upstream: Any, variable: str) -> Any:
     return tf.IndexedSlices(pulled, indices, tf.shape(x))
 
 
-def _in_order(variables: list[Any], handles: list[Any], graph: Any = None) -> list[Any]:
+def _in_order(
+    variables: list[Variable], handles: list[Tensor], graph: Graph = None
+) -> list[Variable]:
     """By the place of the first handle in `handles`; those that are not there come last."""
     places = {id(handle): i for i, handle in reversed(list(enumerate(handles)))}
 
-    def place(v: Any) -> Any:
+    def place(v: Tensor) -> Any:
         handle = graph.capture(v.handle) if hasattr(graph, "capture") else v.handle
         return places.get(id(handle), len(handles))
 
     return sorted(variables, key=place)
 
 
-def _used(graph: Any, before: int) -> list[Any]:
+def _used(graph: Graph, before: int) -> list[Tensor]:
     """The handles of variables that operations of a graph take, in the order of operations."""
     taken = [t for op in graph.get_operations()[before:] for t in op.inputs]
     return [t for t in taken if t.dtype == tf.resource]
 
 
-def _traced(f: Callable[[], Any]) -> list[Any]:
+def _traced(f: Callable[[], Any]) -> list[Tensor]:
     """The handles of variables that a function captures, in that order."""
     try:
         function = tf.function(lambda: [f(), None][1], autograph=False)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgtrick._core import calls, shapes, structures
+from sgtrick._core.types import Args, Function, Kwargs, Structure, Tensor
 
 
-def value_and_rule(f: Any, returned: Any) -> tuple[Any, Any]:
+def value_and_rule(f: Function, returned: Structure) -> tuple[Any, Any]:
     """Returns `(y, grad_fn)`, which is what `f` must have returned."""
     if not (structures.is_pair(returned) and callable(returned[1])):
         raise TypeError(
@@ -18,7 +19,7 @@ def value_and_rule(f: Any, returned: Any) -> tuple[Any, Any]:
 
 
 def gradients_of(
-    primals: Sequence[Any], returned: Any, paths: Sequence[str], name: str
+    primals: Sequence[Tensor], returned: Structure, paths: Sequence[str], name: str
 ) -> list[tuple[Any, str]]:
     """Returns `(gradient, path)` for each argument that is not None, of what a grad_fn returned."""
     gradients = [leaf for _, leaf in structures.flatten(returned)]
@@ -45,9 +46,7 @@ def check_shape(
         )
 
 
-def arguments_of(
-    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(f: Function, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keywords turned into positions where `f` has these."""
     signature = calls.signature_of(f) if kwargs else None
     if signature is None:
@@ -56,7 +55,7 @@ def arguments_of(
     return bound.args, bound.kwargs
 
 
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def leaves_of(args: Args, kwargs: Kwargs) -> list[tuple[str, Any]]:
     """`(path, leaf)` of all arguments, keywords in their order, which `tf.nest` would sort."""
     leaves = [*structures.flatten(args, "argument ")]
     for name, value in kwargs.items():

@@ -12,6 +12,7 @@ import tensorflow as tf
 from sgtrick._core import calls, embedding, shapes, structures
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.hessian import symmetric
+from sgtrick._core.types import Args, Function, Kwargs, Tensor
 from sgtrick._host import foreign
 from sgtrick._host.engine import Engine
 from sgtrick._host.host_call import HostCall
@@ -19,11 +20,11 @@ from sgtrick._host.replies import Layout, too_few_dimensions
 
 
 def from_numpy(
-    fn: Callable[..., Any] | None = None,
+    fn: Function | None = None,
     *,
-    grad: Callable[..., Any] | None = None,
-    hessp: Callable[..., Any] | None = None,
-    hess: Callable[..., Any] | None = None,
+    grad: Function | None = None,
+    hessp: Function | None = None,
+    hess: Function | None = None,
     event_ndims: Any = 1,
     vectorized: bool = False,
     has_aux: bool = False,
@@ -142,7 +143,7 @@ class Derivatives(NamedTuple):
     hessp: Any = None
     hess: Any = None
 
-    def of(self, instance: Any, owner: Any) -> "Derivatives":
+    def of(self, instance: Any, owner: Tensor) -> "Derivatives":
         """The same as methods of `instance`, which is `owner` itself for methods of a class."""
         # Of the type, for a method that is bound already has the __get__ of its function.
         bind = (f.__get__(instance, owner) if hasattr(type(f), "__get__") else f for f in self)
@@ -206,7 +207,7 @@ class HostFunction:
         """Learns of which attribute of which class this is the function."""
         self._attribute, self._owner = name, owner
 
-    def __get__(self, instance: Any, owner: Any = None) -> "HostFunction":
+    def __get__(self, instance: Any, owner: Tensor = None) -> "HostFunction":
         """The function as a method of `instance`, always the same one: it counts its own calls."""
         of_class = isinstance(self._functions.fn, classmethod)
         if of_class:
@@ -334,7 +335,7 @@ class HostFunction:
         raise foreign.not_stored(self._name)
 
     def _prepared(
-        self, args: tuple[Any, ...], names: Sequence[str]
+        self, args: Args, names: Sequence[str]
     ) -> tuple[HostCall, list[Any], list[Any], Any]:
         """What is called, the leaves as points and as the host gets them, and the batch shape.
 
@@ -354,9 +355,7 @@ class HostFunction:
         hosted = points if batch.rank is None else _padded(xs, event_ndims, batch.rank)
         return HostCall(self._engine, layout), points, hosted, batch
 
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], list[str]]:
+    def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], list[str]]:
         """The arguments by position, and their names."""
         signature = self._signature
         if signature is None:
@@ -453,7 +452,7 @@ def _widest(dtypes: Sequence[Any]) -> Any:
 
 
 def _broadcast(
-    xs: Sequence[Any], event_ndims: Sequence[int], paths: Sequence[str]
+    xs: Sequence[Tensor], event_ndims: Sequence[int], paths: Sequence[str]
 ) -> tuple[list[Any], Any]:
     """The tensors with a common batch shape, and what is known of it.
 
@@ -490,7 +489,7 @@ def _broadcast(
     return out, batch
 
 
-def _padded(xs: Sequence[Any], event_ndims: Sequence[int], batch_ndims: int) -> list[Any]:
+def _padded(xs: Sequence[Tensor], event_ndims: Sequence[int], batch_ndims: int) -> list[Any]:
     """The tensors with that many batch dimensions, those that lack being of size 1."""
     padded = []
     for x, n in zip(xs, event_ndims, strict=True):
@@ -499,7 +498,7 @@ def _padded(xs: Sequence[Any], event_ndims: Sequence[int], batch_ndims: int) -> 
     return padded
 
 
-def _with_event(x: Any, event_ndims: int, path: str) -> Any:
+def _with_event(x: Tensor, event_ndims: int, path: str) -> Tensor:
     """Returns `x`, checked to have at least these dimensions: in graphs when they are run."""
     if x.shape.rank is not None:
         return x
@@ -507,6 +506,6 @@ def _with_event(x: Any, event_ndims: int, path: str) -> Any:
     return structures.checked(tf.rank(x) >= event_ndims, x, message)
 
 
-def _front(x: Any, event_ndims: int) -> Any:
+def _front(x: Tensor, event_ndims: int) -> Any:
     """The static batch shape."""
     return x.shape if x.shape.rank is None else x.shape[: x.shape.rank - event_ndims]

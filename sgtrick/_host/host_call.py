@@ -1,12 +1,13 @@
 """Calls of an engine on tensors: operations without a derivative."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from sgtrick._core._tensorflow import graphs, host_calls
+from sgtrick._core.types import Function, Tensor
 from sgtrick._host.engine import Engine
 from sgtrick._host.hessians import HessianTimes
 from sgtrick._host.replies import Layout, ValueAndGradient
@@ -25,12 +26,12 @@ class HostCall:
     def __init__(self, engine: Engine, layout: Layout) -> None:
         self._engine, self.layout = engine, layout
 
-    def evaluate(self, xs: Sequence[Any]) -> list[Any]:
+    def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The value, the gradients by the leaves that have derivatives, and perhaps aux."""
         evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.layout))
         return self._call(evaluate, xs, self.layout.outputs)
 
-    def hessian_times(self, xs: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
+    def hessian_times(self, xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
         """The products of the Hessian of each member of the batch with a vector.
 
         Args:
@@ -50,8 +51,8 @@ class HostCall:
         return outputs
 
     def _call(
-        self, callback: Callable[..., Any], xs: Sequence[Any], dtypes: Sequence[Any]
-    ) -> list[Any]:
+        self, callback: Function, xs: Sequence[Tensor], dtypes: Sequence[Any]
+    ) -> list[Tensor]:
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(out) for out in callback(*(x.numpy() for x in xs))]
         graph = tf.compat.v1.get_default_graph()
@@ -69,7 +70,7 @@ class HostCall:
         return host_calls.host_call(functools.partial(_tersely, callback), xs, dtypes)
 
 
-def _tersely(callback: Callable[..., Any], *arrays: Any) -> Any:
+def _tersely(callback: Function, *arrays: Any) -> Any:
     """Calls back, and takes our own frames off errors.
 
     TensorFlow makes text of them, whose last lines should be the engine's and what it says.
@@ -86,7 +87,7 @@ _UNSAVABLE = (
 )
 
 
-def _at_leisure(x: Any) -> Any:
+def _at_leisure(x: Tensor) -> Tensor:
     """Returns `x` some ops later, when what else became ready with it has been run.
 
     TensorFlow runs an op that takes long where it stands if nothing else is ready. Otherwise it

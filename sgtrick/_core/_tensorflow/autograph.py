@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from sgtrick._core.types import Function
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -14,7 +16,7 @@ def unconverted(f: F) -> F:
     return tf.autograph.experimental.do_not_convert(f)  # type: ignore[no-any-return]
 
 
-def form(call: Callable[..., Any]) -> Callable[..., Any]:
+def form(call: Function) -> Function:
     """A plain function of `*args, **kwargs` that returns `call(converted, args, kwargs)`.
 
     AutoGraph takes a second to rewrite what has nothing for it, so that it is kept out of `call`.
@@ -29,7 +31,7 @@ def form(call: Callable[..., Any]) -> Callable[..., Any]:
     return form
 
 
-def _converted(status: Any, f: Callable[..., Any]) -> Callable[..., Any]:
+def _converted(status: Any, f: Function) -> Function:
     if tf.executing_eagerly():
         return f
     return tf.__internal__.autograph.tf_convert(  # type: ignore[no-any-return]

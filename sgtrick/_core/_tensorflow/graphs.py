@@ -1,23 +1,24 @@
 """What graphs, their operations and their tensors know of themselves."""
 
-from typing import Any
+from collections.abc import Hashable
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 
 from sgtrick._core.structures import is_differentiable
+from sgtrick._core.types import Graph, Operation, Tensor, Variable
 
 # Operations that call Python functions.
 HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 
-def operation(tensor: Any) -> Any:
+def operation(tensor: Tensor) -> Operation | None:
     """The operation that makes a tensor, None for an eager tensor."""
     return None if isinstance(tensor, ops.EagerTensor) else tensor.op
 
 
-def here(t: Any) -> Any:
+def here(t: Tensor) -> Tensor:
     """A tensor as one of the graph that is being traced, if any.
 
     A pullback may be called while another graph is traced than the forward pass was. Of what it
@@ -30,7 +31,7 @@ def here(t: Any) -> Any:
     return t if operation(t) is not None and t.graph is graph else tf.identity(t)
 
 
-def as_used(t: Any) -> Any:
+def as_used(t: Tensor) -> Tensor | Variable:
     """What stands for a tensor in the graph that is being traced, where a function closes over it.
 
     A variable stands for itself.
@@ -46,12 +47,12 @@ def version() -> int:
     return 0 if tf.executing_eagerly() else int(tf.compat.v1.get_default_graph().version)
 
 
-def was_made_since(op: Any, before: int) -> bool:
+def was_made_since(op: Operation, before: int) -> bool:
     """Whether an operation is of the graph that is being traced, and younger than that version."""
     return op.graph is tf.compat.v1.get_default_graph() and bool(op._id > before + 1)
 
 
-def has_no_gradient(op: Any) -> bool:
+def has_no_gradient(op: Operation) -> bool:
     """Whether TensorFlow takes an operation for one without a derivative."""
     if op.type in ("StopGradient", "PreventGradient"):
         return True
@@ -61,7 +62,7 @@ def has_no_gradient(op: Any) -> bool:
         return op.type not in ("PartitionedCall", "StatefulPartitionedCall")
 
 
-def called_function(op: Any) -> Any:
+def called_function(op: Operation) -> Graph | None:
     """The graph of the function that an operation calls, None if it calls none."""
     if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
         return None
@@ -69,7 +70,7 @@ def called_function(op: Any) -> Any:
     return getattr(function, "graph", None)
 
 
-def captured_from(tensor: Any) -> Any:
+def captured_from(tensor: Tensor) -> Tensor | None:
     """What a tensor stands for that a graph captured from outside of it, None for another.
 
     A small eager tensor stands in the graph as a constant, and is captured all the same.
@@ -87,14 +88,14 @@ def captured_from(tensor: Any) -> Any:
     return None
 
 
-def identity_of(tensor: Any) -> Any:
+def identity_of(tensor: Tensor) -> Hashable:
     """The same for what stands for the same tensor: TensorFlow makes Python objects anew."""
     if isinstance(tensor, tf.Tensor) and not isinstance(tensor, ops.EagerTensor):
         return id(tensor.graph), tensor.name
     return id(tensor)
 
 
-def holds_floats(handle: Any) -> bool:
+def holds_floats(handle: Tensor) -> bool:
     """Whether a resource is a variable that has derivatives."""
     outside = None if operation(handle) is None else captured_from(handle)
     data = getattr(handle if outside is None else outside, "_handle_data", None)
@@ -103,7 +104,7 @@ def holds_floats(handle: Any) -> bool:
     return is_differentiable(tf.as_dtype(data.shape_and_type[0].dtype))
 
 
-def in_xla(graph: Any) -> bool:
+def in_xla(graph: Graph) -> bool:
     """Whether what is traced into `graph` will be compiled.
 
     The only place that knows of XLA while tracing. Without, XLA refuses the operation itself, by a

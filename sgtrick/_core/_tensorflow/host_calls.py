@@ -1,15 +1,17 @@
 """Operations that call the host."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
+from sgtrick._core.types import Function, Graph, Tensor
 
-def host_call(callback: Callable[..., Any], xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+
+def host_call(callback: Function, xs: Sequence[Tensor], dtypes: Sequence[Any]) -> list[Tensor]:
     """An operation that calls the host, and that `tf.vectorized_map` maps as one call.
 
     Args:
@@ -27,15 +29,13 @@ def host_call(callback: Callable[..., Any], xs: Sequence[Any], dtypes: Sequence[
     return outputs
 
 
-def _map_host_call(
-    callback: Callable[..., Any], dtypes: Sequence[Any], pfor_input: Any
-) -> list[Any]:
+def _map_host_call(callback: Function, dtypes: Sequence[Any], pfor_input: Any) -> list[Any]:
     """The operation of all members."""
     xs = [x.t if x.is_stacked else tf.expand_dims(x.t, 0) for x in pfor_input.inputs]
     return [pfor_lib.wrap(y, True) for y in host_call(callback, xs, dtypes)]
 
 
-def forbid_saving(graph: Any, reason: str) -> None:
+def forbid_saving(graph: Graph, reason: str) -> None:
     """Makes `tf.saved_model.save` refuse the function that is being traced.
 
     It would store the name of a callback of this process. What it cannot store, it says by name, is
@@ -51,7 +51,7 @@ def forbid_saving(graph: Any, reason: str) -> None:
 
 
 @functools.cache
-def _unsavable(reason: str) -> Any:
+def _unsavable(reason: str) -> Tensor:
     handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=reason)
     # Else TensorFlow searches all of memory for a parent; the message comes then, too.
     handle._parent_trackable = lambda: None

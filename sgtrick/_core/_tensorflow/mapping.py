@@ -9,6 +9,7 @@ from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._core._tensorflow.graphs import captured_from, identity_of
 from sgtrick._core._tensorflow.tapes import not_recording
+from sgtrick._core.types import Graph, Tensor
 
 
 class Vectorized(NamedTuple):
@@ -23,21 +24,21 @@ class Vectorized(NamedTuple):
         outputs: The operation's outputs, for one member.
     """
 
-    inputs: Sequence[tuple[Any, bool]]
-    take: Callable[[Any], tuple[Any, bool]]
-    stack: Callable[[Any], Any]
-    graph: Any
-    outputs: Sequence[Any]
+    inputs: Sequence[tuple[Tensor, bool]]
+    take: Callable[[Tensor], tuple[Tensor, bool]]
+    stack: Callable[[Tensor], Tensor]
+    graph: Graph
+    outputs: Sequence[Tensor]
 
 
-def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Any]]) -> list[Any]:
+def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]) -> list[Any]:
     """What `tf.vectorized_map` makes of an operation whose first outputs `vectorize` returns.
 
     Its other outputs are the last of its inputs.
     """
     op, pfor = pfor_input.op, pfor_input.pfor
 
-    def take(tensor: Any) -> tuple[Any, bool]:
+    def take(tensor: Tensor) -> tuple[Tensor, bool]:
         if isinstance(tensor, ops.EagerTensor) or tensor.graph is not op.graph:
             if _depends_on_member(tensor):
                 raise OutOfReachError
@@ -45,7 +46,7 @@ def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Any]]) -
         found = pfor._convert_helper(tensor)
         return found.t, bool(found.is_stacked)
 
-    def stack(tensor: Any) -> Any:
+    def stack(tensor: Tensor) -> Any:
         return pfor_lib._stack(tensor, pfor.loop_len_vector).t
 
     inputs = [(found.t, bool(found.is_stacked)) for found in pfor_input.inputs]
@@ -60,7 +61,7 @@ class OutOfReachError(Exception):
     """A tensor of a mapped function that is not of the graph that is being converted."""
 
 
-def _depends_on_member(tensor: Any) -> bool:
+def _depends_on_member(tensor: Tensor) -> bool:
     """Whether a tensor differs between the members of what `tf.vectorized_map` maps."""
     stack, seen = [tensor], set()
     while stack:
@@ -77,7 +78,7 @@ def _depends_on_member(tensor: Any) -> bool:
     return False
 
 
-def unconvertible(y: Any, message: str) -> Any:
+def unconvertible(y: Tensor, message: str) -> Tensor:
     """Returns `y`; who differentiates it gets an error with this message.
 
     `tf.vectorized_map` has no rule for the operation, and gets one here.

@@ -15,7 +15,7 @@ from sgtrick._core._tensorflow.mapping import Vectorized, convert
 from sgtrick._core._tensorflow.tapes import not_recording
 from sgtrick._core._tensorflow.tracing import Traced, specs_of
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.types import Pullback
+from sgtrick._core.types import Gradient, Graph, Operation, Pullback, Tensor
 
 
 class Override(NamedTuple):
@@ -26,14 +26,14 @@ class Override(NamedTuple):
         vectorize: The same for a batch: from `Vectorized` inputs to the batched outputs.
     """
 
-    gradient: Callable[..., Sequence[Any]]
-    vectorize: Callable[["Vectorized"], Sequence[Any]]
+    gradient: Pullback
+    vectorize: Callable[[Vectorized], Sequence[Tensor]]
 
 
 class _Overrides:
     """Those of one graph by name. The graph holds them, so that they die with it."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.by_name: dict[str, Override] = {}
         self.operations: dict[str, str] = {}  # their names
         self.graph = weakref.ref(graph)
@@ -63,7 +63,9 @@ _ATTRIBUTE = "_sgtrick_overrides"
 _IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
 
 
-def override(natural: Sequence[Any], inputs: Sequence[Any], meaning: Override) -> list[Any]:
+def override(
+    natural: Sequence[Tensor], inputs: Sequence[Tensor], meaning: Override
+) -> list[Tensor]:
     """Returns `natural` as outputs of an operation of the default graph that means something else.
 
     Tapes and accumulators do not see it: see `record_override`.
@@ -105,7 +107,7 @@ def _map(pfor_input: Any) -> list[Any]:
 def _register(name: str, count: int, reference: Callable[[], _Overrides | None]) -> None:
     @tf.RegisterGradient(name)  # type: ignore[untyped-decorator]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def gradient(op: Any, *upstream: Any) -> list[Any]:
+    def gradient(op: Operation, *upstream: Tensor) -> list[Gradient]:
         overrides = reference()
         if overrides is None:
             raise LookupError(_COPIED)
@@ -117,7 +119,7 @@ def _register(name: str, count: int, reference: Callable[[], _Overrides | None])
         return [*[None] * count, *pull(*upstream[:count])]
 
 
-def _overrides_of(op: Any) -> _Overrides | None:
+def _overrides_of(op: Operation) -> _Overrides | None:
     return getattr(op.graph, _ATTRIBUTE, None)
 
 
@@ -128,7 +130,7 @@ def _to_be_stored(pull: Pullback) -> Pullback:
     that are made here under their names.
     """
 
-    def pull_and_forget(*upstream: Any) -> Sequence[Any]:
+    def pull_and_forget(*upstream: Tensor) -> Sequence[Gradient]:
         made: list[str] = []
         token = _MADE.set(made)
         try:
@@ -140,7 +142,7 @@ def _to_be_stored(pull: Pullback) -> Pullback:
     return pull_and_forget
 
 
-def _of_copy(pull: Pullback, graph: Any, name: str, op: Any) -> Pullback:
+def _of_copy(pull: Pullback, graph: Graph, name: str, op: Operation) -> Pullback:
     """The pullback of an operation of this name, for the same operation in a copy of its graph.
 
     Forward mode in a graph differentiates loops and branches by copies of their bodies. What the
@@ -153,7 +155,7 @@ def _of_copy(pull: Pullback, graph: Any, name: str, op: Any) -> Pullback:
     captures = {id(outer): inner for outer, inner in getattr(graph, "captures", ())}
     inputs = [t.name for t in getattr(graph, "inputs", ())]
 
-    def in_copy(t: Any) -> Any:
+    def in_copy(t: Tensor) -> Any:
         t = captures.get(id(t), t)
         if isinstance(t, ops.EagerTensor) and t.dtype != tf.resource:
             return t
@@ -163,7 +165,7 @@ def _of_copy(pull: Pullback, graph: Any, name: str, op: Any) -> Pullback:
             return copy.inputs[inputs.index(t.name)]
         return copy.get_tensor_by_name(t.name)
 
-    def pull_in_copy(*upstream: Any) -> list[Any]:
+    def pull_in_copy(*upstream: Tensor) -> list[Gradient]:
         us, dense = present(upstream), Dense(pull, upstream)
         traced = Traced(dense, specs_of(us), graph)
         return dense.restored(traced(us, list(map(in_copy, traced.captured))))

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record
 
-from sgtrick._core.types import Pullback, Pushforward
+from sgtrick._core.types import Pullback, Pushforward, Tensor
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def somebody_records() -> bool:
     return bool(record.could_possibly_record())
 
 
-def is_recorded(tensors: Sequence[Any]) -> bool:
+def is_recorded(tensors: Sequence[Tensor]) -> bool:
     """Whether a tape or an accumulator knows a derivative of one of some eager tensors."""
     if record.should_record_backprop(list(tensors)):
         return True
@@ -51,7 +51,7 @@ def recording() -> Iterator[None]:
 
 
 def record_override(
-    outputs: Sequence[Any], inputs: Sequence[Any], pull: Pullback, push: Pushforward
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], pull: Pullback, push: Pushforward
 ) -> None:
     """Tells all tapes and accumulators the derivatives of `outputs` with respect to `inputs`.
 
@@ -95,18 +95,18 @@ def tapes_are_silenced() -> bool:
 
 
 @functools.cache
-def _ends() -> tuple[Any, Any]:
+def _ends() -> tuple[Tensor, Tensor]:
     with tf.init_scope():
         return tf.constant(0.0), tf.constant(0.0)
 
 
-def unrecorded(x: Any) -> Any:
+def unrecorded(x: Tensor) -> Tensor:
     """The value of a tensor, which no tape and no accumulator connects with it."""
     with not_recording():
         return tf.stop_gradient(x)
 
 
-def asked_for(x: Any) -> bool:
+def asked_for(x: Tensor) -> bool:
     """Whether the tape that calls a pullback now was asked for the gradient of `x` itself.
 
     A tape calls pullbacks on all paths from its target, whether they lead to what was asked for

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +11,7 @@ from tensorflow.python.ops import gradients_util
 
 from sgtrick._core._tensorflow.graphs import as_used, here, operation
 from sgtrick._core._tensorflow.tapes import apart, not_recording, recording
-from sgtrick._core.types import Spec, Tensor
+from sgtrick._core.types import Function, Gradient, Graph, Spec, Tensor
 
 
 def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
@@ -19,7 +19,7 @@ def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
 
 
-def trace(f: Callable[..., Any], specs: Sequence[Any]) -> Any:
+def trace(f: Function, specs: Sequence[Spec]) -> Any:
     """`f` as a concrete function for tensors like `specs`."""
     with recording():
         return tf.function(f, autograph=False).get_concrete_function(*specs)
@@ -34,7 +34,7 @@ class Traced:
         outputs: The tensors that it returns.
     """
 
-    def __init__(self, f: Callable[..., Any], specs: Sequence[Any], graph: Any = None) -> None:
+    def __init__(self, f: Function, specs: Sequence[Spec], graph: Graph = None) -> None:
         with contextlib.nullcontext() if graph is None else graph.as_default():
             self._function = trace(f, specs)
         self.captured = list(self._function.captured_inputs)
@@ -50,7 +50,7 @@ class Traced:
             self._function.set_external_captures(self.captured)
 
 
-def carried(f: Callable[..., Any], specs: Sequence[Any], owner: Any) -> Callable[..., Any]:
+def carried(f: Function, specs: Sequence[Spec], owner: Tensor) -> Function:
     """`f`, so that it can be called where the tensors that it uses are out of reach.
 
     A gradient graph is differentiated in another one, which can take tensors of the former, and
@@ -69,7 +69,7 @@ def carried(f: Callable[..., Any], specs: Sequence[Any], owner: Any) -> Callable
     return lambda *arguments: traced(arguments, captured)
 
 
-def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def call_apart(f: Function, arguments: Sequence[Any]) -> Any:
     """Returns `f(*arguments)`, traced apart and called here, where it is recorded as a whole."""
     specs = specs_of(arguments)
 
@@ -79,7 +79,7 @@ def call_apart(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
 
         # Forward mode over a function fails if what the function captures has a tangent.
-        def explicit(*tensors: Any) -> Any:
+        def explicit(*tensors: Tensor) -> Any:
             some = iter(tensors[len(specs) :])
             captured = [
                 t if t.dtype in (tf.resource, tf.variant) else next(some) for t in traced.captured
@@ -105,7 +105,7 @@ _VARIABLES_MOVE = (
 )
 
 
-def as_one(f: Callable[..., Any], *tensors: Any) -> Any:
+def as_one(f: Function, *tensors: Tensor) -> Tensor:
     """`f(*tensors)` without derivatives, in a graph as one operation that runs only if it is used.
 
     What is stateful in `f`, as an operation that may raise, would run in any case in a function. A
@@ -125,14 +125,18 @@ def as_one(f: Callable[..., Any], *tensors: Any) -> Any:
 
 
 @functools.lru_cache(1024)
-def _one(f: Callable[..., Any], specs: tuple[Any, ...]) -> Any:
+def _one(f: Function, specs: tuple[Spec, ...]) -> Any:
     with tf.init_scope():
         return trace(f, specs)
 
 
-def gradients_in(graph: Any, ys: Sequence[Any], xs: Sequence[Any], grad_ys: Sequence[Any]) -> Any:
+def gradients_in(
+    graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor]
+) -> list[Gradient]:
     """`tf.gradients` of tensors of a graph which need not be the one that is being traced."""
     with recording():
-        return gradients_util._GradientsHelper(
-            list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph
+        return list(
+            gradients_util._GradientsHelper(
+                list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph
+            )
         )
