@@ -14,12 +14,12 @@ from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Device, Structure, Tensor
+from sgtrick._core.types import Device, Structure, Tensor, TensorLike
 
 
 @unconverted
 def custom_gradient(
-    fx: Structure,
+    fx: TensorLike,
     gx: Structure,
     x: Structure,
     fx_gx_manually_stopped: bool = False,
@@ -123,7 +123,7 @@ def custom_gradient(
 def _hessian(
     name: str,
     hx: Structure,
-    x: Tensor,
+    x: Structure,
     fx: Tensor,
     leaves: Sequence[Leaf],
     stop: Callable[[Any], Any],

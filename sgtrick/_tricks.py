@@ -309,7 +309,7 @@ def _map(f: Function, x: Structure, **options: Any) -> Structure:
     return tf.nest.pack_sequence_as(x, mapped)
 
 
-def _differentiable(value: TensorLike, name: str, like: Tensor = None) -> Tensor:
+def _differentiable(value: TensorLike, name: str, like: Tensor | None = None) -> Tensor:
     """A tensor that has derivatives; a bare Python float takes the precision of `like`."""
     dtype = like.dtype if like is not None and type(value) is float else None
     value = structures.to_tensor(value, name, dtype=dtype)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from sgtrick._core import adjoint, ancestry, structures
 from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.mixed import Others
-from sgtrick._core.types import Tensor
+from sgtrick._core.types import Tangent, Tensor
 
 
 class Closure:
@@ -64,8 +64,8 @@ class Closure:
         ys: Sequence[Tensor],
         sources: Sequence[Tensor],
         point: Sequence[Tensor],
-        us: Sequence[Tensor],
-        ts: Sequence[Tensor],
+        us: Sequence[Tensor | None],
+        ts: Sequence[Tangent],
     ) -> Tensor | bool:
         """The dot-product test of the values' own derivatives.
 
@@ -100,5 +100,5 @@ class Closure:
         )
 
 
-def _is_zero(us: Sequence[Tensor], _: Sequence[Any]) -> Tensor:
+def _is_zero(us: Sequence[Tensor | None], _: Sequence[Any]) -> Tensor:
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(u, 0)) for u in us if u is not None]))

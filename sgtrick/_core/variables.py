@@ -67,7 +67,7 @@ class Reader:
         return result, self._orders[key], tape
 
 
-def _handle(variable: Variable) -> Any:
+def _handle(variable: Any) -> Tensor | None:
     """What a variable has in common with those that it wraps; None for what is none.
 
     Layers of Keras wrap them, and cast what they read from them.
@@ -132,13 +132,15 @@ def _pull_one(gx: Tensor, x: Tensor, y: Tensor, upstream: Tensor, variable: str)
 
 
 def _in_order(
-    variables: list[Variable], handles: list[Tensor], graph: Graph = None
+    variables: list[Variable], handles: list[Tensor], graph: Graph | None = None
 ) -> list[Variable]:
     """By the place of the first handle in `handles`; those that are not there come last."""
-    places = {id(handle): i for i, handle in reversed(list(enumerate(handles)))}
+    places: dict[int, int] = {id(handle): i for i, handle in reversed(list(enumerate(handles)))}
 
-    def place(v: Tensor) -> Any:
-        handle = graph.capture(v.handle) if hasattr(graph, "capture") else v.handle
+    def place(v: Variable) -> int:
+        handle = v.handle
+        if graph is not None and hasattr(graph, "capture"):
+            handle = graph.capture(handle)
         return places.get(id(handle), len(handles))
 
     return sorted(variables, key=place)

@@ -1,12 +1,13 @@
 """Functions that another framework differentiates, as engines of arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._core import calls, structures
+from sgtrick._core.types import Args, Function, Structure
 from sgtrick._host.engine import WrongUse
 
 # Which leaves to map over, by batch dimension from the first to the last, by group of leaves.
@@ -19,11 +20,11 @@ class Framework(Protocol):
     `f(points, constants)` returns a scalar, or `(scalar, aux)`; it is a function of one member.
     """
 
-    def gradient(self, f: Callable[..., Any], has_aux: bool, dims: Dims) -> Callable[..., Any]:
+    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
         """From arrays `(points, constants)` to `(value or (value, aux), gradients)`, mapped."""
         ...
 
-    def hessian_times(self, f: Callable[..., Any], dims: Dims) -> Callable[..., Any]:
+    def hessian_times(self, f: Function, dims: Dims) -> Function:
         """From arrays `(points, constants, vs)` to the Hessian times `vs`, mapped."""
         ...
 
@@ -31,7 +32,7 @@ class Framework(Protocol):
         """What is wrong with the value that `f` returned."""
         ...
 
-    def is_cut_off(self, f: Callable[..., Any], points: Any, constants: Any, k: int) -> bool:
+    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
         """Whether `f(points, constants)` uses point `k`, and its value does not depend on it."""
         ...
 
@@ -43,7 +44,7 @@ class Framework(Protocol):
 class Split(NamedTuple):
     """The leaves of a call; those to differentiate by are its points, all others its constants."""
 
-    args: tuple[Any, ...]
+    args: Args
     leaves: list[Any]
     places: tuple[int, ...]  # of the points
 
@@ -73,15 +74,15 @@ class Derived:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Function,
         framework: Framework,
-        event_ndims: Any,
+        event_ndims: Structure,
         has_aux: bool,
         name: str,
     ) -> None:
         self._fn, self._framework, self._has_aux = fn, framework, has_aux
         self._event_ndims, self._name = event_ndims, name
-        self._transformed: dict[Any, Callable[..., Any]] = {}
+        self._transformed: dict[Any, Function] = {}
 
     def evaluate(self, *args: Any) -> Any:
         """Value, perhaps aux, and gradients, of a batch."""
@@ -129,7 +130,7 @@ class Derived:
         ]
         return squeezed, dims
 
-    def _by_leaf(self, args: tuple[Any, ...]) -> list[int]:
+    def _by_leaf(self, args: Args) -> list[int]:
         """`event_ndims`, one for each leaf."""
         stated = self._event_ndims
         by_argument = stated if isinstance(stated, (tuple, list)) else [stated] * len(args)
@@ -157,7 +158,7 @@ class Derived:
                 self._transformed[key] = self._framework.hessian_times(f, dims)
         return self._advised(self._transformed[key], *groups)
 
-    def _advised(self, f: Callable[..., Any], *args: Any) -> Any:
+    def _advised(self, f: Function, *args: Any) -> Any:
         """`f(*args)`, with our own advice in front of the framework's errors."""
         try:
             return f(*args)
@@ -170,7 +171,7 @@ class Derived:
             said = f"{type(error).__name__}: {error}"
             raise WrongUse(f"{self._name} {advice}\n{said}") from error
 
-    def _function(self, split: Split, has_aux: bool) -> Callable[..., Any]:
+    def _function(self, split: Split, has_aux: bool) -> Function:
         """The function of `(points, constants)`, that returns what it should."""
 
         def f(points: Sequence[Any], constants: Sequence[Any]) -> Any:
@@ -210,7 +211,7 @@ class Derived:
                 "derivative is zero indeed, add 0 * x.sum() to the value."
             )
 
-    def _path(self, args: tuple[Any, ...], place: int) -> str:
+    def _path(self, args: Args, place: int) -> str:
         """What a leaf is called: "p['loc']"."""
         signature = calls.signature_of(self._fn)
         names = list(signature.parameters) if signature else []
@@ -223,6 +224,6 @@ class Derived:
         return paths[place]
 
 
-def _split(args: tuple[Any, ...]) -> Split:
+def _split(args: Args) -> Split:
     leaves = tf.nest.flatten(args)
     return Split(args, leaves, tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f"))

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from sgtrick._core.types import Array, Function
 from sgtrick._host import reticulate
 from sgtrick._host.executors import MainThreadExecutor
 from sgtrick._host.hessians import HessianTimes
 from sgtrick._host.replies import (
-    Columns,
     Reply,
+    Results,
     Shape,
     ValueAndGradient,
     count_nonfinite,
@@ -45,16 +46,16 @@ class Engine:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        grad: Callable[..., Any] | None = None,
+        fn: Function,
+        grad: Function | None = None,
         *,
-        hessp: Callable[..., Any] | None = None,
-        hess: Callable[..., Any] | None = None,
+        hessp: Function | None = None,
+        hess: Function | None = None,
         vectorized: bool,
         broadcasts: bool = False,
         dtype: Any,
-        executor: Any,
-        on_error: Any,
+        executor: futures.Executor | None,
+        on_error: str | float,
     ) -> None:
         """See `from_numpy`.
 
@@ -78,7 +79,7 @@ class Engine:
         # One that does one thing at a time is given one: the engine may return the same buffer.
         self._concurrent = executor is not None and not isinstance(executor, MainThreadExecutor)
 
-    def evaluate(self, reply: ValueAndGradient, *arrays: Any) -> list[Any]:
+    def evaluate(self, reply: ValueAndGradient, *arrays: Array) -> list[Any]:
         """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
 
         Args:
@@ -87,7 +88,7 @@ class Engine:
         """
         return self._answer(_Asked(reply, self._functions, "calls"), arrays)
 
-    def hessian_times(self, reply: HessianTimes, *arrays: Any) -> list[Any]:
+    def hessian_times(self, reply: HessianTimes, *arrays: Array) -> list[Any]:
         """Returns the products of the Hessian with a vector, by the leaves that have derivatives.
 
         Args:
@@ -101,7 +102,7 @@ class Engine:
         """Whether the engine has second derivatives."""
         return bool(self._hessian)
 
-    def _answer(self, asked: "_Asked", arrays: Sequence[Any]) -> list[Any]:
+    def _answer(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
         """The arrays for TensorFlow."""
         with self._turn:
             begin = time.perf_counter()
@@ -116,7 +117,7 @@ class Engine:
                     self.nonfinite += asked.nonfinite
                     self.seconds += time.perf_counter() - begin
 
-    def _parts(self, asked: "_Asked", arrays: Sequence[Any]) -> list[Any]:
+    def _parts(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
         """What came back for all members of the batch."""
         reply = asked.reply
         leaves = reply.incoming(arrays, self.dtype)
@@ -146,7 +147,7 @@ class Engine:
     def _by_member(
         self,
         asked: "_Asked",
-        arrays: Sequence[Any],
+        arrays: Sequence[Array],
         leaves: Sequence[Any],
         batch: Shape,
         events: Sequence[Shape],
@@ -159,7 +160,7 @@ class Engine:
         shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
         plain = not (one or any(shared))
 
-        def start(i: tuple[int, ...]) -> tuple[list[Any], Callable[[], Any]]:
+        def start(i: Shape) -> tuple[list[Any], Callable[[], Any]]:
             if plain:  # the usual case, in less time
                 member = [a[(*i, ...)] for a in leaves]
             else:
@@ -170,17 +171,17 @@ class Engine:
         started: Iterable[tuple[Sequence[Any], Callable[[], Any]]] = map(start, places)
         if self._concurrent:
             started = list(started)
-        columns = Columns(reply, batch, events, len(one))
+        results = Results(reply, batch, events, len(one))
         for i, (member, result) in zip(places, started, strict=True):
             try:
                 returned = self._returned(asked, result)
             except _Failure as failure:
                 came = [_of(i, np.asarray(a), s) for a, s in zip(arrays, shared, strict=True)]
-                columns.put(i, self._failed(asked, failure, came, one, events), failed=True)
+                results.put(i, self._failed(asked, failure, came, one, events), failed=True)
             else:
-                columns.put(i, reply.parts(returned, one, events, member))
-        asked.nonfinite = columns.nonfinite()
-        return columns.joined()
+                results.put(i, reply.parts(returned, one, events, member))
+        asked.nonfinite = results.nonfinite()
+        return results.joined()
 
     def _returned(self, asked: "_Asked", result: Callable[[], Any]) -> Any:
         """What comes back of one call.
@@ -208,7 +209,7 @@ class Engine:
         self,
         asked: "_Asked",
         failure: "_Failure",
-        member: Sequence[Any],
+        member: Sequence[Array],
         batch: Shape,
         events: Sequence[Shape],
     ) -> list[Any]:
@@ -220,7 +221,7 @@ class Engine:
             raise RuntimeError(_message(asked.reply, member, error)) from error
         return asked.reply.instead(self._instead, batch, events)
 
-    def _started(self, asked: "_Asked", leaves: Sequence[Any]) -> Callable[[], Any]:
+    def _started(self, asked: "_Asked", leaves: Sequence[Array]) -> Callable[[], Any]:
         """Starts a call if there is an executor; returns what gives its result."""
         if len(asked.functions) == 1:
             return self._call(asked, asked.functions[0], leaves)
@@ -230,16 +231,15 @@ class Engine:
         value, gradient = self._call(asked, f, leaves), self._call(asked, grad, copies)
         return lambda: (value(), gradient())
 
-    def _call(
-        self, asked: "_Asked", f: Callable[..., Any], leaves: Sequence[Any]
-    ) -> Callable[[], Any]:
+    def _call(self, asked: "_Asked", f: Function, leaves: Sequence[Array]) -> Callable[[], Any]:
         arguments = asked.reply.arguments(leaves)
         if self._executor is None:
             return partial(f, *arguments)
         asked.running.append(self._submitted(asked.reply.name, f, arguments))
         return asked.running[-1].result
 
-    def _submitted(self, name: str, f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def _submitted(self, name: str, f: Function, arguments: Sequence[Any]) -> futures.Future[Any]:
+        assert self._executor is not None
         try:
             return self._executor.submit(f, *arguments)
         except Exception as error:
@@ -249,7 +249,7 @@ class Engine:
 class _Asked:
     """What an engine is asked for once, whom to call for it, and what came of it."""
 
-    def __init__(self, reply: Reply, functions: Sequence[Callable[..., Any]], counter: str) -> None:
+    def __init__(self, reply: Reply, functions: Sequence[Function], counter: str) -> None:
         self.reply, self.functions, self.counter = reply, functions, counter
         self.running: list[futures.Future[Any]] = []
         self.calls, self.failures, self.nonfinite = 0, 0, 0
@@ -294,7 +294,7 @@ def _lost(name: str, error: BaseException) -> str:
     return f"{name} got no answer from its executor: {_said(error).rstrip('.')}. {why}"
 
 
-def _message(reply: Reply, member: Sequence[Any], error: BaseException) -> str:
+def _message(reply: Reply, member: Sequence[Array], error: BaseException) -> str:
     show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
     given = [
         f"\n  {path} = {show(np.asarray(a))}" for path, a in zip(reply.paths, member, strict=True)
@@ -328,7 +328,7 @@ def _number(on_error: Any) -> float | None:
     return float(on_error)
 
 
-def _check_executor(executor: Any, functions: Sequence[Any]) -> None:
+def _check_executor(executor: futures.Executor | None, functions: Sequence[Any]) -> None:
     if executor is not None and not isinstance(executor, futures.Executor):
         raise TypeError(
             "executor must be a concurrent.futures.Executor, for example ThreadPoolExecutor(), or "

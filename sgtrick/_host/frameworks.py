@@ -2,23 +2,24 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any
 
 from sgtrick._core import calls
+from sgtrick._core.types import DTypeLike, Function, Structure
 from sgtrick._host.derived import Derived, Framework
 from sgtrick._host.from_numpy import Derivatives, HostFunction, Options
 
 
 def from_torch(
-    fn: Callable[..., Any] | None = None,
+    fn: Function | None = None,
     *,
-    event_ndims: Any = 1,
+    event_ndims: Structure = 1,
     vectorized: bool = True,
     has_aux: bool = False,
-    dtype: Any = "float64",
-    executor: Any = None,
-    on_error: Any = "raise",
+    dtype: DTypeLike = "float64",
+    executor: Executor | None = None,
+    on_error: str | float = "raise",
     name: str | None = None,
 ) -> Any:
     """Brings a function of PyTorch into TensorFlow; its gradient comes from PyTorch's autograd.
@@ -69,14 +70,14 @@ def from_torch(
 
 
 def from_jax(
-    fn: Callable[..., Any] | None = None,
+    fn: Function | None = None,
     *,
-    event_ndims: Any = 1,
+    event_ndims: Structure = 1,
     vectorized: bool = True,
     has_aux: bool = False,
-    dtype: Any = "float64",
-    executor: Any = None,
-    on_error: Any = "raise",
+    dtype: DTypeLike = "float64",
+    executor: Executor | None = None,
+    on_error: str | float = "raise",
     jit: bool = True,
     name: str | None = None,
 ) -> Any:
@@ -125,7 +126,7 @@ def from_jax(
     return _form(fn, Jax(jit=jit), options)
 
 
-def _form(fn: Callable[..., Any] | None, framework: Framework, options: Options) -> Any:
+def _form(fn: Function | None, framework: Framework, options: Options) -> Any:
     """The host function, or without `fn` a decorator."""
 
     def make(functions: Derivatives) -> Derivatives:

@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -12,11 +13,11 @@ import tensorflow as tf
 from sgtrick._core import calls, embedding, shapes, structures
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.hessian import symmetric
-from sgtrick._core.types import Args, Function, Kwargs, Tensor
+from sgtrick._core.types import Args, DTypeLike, Function, Kwargs, Structure, Tensor
 from sgtrick._host import foreign
 from sgtrick._host.engine import Engine
 from sgtrick._host.host_call import HostCall
-from sgtrick._host.replies import Layout, too_few_dimensions
+from sgtrick._host.replies import CallSpec, too_few_dimensions
 
 
 def from_numpy(
@@ -25,12 +26,12 @@ def from_numpy(
     grad: Function | None = None,
     hessp: Function | None = None,
     hess: Function | None = None,
-    event_ndims: Any = 1,
+    event_ndims: Structure = 1,
     vectorized: bool = False,
     has_aux: bool = False,
-    dtype: Any = "float64",
-    executor: Any = None,
-    on_error: Any = "raise",
+    dtype: DTypeLike = "float64",
+    executor: Executor | None = None,
+    on_error: str | float = "raise",
     name: str | None = None,
 ) -> Any:
     """Brings a function of NumPy arrays and its gradient into TensorFlow.
@@ -155,9 +156,9 @@ class Options(NamedTuple):
 
     vectorized: bool
     dtype: Any
-    executor: Any
-    on_error: Any
-    event_ndims: Any
+    executor: Executor | None
+    on_error: str | float
+    event_ndims: Structure
     has_aux: bool
     name: str | None
     broadcasts: bool = False  # as of an Engine
@@ -207,7 +208,7 @@ class HostFunction:
         """Learns of which attribute of which class this is the function."""
         self._attribute, self._owner = name, owner
 
-    def __get__(self, instance: Any, owner: Tensor = None) -> "HostFunction":
+    def __get__(self, instance: Any, owner: Any = None) -> "HostFunction":
         """The function as a method of `instance`, always the same one: it counts its own calls."""
         of_class = isinstance(self._functions.fn, classmethod)
         if of_class:
@@ -308,7 +309,7 @@ class HostFunction:
             call, xs, hosted, batch = self._prepared(args, names)
             # In a branch, gradients find what is of the branch, and nothing from around it.
             xs, hosted = list(map(here, xs)), list(map(here, hosted))
-            layout = call.layout
+            spec = call.spec
             value, *gradients = call.evaluate(hosted)
             value.set_shape(batch)
             if not tf.executing_eagerly():
@@ -316,14 +317,14 @@ class HostFunction:
             aux = gradients.pop() if self._has_aux else None
             leaves = []
             for x, path, ndims, dtype in zip(
-                xs, layout.paths, layout.event_ndims, layout.dtypes, strict=True
+                xs, spec.paths, spec.event_ndims, spec.dtypes, strict=True
             ):
                 if dtype is not None:
                     gx = gradients.pop(0)
                     gx.set_shape(x.shape)
                     batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
                     leaves.append(structures.Leaf(path, x, gx, batch_ndims))
-            hessian: Any = _NO_HESSIAN.format(self._name)
+            hessian: Structure = _NO_HESSIAN.format(self._name)
             if self._engine.has_hessian:
                 points = [leaf.x for leaf in leaves]
                 hessian = symmetric(self._name, call.hessian_times, hosted, points)
@@ -351,9 +352,9 @@ class HostFunction:
         xs, dtypes, value_dtype = _tensors(flat, self._engine.dtype)
         points, batch = _broadcast(xs, event_ndims, paths)
         aux_dtype = self._engine.dtype if self._has_aux else None
-        layout = Layout(self._name, args, paths, event_ndims, dtypes, value_dtype, aux_dtype)
+        spec = CallSpec(self._name, args, paths, event_ndims, dtypes, value_dtype, aux_dtype)
         hosted = points if batch.rank is None else _padded(xs, event_ndims, batch.rank)
-        return HostCall(self._engine, layout), points, hosted, batch
+        return HostCall(self._engine, spec), points, hosted, batch
 
     def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], list[str]]:
         """The arguments by position, and their names."""

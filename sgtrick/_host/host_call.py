@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core._tensorflow import graphs, host_calls
-from sgtrick._core.types import Function, Tensor
+from sgtrick._core.types import Array, Function, Tensor
 from sgtrick._host.engine import Engine
 from sgtrick._host.hessians import HessianTimes
-from sgtrick._host.replies import Layout, ValueAndGradient
+from sgtrick._host.replies import CallSpec, ValueAndGradient
 
 
 class HostCall:
@@ -20,16 +20,16 @@ class HostCall:
     dimensions, which broadcast against each other.
 
     Attributes:
-        layout: What the leaves are.
+        spec: What the leaves are.
     """
 
-    def __init__(self, engine: Engine, layout: Layout) -> None:
-        self._engine, self.layout = engine, layout
+    def __init__(self, engine: Engine, spec: CallSpec) -> None:
+        self._engine, self.spec = engine, spec
 
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The value, the gradients by the leaves that have derivatives, and perhaps aux."""
-        evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.layout))
-        return self._call(evaluate, xs, self.layout.outputs)
+        evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.spec))
+        return self._call(evaluate, xs, self.spec.outputs)
 
     def hessian_times(self, xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
         """The products of the Hessian of each member of the batch with a vector.
@@ -43,9 +43,9 @@ class HostCall:
             `sum_j H_ij v_j` for each leaf `i` that has derivatives, of the shape of `v_i` and of
             the dtype of the leaf.
         """
-        reply = HessianTimes(self.layout, whole=self._engine.has_whole_hessian)
+        reply = HessianTimes(self.spec, whole=self._engine.has_whole_hessian)
         product = functools.partial(self._engine.hessian_times, reply)
-        outputs = self._call(product, [*xs, *vs], self.layout.gradient_dtypes)
+        outputs = self._call(product, [*xs, *vs], self.spec.gradient_dtypes)
         for output, v in zip(outputs, vs, strict=True):
             output.set_shape(v.shape)
         return outputs
@@ -58,7 +58,7 @@ class HostCall:
         graph = tf.compat.v1.get_default_graph()
         if graphs.in_xla(graph):
             raise NotImplementedError(
-                f"{self.layout.name} calls the host, which XLA cannot compile. Leave "
+                f"{self.spec.name} calls the host, which XLA cannot compile. Leave "
                 "jit_compile=True away, or put it on functions that do not call the engine; for a "
                 "Keras model, compile(jit_compile=False)."
             )
@@ -70,7 +70,7 @@ class HostCall:
         return host_calls.host_call(functools.partial(_tersely, callback), xs, dtypes)
 
 
-def _tersely(callback: Function, *arrays: Any) -> Any:
+def _tersely(callback: Function, *arrays: Array) -> Any:
     """Calls back, and takes our own frames off errors.
 
     TensorFlow makes text of them, whose last lines should be the engine's and what it says.

@@ -1,7 +1,6 @@
 """JAX: gradients and Hessian-vector products of its functions."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.experimental
 import numpy as np
 import tensorflow as tf
 
+from sgtrick._core.types import Function
 from sgtrick._host.derived import Dims
 
 # Where it has been since JAX 0.8, and where it was before.
@@ -21,11 +21,11 @@ class Jax:
     def __init__(self, *, jit: bool) -> None:
         self._jit = jax.jit if jit else lambda f: f
 
-    def gradient(self, f: Callable[..., Any], has_aux: bool, dims: Dims) -> Callable[..., Any]:
+    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
         """See `Framework`."""
         return self._of_arrays(jax.value_and_grad(f, has_aux=has_aux), dims)
 
-    def hessian_times(self, f: Callable[..., Any], dims: Dims) -> Callable[..., Any]:
+    def hessian_times(self, f: Function, dims: Dims) -> Function:
         """See `Framework`."""
 
         def product(points: Any, constants: Any, vs: Any) -> Any:
@@ -42,7 +42,7 @@ class Jax:
             "event_ndims=0 if each number is a point of its own."
         )
 
-    def is_cut_off(self, f: Callable[..., Any], points: Any, constants: Any, k: int) -> bool:
+    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
         """JAX raises where a value is cut off."""
         del f, points, constants, k
         return False
@@ -68,7 +68,7 @@ class Jax:
             )
         return None
 
-    def _of_arrays(self, f: Callable[..., Any], dims: Dims) -> Callable[..., Any]:
+    def _of_arrays(self, f: Function, dims: Dims) -> Function:
         for in_axes in reversed(dims):
             f = jax.vmap(f, in_axes=in_axes)
         f = self._jit(f)

@@ -8,11 +8,12 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._core import shapes, structures
+from sgtrick._core.types import Array, Structure
 
 Shape = tuple[int, ...]
 
 
-class Layout:
+class CallSpec:
     """What flat arrays are as arguments of an engine, and what has to come back.
 
     Attributes:
@@ -49,13 +50,13 @@ class Layout:
         self._nested = any(map(tf.nest.is_nested, args))
         self.has_derivatives = bool(self.gradient_dtypes)
 
-    def pack(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def pack(self, leaves: Sequence[Array]) -> Sequence[Any]:
         """Leaves as the arguments that the engine takes."""
         if not self._nested:
             return leaves
         return tf.nest.pack_sequence_as(self._args, leaves)  # type: ignore[no-any-return]
 
-    def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
         """Copies for the engine, which may change and keep them: the buffers are TensorFlow's.
 
         Args:
@@ -79,7 +80,7 @@ class Layout:
         return leaves
 
     def gradients(
-        self, gradient: Any, batch: Shape, events: Sequence[Shape], what: str = "the gradient"
+        self, gradient: Structure, batch: Shape, events: Sequence[Shape], what: str = "the gradient"
     ) -> list[Any]:
         """The gradients by the leaves that have derivatives, checked; None where one is not known.
 
@@ -108,7 +109,7 @@ class Layout:
                 )
         return found
 
-    def split(self, gradient: Any, what: str) -> Sequence[Any]:
+    def split(self, gradient: Structure, what: str) -> Sequence[Any]:
         """The leaves of what has the structure of the arguments.
 
         Raises:
@@ -170,11 +171,11 @@ class Reply(Protocol):
     paths: Sequence[str]
     event_ndims: Sequence[int]
 
-    def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
         """Copies of the leaves for the engine."""
         ...
 
-    def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
         """What the engine is called with."""
         ...
 
@@ -183,7 +184,7 @@ class Reply(Protocol):
         ...
 
     def parts(
-        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+        self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> list[Any]:
         """The parts of what an engine returned for `leaves`, checked; None for one not known."""
         ...
@@ -200,24 +201,24 @@ class Reply(Protocol):
 class ValueAndGradient:
     """The reply `(value, gradient)` or `((value, aux), gradient)`."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self.name, self.has_aux = layout, layout.name, layout.has_aux
-        self.paths, self.event_ndims = layout.paths, layout.event_ndims
+    def __init__(self, spec: CallSpec) -> None:
+        self._spec, self.name, self.has_aux = spec, spec.name, spec.has_aux
+        self.paths, self.event_ndims = spec.paths, spec.event_ndims
 
-    def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
         """Copies of the leaves for the engine."""
-        return self._layout.incoming(arrays, dtype)
+        return self._spec.incoming(arrays, dtype)
 
-    def arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
         """What the engine is called with."""
-        return self._layout.pack(leaves)
+        return self._spec.pack(leaves)
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
         """Of the value and the gradients."""
-        return [batch, *(batch + events[k] for k in self._layout.places)]
+        return [batch, *(batch + events[k] for k in self._spec.places)]
 
     def parts(
-        self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
+        self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> list[Any]:
         """The value, the gradients by leaves that have derivatives, and aux if there is any.
 
@@ -226,8 +227,8 @@ class ValueAndGradient:
             ValueError: A wrong shape or structure.
         """
         del leaves
-        layout, name = self._layout, self.name
-        if not structures.is_pair(returned) or (returned[1] is None and layout.has_derivatives):
+        spec, name = self._spec, self.name
+        if not structures.is_pair(returned) or (returned[1] is None and spec.has_derivatives):
             raise TypeError(
                 f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "
                 "gradient. Return both; or pass the function for the gradient as grad=; or write "
@@ -235,19 +236,19 @@ class ValueAndGradient:
             )
         value, gradient = returned
         aux = []
-        if layout.has_aux:
+        if spec.has_aux:
             if not structures.is_pair(value):
                 raise TypeError(
                     f"{name} must return {self._wanted()}, got {show(value)} for (value, aux)."
                 )
-            value, aux = value[0], [np.array(layout.checked(value[1], None, "aux"))]
+            value, aux = value[0], [np.array(spec.checked(value[1], None, "aux"))]
             if aux[0].shape[: len(batch)] != batch:
                 raise ValueError(
                     f"aux of {name} must have the batch shape {shapes.show(batch)} in front, "
                     f"got {shapes.show(aux[0].shape)}."
                 )
-        value = layout.checked(value, batch, "the value", events=events)
-        return [value, *layout.gradients(gradient, batch, events), *aux]
+        value = spec.checked(value, batch, "the value", events=events)
+        return [value, *spec.gradients(gradient, batch, events), *aux]
 
     def _wanted(self) -> str:
         return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
@@ -256,14 +257,14 @@ class ValueAndGradient:
         """The parts for a call that failed: a value without a slope, and NaN for aux."""
         parts = [np.zeros(shape) for shape in self.shapes(batch, events)]
         parts[0][...] = value
-        return [*parts, np.full(batch, np.nan)] if self._layout.has_aux else parts
+        return [*parts, np.full(batch, np.nan)] if self._spec.has_aux else parts
 
     def outgoing(self, parts: Sequence[Any]) -> list[Any]:
         """Copies for TensorFlow, in its dtypes."""
-        return list(map(copy, parts, self._layout.outputs))
+        return list(map(copy, parts, self._spec.outputs))
 
 
-class Columns:
+class Results:
     """The parts of several replies, each in one array.
 
     `ones` is how many dimensions of size 1 each reply has in front.
@@ -337,7 +338,7 @@ def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = (
     return int(np.count_nonzero(bad))
 
 
-def split_shapes(leaves: Sequence[Any], event_ndims: Sequence[int]) -> tuple[Shape, list[Shape]]:
+def split_shapes(leaves: Sequence[Array], event_ndims: Sequence[int]) -> tuple[Shape, list[Shape]]:
     """The batch shape to which the leaves broadcast, and their shapes without batch."""
     fronts, events = [], []
     for a, n in zip(leaves, event_ndims, strict=True):

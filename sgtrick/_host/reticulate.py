@@ -1,11 +1,12 @@
 """R functions, as reticulate passes them to Python."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from sgtrick._core.types import Function
 
 
 class WrongThreadError(RuntimeError):
@@ -28,7 +29,7 @@ def _is_r_function(fn: Any) -> bool:
     return getattr(fn, "__globals__", {}).get("__name__") == "rpytools.call"
 
 
-def as_engine(fn: Callable[..., Any]) -> Callable[..., Any]:
+def as_engine(fn: Function) -> Function:
     """`fn`, and for an R function one that takes arrays.
 
     It gets lists, which are vectors in R: reticulate passes arrays on as objects without arithmetic

@@ -1,24 +1,25 @@
 """PyTorch: gradients and Hessian-vector products of its functions, by `torch.func`."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 import torch
 
+from sgtrick._core.types import Array, Function
 from sgtrick._host.derived import Dims
 
 
 class Torch:
     """The `Framework` of functions of `torch.Tensor`s."""
 
-    def gradient(self, f: Callable[..., Any], has_aux: bool, dims: Dims) -> Callable[..., Any]:
+    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
         """See `Framework`."""
         g = _mapped(torch.func.grad_and_value(f, has_aux=has_aux), dims)
         return _of_arrays(lambda *groups: g(*groups)[::-1])
 
-    def hessian_times(self, f: Callable[..., Any], dims: Dims) -> Callable[..., Any]:
+    def hessian_times(self, f: Function, dims: Dims) -> Function:
         """See `Framework`."""
 
         def product(points: Any, constants: Any, vs: Any) -> Any:
@@ -42,7 +43,7 @@ class Torch:
             )
         return None
 
-    def is_cut_off(self, f: Callable[..., Any], points: Any, constants: Any, k: int) -> bool:
+    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
         """See `Framework`."""
         points, constants = list(_tensors(points)), _tensors(constants)
         # No leaf of the graph, so that the function may change it in place.
@@ -102,17 +103,17 @@ _ADVICE = [
 ]
 
 
-def _mapped(f: Callable[..., Any], dims: Dims) -> Callable[..., Any]:
+def _mapped(f: Function, dims: Dims) -> Function:
     for in_dims in reversed(dims):
         f = torch.func.vmap(f, in_dims=in_dims)
     return f
 
 
-def _tensors(arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _tensors(arrays: Sequence[Array]) -> tuple[Any, ...]:
     return tuple(map(torch.from_numpy, arrays))
 
 
-def _of_arrays(f: Callable[..., Any]) -> Callable[..., Any]:
+def _of_arrays(f: Function) -> Function:
     def of_arrays(*groups: Sequence[Any]) -> Any:
         returned = f(*map(_tensors, groups))
         return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)

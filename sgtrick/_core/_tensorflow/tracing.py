@@ -34,7 +34,7 @@ class Traced:
         outputs: The tensors that it returns.
     """
 
-    def __init__(self, f: Function, specs: Sequence[Spec], graph: Graph = None) -> None:
+    def __init__(self, f: Function, specs: Sequence[Spec], graph: Graph | None = None) -> None:
         with contextlib.nullcontext() if graph is None else graph.as_default():
             self._function = trace(f, specs)
         self.captured = list(self._function.captured_inputs)
