@@ -5,6 +5,7 @@ from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._custom_gradient import custom_gradient
 from sgtrick._custom_jvp import custom_jvp
 from sgtrick._custom_vjp import custom_vjp
+from sgtrick._from_value_and_gradient import from_value_and_gradient
 from sgtrick._host.executors import MainThreadExecutor
 from sgtrick._host.frameworks import from_jax, from_torch
 from sgtrick._host.from_numpy import from_numpy
@@ -18,7 +19,7 @@ from sgtrick._tricks import (
     straight_through,
 )
 from sgtrick._versions import show_versions
-from sgtrick._with_gradient import from_value_and_gradient, with_gradient
+from sgtrick._with_gradient import with_gradient
 
 __all__ = [
     "custom_gradient",

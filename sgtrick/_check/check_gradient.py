@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _with_gradient
+from sgtrick import _from_value_and_gradient
 from sgtrick._check import comparison
 from sgtrick._check.comparison import Named, OfLeaves
 from sgtrick._check.report import GradientCheckError, GradientReport
@@ -166,7 +166,7 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
     notes = []
     if type(y) is tuple and len(y) == 2:
         argnums = tuple(range(len(x))) if type(x) is tuple else 0
-        f = _with_gradient.from_value_and_gradient(f, argnums=argnums)
+        f = _from_value_and_gradient.from_value_and_gradient(f, argnums=argnums)
         notes.append("f returns (value, gradient): this gradient is the embedded one.")
 
     def call(tensors: Named) -> Named:

@@ -15,12 +15,12 @@ import numpy as np
 
 from sgtrick._core.types import Array, Function
 from sgtrick._host import reticulate
+from sgtrick._host.contract import Shape
 from sgtrick._host.executors import MainThreadExecutor
 from sgtrick._host.hessians import HessianTimes
 from sgtrick._host.replies import (
     Reply,
     Results,
-    Shape,
     ValueAndGradient,
     count_nonfinite,
     split_shapes,

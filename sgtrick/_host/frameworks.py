@@ -8,7 +8,7 @@ from typing import Any
 from sgtrick._core import calls
 from sgtrick._core.types import DTypeLike, Function, Structure
 from sgtrick._host.derived import Derived, Framework
-from sgtrick._host.from_numpy import Derivatives, HostFunction, Options
+from sgtrick._host.host_function import Derivatives, HostFunction, Options
 
 
 def from_torch(

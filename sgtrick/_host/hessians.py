@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from sgtrick._core.types import Array, Structure
-from sgtrick._host.replies import CallSpec, Shape, copy
+from sgtrick._host.contract import CallSpec, Shape, copy
 
 
 class HessianTimes:

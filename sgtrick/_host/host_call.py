@@ -8,9 +8,10 @@ import tensorflow as tf
 
 from sgtrick._core._tensorflow import graphs, host_calls
 from sgtrick._core.types import Array, Function, Tensor
+from sgtrick._host.contract import CallSpec
 from sgtrick._host.engine import Engine
 from sgtrick._host.hessians import HessianTimes
-from sgtrick._host.replies import CallSpec, ValueAndGradient
+from sgtrick._host.replies import ValueAndGradient
 
 
 class HostCall:
