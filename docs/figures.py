@@ -55,7 +55,9 @@ def embedded(path):
         axis.text(z[-1] + 0.04, h[-1], label, color=color, va="center")
     axis.plot(0, f(POINT), "o", color="black", ms=7, zorder=3)
     axis.annotate("value $f(s)$", (0, f(POINT)), (6, -12), textcoords="offset points")
-    axis.set(xlabel="$z = x - s$, with $s$ held", ylabel="$f(s) + L(z)$", xlim=(z[0], z[-1]))
+    axis.set(
+        xlabel="$z = x - s$, with $s$ held", ylabel="$f(s) + L(z)$", xlim=(z[0], z[-1])
+    )
     figure.savefig(path)
     plt.close(figure)
 

@@ -40,7 +40,9 @@ with silent_stderr():
 
     import sgtrick
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+HERE = (
+    Path(__file__).parent if "__file__" in globals() else Path()
+)  # no file in a notebook
 
 # %% [markdown]
 # ## A function of your own
@@ -49,7 +51,29 @@ HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file i
 # its gradient. Here: a logistic regression on temperature, with a normal prior.
 
 # %%
-FAHRENHEIT = [66, 70, 69, 68, 67, 72, 73, 70, 57, 63, 70, 78, 67, 53, 67, 75, 70, 81, 76, 79, 75]
+FAHRENHEIT = [
+    66,
+    70,
+    69,
+    68,
+    67,
+    72,
+    73,
+    70,
+    57,
+    63,
+    70,
+    78,
+    67,
+    53,
+    67,
+    75,
+    70,
+    81,
+    76,
+    79,
+    75,
+]
 FAHRENHEIT = np.array([*FAHRENHEIT, 76, 58])
 DAMAGED = np.isin(np.arange(23), [1, 8, 9, 10, 13, 20, 22])  # flights
 PRIOR_SD = 5.0
@@ -65,7 +89,9 @@ X = design(FAHRENHEIT.astype(float))
 
 def log_posterior(x: np.ndarray) -> tuple[float, np.ndarray]:
     logits = X @ x
-    value = np.sum(DAMAGED * logits - np.logaddexp(0, logits)) - np.sum(x**2) / (2 * PRIOR_SD**2)
+    value = np.sum(DAMAGED * logits - np.logaddexp(0, logits)) - np.sum(x**2) / (
+        2 * PRIOR_SD**2
+    )
     gradient = X.T @ (DAMAGED - 1 / (1 + np.exp(-logits)))  # and the prior?
     return value, gradient
 
@@ -121,10 +147,16 @@ WARM_UP, DRAWS = 200, 500
 @tf.function(autograph=False)
 def sample() -> tf.Tensor:
     kernel = tfp.mcmc.DualAveragingStepSizeAdaptation(
-        tfp.mcmc.NoUTurnSampler(log_prob, step_size=tf.constant(0.5, tf.float64)), WARM_UP
+        tfp.mcmc.NoUTurnSampler(log_prob, step_size=tf.constant(0.5, tf.float64)),
+        WARM_UP,
     )
     return tfp.mcmc.sample_chain(
-        DRAWS, chains, kernel=kernel, num_burnin_steps=WARM_UP, trace_fn=None, seed=[1, 2]
+        DRAWS,
+        chains,
+        kernel=kernel,
+        num_burnin_steps=WARM_UP,
+        trace_fn=None,
+        seed=[1, 2],
     )
 
 
@@ -139,16 +171,22 @@ print(f"{log_prob.calls} calls in {log_prob.seconds:.1f} s, R-hat {r_hat.round(3
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE = "#0072B2"
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update(
+    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+)
 
 grid = np.linspace(30, 85, 111)
 risk = 100 / (1 + np.exp(-draws.reshape(-1, 2) @ design(grid).T))
 figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
 for low, high, alpha in [(5, 95, 0.25), (25, 75, 0.45)]:
     band = np.percentile(risk, [low, high], axis=0)
-    axis.fill_between(grid, *band, color=BLUE, alpha=alpha, lw=0, label=f"{high - low} %")
+    axis.fill_between(
+        grid, *band, color=BLUE, alpha=alpha, lw=0, label=f"{high - low} %"
+    )
 axis.plot(grid, np.median(risk, axis=0), color=BLUE, lw=2, label="median")
-axis.plot(FAHRENHEIT, 100 * DAMAGED, "o", color="black", ms=5, alpha=0.5, label="flights")
+axis.plot(
+    FAHRENHEIT, 100 * DAMAGED, "o", color="black", ms=5, alpha=0.5, label="flights"
+)
 axis.axvline(31, color="black", lw=1, ls="--")
 axis.annotate("the launch", (31, 12), (6, 0), textcoords="offset points")
 axis.set(xlabel="temperature (°F)", ylabel="probability of damage (%)", xlim=(30, 85))
@@ -162,7 +200,9 @@ print(f"Figure: {FIGURES / 'first_steps.png'}")
 # With two parameters the posterior can also be had by summing over a grid:
 
 # %%
-level, slope = np.meshgrid(np.linspace(-5, 3, 161), np.linspace(-8, 2, 201), indexing="ij")
+level, slope = np.meshgrid(
+    np.linspace(-5, 3, 161), np.linspace(-8, 2, 201), indexing="ij"
+)
 points = np.stack([level.ravel(), slope.ravel()], axis=-1)
 log_density = log_prob(points).numpy()
 weights = np.exp(log_density - log_density.max())
@@ -171,7 +211,9 @@ exact_sd = np.sqrt(np.average((points - exact) ** 2, axis=0, weights=weights))
 mean, sd = draws.mean((0, 1)), draws.std((0, 1))
 for i, name in enumerate(["level at 70 °F", "slope per 10 °F"]):
     numbers = mean[i], sd[i], exact[i], exact_sd[i]
-    print("{:16} mean {:6.2f}  sd {:5.2f}  exact {:6.2f} {:5.2f}".format(name, *numbers))
+    print(
+        "{:16} mean {:6.2f}  sd {:5.2f}  exact {:6.2f} {:5.2f}".format(name, *numbers)
+    )
 if not np.all(np.abs(mean - exact) < 0.2 * exact_sd) or not np.all(r_hat < 1.05):
     sys.exit("The posterior is off.")
 print("The posterior agrees with the exact one.")

@@ -51,8 +51,12 @@ with silent_stderr():
 
     import sgtrick
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
-HOURS = np.array([94.3, 15.7, 62.9, 126, 5.24, 31.4, 1.05, 1.05, 2.1, 10.5])  # thousands
+HERE = (
+    Path(__file__).parent if "__file__" in globals() else Path()
+)  # no file in a notebook
+HOURS = np.array(
+    [94.3, 15.7, 62.9, 126, 5.24, 31.4, 1.05, 1.05, 2.1, 10.5]
+)  # thousands
 FAILURES = np.array([5, 1, 5, 14, 3, 19, 1, 1, 4, 22.0])
 
 # %% [markdown]
@@ -94,7 +98,9 @@ def laplace(theta: tf.Tensor, moving=moving_modes) -> tf.Tensor:
     return tf.reduce_sum(log_joint(x, theta) - tf.math.log(curvature) / 2)
 
 
-def derivatives(theta: np.ndarray, moving=moving_modes) -> tuple[float, np.ndarray, np.ndarray]:
+def derivatives(
+    theta: np.ndarray, moving=moving_modes
+) -> tuple[float, np.ndarray, np.ndarray]:
     """Value, gradient and Hessian of the approximation."""
     theta = tf.constant(theta)
     with tf.GradientTape(persistent=True) as outer:
@@ -115,7 +121,9 @@ theta = np.array([0.0, 0.0])
 print(f"{'':6}{'log likelihood':>15}{'mu':>10}{'log sigma':>11}{'gradient':>11}")
 for i in range(10):
     value, gradient, hessian = derivatives(theta)
-    print(f"{i:<6}{value:15.6f}{theta[0]:10.5f}{theta[1]:11.5f}{np.abs(gradient).max():11.1e}")
+    print(
+        f"{i:<6}{value:15.6f}{theta[0]:10.5f}{theta[1]:11.5f}{np.abs(gradient).max():11.1e}"
+    )
     if np.abs(gradient).max() < 1e-9:
         break
     theta = theta - np.linalg.solve(hessian, gradient)
@@ -131,7 +139,12 @@ errors = np.sqrt(np.diag(np.linalg.inv(-hessian)))
 # %%
 def density(x: float, i: int, theta: np.ndarray) -> float:
     z = (x - theta[0]) / np.exp(theta[1])
-    return FAILURES[i] * (x + np.log(HOURS[i])) - HOURS[i] * np.exp(x) - z**2 / 2 - theta[1]
+    return (
+        FAILURES[i] * (x + np.log(HOURS[i]))
+        - HOURS[i] * np.exp(x)
+        - z**2 / 2
+        - theta[1]
+    )
 
 
 def by_bisection(theta: np.ndarray) -> float:
@@ -161,7 +174,13 @@ def differences(f, theta: np.ndarray, h: float = 1e-3) -> tuple[np.ndarray, np.n
         e = h * np.eye(2)
         gradient = np.array([f(theta + d) - f(theta - d) for d in e]) / (2 * h)
         corners = [
-            [f(theta + a + b) - f(theta + a - b) - f(theta - a + b) + f(theta - a - b) for b in e]
+            [
+                f(theta + a + b)
+                - f(theta + a - b)
+                - f(theta - a + b)
+                + f(theta - a - b)
+                for b in e
+            ]
             for a in e
         ]
         return gradient, np.array(corners) / (4 * h**2)
@@ -196,9 +215,13 @@ for name, h in [
     ("  finite differences", fd_hessian),
     ("  without the bend of the modes", incomplete),
 ]:
-    print(f"{name:32}{h[0, 0]:12.7f}{h[0, 1]:14.7f}\n{'':32}{h[1, 0]:12.7f}{h[1, 1]:14.7f}")
+    print(
+        f"{name:32}{h[0, 0]:12.7f}{h[0, 1]:14.7f}\n{'':32}{h[1, 0]:12.7f}{h[1, 1]:14.7f}"
+    )
 print(f"\n{'':14}{'Laplace':>9}{'+-':>8}{'exact':>10}{'+-':>8}")
-for name, *numbers in zip(["mu", "log sigma"], theta, errors, exact, exact_errors, strict=True):
+for name, *numbers in zip(
+    ["mu", "log sigma"], theta, errors, exact, exact_errors, strict=True
+):
     print("{:14}{:9.3f}{:8.3f}{:10.3f}{:8.3f}".format(name, *numbers))
 
 # %% [markdown]
@@ -208,28 +231,45 @@ for name, *numbers in zip(["mu", "log sigma"], theta, errors, exact, exact_error
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update(
+    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+)
 
 mus, log_sigmas = np.linspace(-2.5, 0.1, 27), np.linspace(-0.5, 1, 26)
 levels = np.log([0.1, 0.5])  # of the likelihood, relative to its maximum
 figure, axis = plt.subplots(figsize=(8, 5.5), layout="constrained")
 handles = []
-for f, color, style in [(by_quadrature, ORANGE, "solid"), (by_bisection, BLUE, "dashed")]:
+for f, color, style in [
+    (by_quadrature, ORANGE, "solid"),
+    (by_bisection, BLUE, "dashed"),
+]:
     surface = np.array([[f(np.array([m, s])) for m in mus] for s in log_sigmas])
     surface -= f(exact if f is by_quadrature else theta)
-    lines = axis.contour(mus, log_sigmas, surface, levels, colors=color, linestyles=style)
+    lines = axis.contour(
+        mus, log_sigmas, surface, levels, colors=color, linestyles=style
+    )
     if f is by_quadrature:
         axis.clabel(lines, fmt=lambda v: f"{100 * np.exp(v):.0f} %", fontsize=9)
     handles.append(plt.Line2D([], [], color=color, ls=style))
 angle = np.linspace(0, 2 * np.pi, 200)
-axes = np.linalg.cholesky(np.linalg.inv(-derivatives(theta)[2])) * np.sqrt(2 * np.log(2))
+axes = np.linalg.cholesky(np.linalg.inv(-derivatives(theta)[2])) * np.sqrt(
+    2 * np.log(2)
+)
 (ellipse,) = axis.plot(
     *(theta[:, None] + axes @ [np.cos(angle), np.sin(angle)]), ":", color="black"
 )
 (mode,) = axis.plot(*theta, "o", color="black", ms=6)
-axis.set(xlabel="mean of log failure rates, per thousand hours", ylabel="log of their spread")
+axis.set(
+    xlabel="mean of log failure rates, per thousand hours", ylabel="log of their spread"
+)
 labels = ["likelihood, % of maximum", "Laplace", "50 % by the Hessian", "maximum"]
-figure.legend([*handles, ellipse, mode], labels, loc="outside upper center", ncols=4, frameon=False)
+figure.legend(
+    [*handles, ellipse, mode],
+    labels,
+    loc="outside upper center",
+    ncols=4,
+    frameon=False,
+)
 figure.savefig(FIGURES / "laplace.png", dpi=150)
 
 # %% [markdown]
@@ -258,4 +298,6 @@ off = [
 ]
 if off:
     sys.exit("The approximation is off:\n" + "\n".join(off))
-print("Gradient and Hessian agree with finite differences, the maximum with quadrature.")
+print(
+    "Gradient and Hessian agree with finite differences, the maximum with quadrature."
+)

@@ -49,7 +49,9 @@ with silent_stderr():
 tfb, tfd = tfp.bijectors, tfp.distributions
 tf.get_logger().setLevel("ERROR")  # effective_sample_size warns of a cast of its own
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+HERE = (
+    Path(__file__).parent if "__file__" in globals() else Path()
+)  # no file in a notebook
 
 # %% [markdown]
 # ## Data and reference
@@ -57,7 +59,9 @@ HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file i
 # %%
 DATA = json.loads((HERE / "data" / "hudson_lynx_hare.json").read_text())
 YEARS = np.array(DATA["year"])
-LOG_PELTS = np.log(DATA["pelts"])[..., None]  # [year, species, 1]: the last axis is for chains
+LOG_PELTS = np.log(DATA["pelts"])[
+    ..., None
+]  # [year, species, 1]: the last axis is for chains
 REFERENCE = DATA["reference_posterior"]["parameters"]
 NAMES = {
     "theta[1]": ("hare birth", "per year"),
@@ -142,7 +146,9 @@ def log_likelihood(log_params: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # mass matrix and few steps. The change is linear in the logs: its Jacobian is constant.
 
 # %%
-theta = tfd.TruncatedNormal(np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf)
+theta = tfd.TruncatedNormal(
+    np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf
+)
 prior = tfd.Blockwise(
     [
         tfd.Independent(tfb.Log()(theta), reinterpreted_batch_ndims=1),
@@ -176,7 +182,9 @@ spread = 0.1 * np.random.default_rng(SEED).standard_normal([CHAINS, len(guess)])
 state = tf.constant((guess + spread) @ TO_COORDINATES.T)
 
 nuts = tfp.mcmc.DualAveragingStepSizeAdaptation(
-    tfp.mcmc.NoUTurnSampler(log_density, tf.constant(0.1, state.dtype), max_tree_depth=8),
+    tfp.mcmc.NoUTurnSampler(
+        log_density, tf.constant(0.1, state.dtype), max_tree_depth=8
+    ),
     num_adaptation_steps=WARM_UP,
     target_accept_prob=tf.constant(0.8, state.dtype),
 )
@@ -188,7 +196,9 @@ seeds = tf.random.experimental.stateless_split([SEED, 0], WARM_UP + DRAWS)
 for seed in tqdm(seeds, disable=None):  # None: no bar where there is no terminal
     state, results = step(state, results, seed=seed)
     chain.append(state)
-print(f"The engine took {log_likelihood.seconds:.0f} s for {log_likelihood.calls} calls.")
+print(
+    f"The engine took {log_likelihood.seconds:.0f} s for {log_likelihood.calls} calls."
+)
 
 log_draws = np.stack(chain[WARM_UP:]) @ TO_LOG_PARAMS.T  # [draw, chain, parameter]
 draws = np.exp(log_draws)
@@ -202,7 +212,9 @@ ess = tfp.mcmc.effective_sample_size(
 ).numpy()
 r_hat = tfp.mcmc.potential_scale_reduction(draws, split_chains=True).numpy()
 mean, sd = draws.mean(axis=(0, 1)), draws.std(axis=(0, 1))
-reference = {key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]}
+reference = {
+    key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]
+}
 z = (mean - reference["mean"]) / np.hypot(sd / np.sqrt(ess), reference["mcse_mean"])
 ratio = sd / reference["sd"]
 
@@ -221,13 +233,19 @@ for i, (name, (meaning, _)) in enumerate(NAMES.items()):
 # %%
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
-BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"  # distinct to colour-blind eyes
+BLUE, ORANGE, VERMILLION = (
+    "#0072B2",
+    "#E69F00",
+    "#D55E00",
+)  # distinct to colour-blind eyes
 plt.rcParams.update({"font.size": 11, "figure.constrained_layout.hspace": 0.06})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 some = log_draws.reshape(-1, 8)[::4]
 log_z = solve(some, steps=12)[:, :, 0]  # [month, species, draw]
-noise = np.exp(some[:, 6:].T) * np.random.default_rng(SEED).standard_normal([2, len(some)])
+noise = np.exp(some[:, 6:].T) * np.random.default_rng(SEED).standard_normal(
+    [2, len(some)]
+)
 months = np.linspace(YEARS[0], YEARS[-1], len(log_z))
 figure, axes = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
 for k, (axis, color) in enumerate(zip(axes, [BLUE, VERMILLION], strict=True)):
@@ -248,17 +266,30 @@ figure.savefig(FIGURES / "lynx_hare_trajectories.png", dpi=150)
 
 # %%
 figure, axes = plt.subplots(2, 4, figsize=(12, 6.5), layout="constrained")
-for i, (axis, (name, (meaning, unit))) in enumerate(zip(axes.flat, NAMES.items(), strict=True)):
+for i, (axis, (name, (meaning, unit))) in enumerate(
+    zip(axes.flat, NAMES.items(), strict=True)
+):
     x = draws[..., i].ravel()
-    bars = axis.hist(x, bins=40, range=np.quantile(x, [0.001, 0.999]), color=BLUE, alpha=0.4)[2]
+    bars = axis.hist(
+        x, bins=40, range=np.quantile(x, [0.001, 0.999]), color=BLUE, alpha=0.4
+    )[2]
     for q in (5, 50, 95):
         ours = axis.axvline(np.quantile(x, q / 100), color=BLUE, lw=2)
-        theirs = axis.axvline(reference[f"q{q:02}"][i], color=ORANGE, lw=2, ls=(0, (4, 4)))
-    (dot,) = axis.plot(reference["mean"][i], 0, "^", color="black", ms=9, clip_on=False, zorder=9)
+        theirs = axis.axvline(
+            reference[f"q{q:02}"][i], color=ORANGE, lw=2, ls=(0, (4, 4))
+        )
+    (dot,) = axis.plot(
+        reference["mean"][i], 0, "^", color="black", ms=9, clip_on=False, zorder=9
+    )
     axis.set_title(f"{name}  {meaning}", fontsize=11)
     axis.set(xlabel=unit, yticks=[])
     axis.spines["left"].set_visible(False)
-labels = ["draws", "their quantiles 5, 50, 95 %", "reference quantiles", "reference mean"]
+labels = [
+    "draws",
+    "their quantiles 5, 50, 95 %",
+    "reference quantiles",
+    "reference mean",
+]
 handles = [bars, ours, theirs, dot]
 figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
 figure.savefig(FIGURES / "lynx_hare_posterior.png", dpi=150)
@@ -267,7 +298,9 @@ figure.savefig(FIGURES / "lynx_hare_posterior.png", dpi=150)
 # ## Verdict
 
 # %%
-agrees = (np.abs(z) < 4) & (np.abs(ratio - 1) < 0.2) & (r_hat < 1.05)  # not where there is NaN
+agrees = (
+    (np.abs(z) < 4) & (np.abs(ratio - 1) < 0.2) & (r_hat < 1.05)
+)  # not where there is NaN
 if not agrees.all():
     sys.exit(f"The posterior of {', '.join(np.array([*NAMES])[~agrees])} is off.")
 print(f"The posterior agrees with the reference. Figures are in {FIGURES}.")

@@ -52,7 +52,9 @@ with silent_stderr():
     import sgtrick
 tfb, tfd = tfp.bijectors, tfp.distributions
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+HERE = (
+    Path(__file__).parent if "__file__" in globals() else Path()
+)  # no file in a notebook
 
 # %% [markdown]
 # ## Data and reference
@@ -160,7 +162,9 @@ print("The engine against differences:", str(report).partition("\n")[0])
 # its 8 rows takes one product with the Hessian of the engine.
 
 # %%
-theta = tfd.TruncatedNormal(np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf)
+theta = tfd.TruncatedNormal(
+    np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf
+)
 prior = tfd.Blockwise(
     [
         tfd.Independent(tfb.Log()(theta), reinterpreted_batch_ndims=1),
@@ -234,7 +238,9 @@ print(
 covariance = np.linalg.inv(-hessian)
 laplace = lognorm(np.sqrt(np.diag(covariance)), scale=np.exp(x))
 mean, sd = laplace.mean(), laplace.std()
-reference = {key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]}
+reference = {
+    key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]
+}
 shift = (mean - reference["mean"]) / reference["sd"]
 ratio = sd / reference["sd"]
 
@@ -259,11 +265,15 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 figure, axes = plt.subplots(2, 4, figsize=(12, 6.5), layout="constrained")
 grid = np.linspace(laplace.ppf(0.001), laplace.ppf(0.999), 200)  # [point, parameter]
 density = laplace.pdf(grid)
-for i, (axis, (name, (meaning, unit))) in enumerate(zip(axes.flat, NAMES.items(), strict=True)):
+for i, (axis, (name, (meaning, unit))) in enumerate(
+    zip(axes.flat, NAMES.items(), strict=True)
+):
     top = density[:, i].max()
     curve = axis.fill_between(grid[:, i], density[:, i], color=BLUE, alpha=0.3, lw=0)
     bars = [
-        axis.errorbar(m[i], -height * top, xerr=s[i], fmt=marker, color=color, capsize=5, lw=2)
+        axis.errorbar(
+            m[i], -height * top, xerr=s[i], fmt=marker, color=color, capsize=5, lw=2
+        )
         for m, s, height, marker, color in [
             (mean, sd, 0.08, "o", BLUE),
             (reference["mean"], reference["sd"], 0.18, "^", ORANGE),
@@ -287,10 +297,14 @@ figure.savefig(FIGURES / "newton_laplace.png", dpi=150)
 # ## Verdict
 
 # %%
-print(f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'newton_laplace.png'}")
+print(
+    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'newton_laplace.png'}"
+)
 is_noise = np.array(["sigma" in name for name in NAMES])
 # Not where there is NaN.
-agrees = (np.abs(shift) < 0.1 + 0.6 * is_noise) & (np.abs(ratio - 1) < 0.15 + 0.1 * is_noise)
+agrees = (np.abs(shift) < 0.1 + 0.6 * is_noise) & (
+    np.abs(ratio - 1) < 0.15 + 0.1 * is_noise
+)
 if not agrees.all():
     sys.exit(f"The approximation of {', '.join(np.array([*NAMES])[~agrees])} is off.")
 if not refused:

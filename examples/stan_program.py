@@ -57,9 +57,13 @@ with silent_stderr():
     import sgtrick
     from sgtrick.tfp import LogDensity
 tfd = tfp.distributions
-warnings.filterwarnings("ignore", module="httpstan")  # of aiohttp, how PyStan calls its compiler
+warnings.filterwarnings(
+    "ignore", module="httpstan"
+)  # of aiohttp, how PyStan calls its compiler
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+HERE = (
+    Path(__file__).parent if "__file__" in globals() else Path()
+)  # no file in a notebook
 
 # %% [markdown]
 # ## The program, and Stan's own sampler
@@ -113,7 +117,9 @@ DIMENSIONS = len(Y) + 2
 @sgtrick.from_numpy(executor=executor)
 def log_prob(x: np.ndarray) -> tuple[float, np.ndarray]:
     x = x.tolist()
-    return compiled.log_prob(DATA, x, True), np.array(compiled.log_prob_grad(DATA, x, True))
+    return compiled.log_prob(DATA, x, True), np.array(
+        compiled.log_prob_grad(DATA, x, True)
+    )
 
 
 report = sgtrick.check_gradient(log_prob, tf.linspace(np.float64(-1), 1, DIMENSIONS))
@@ -127,7 +133,9 @@ print("The gradient beside differences:", str(report).partition("\n")[0])
 
 # %%
 CHAINS, WARM_UP, DRAWS = 8, 200, 500
-model = tfd.JointDistributionSequential([LogDensity(log_prob, [DIMENSIONS], tf.float64, name="x")])
+model = tfd.JointDistributionSequential(
+    [LogDensity(log_prob, [DIMENSIONS], tf.float64, name="x")]
+)
 
 
 @tf.function(autograph=False)
@@ -148,11 +156,18 @@ print(f"Stan took {log_prob.seconds:.0f} s for {log_prob.calls} calls.")
 # `write_array` computes the parameters of the program, and what it transforms them to.
 
 # %%
-rows = [compiled.write_array(DATA, row.tolist(), True, False) for row in x.reshape(-1, DIMENSIONS)]
-constrained = np.reshape(rows, (DRAWS, CHAINS, -1)).swapaxes(0, 1)  # ArviZ: chains first
+rows = [
+    compiled.write_array(DATA, row.tolist(), True, False)
+    for row in x.reshape(-1, DIMENSIONS)
+]
+constrained = np.reshape(rows, (DRAWS, CHAINS, -1)).swapaxes(
+    0, 1
+)  # ArviZ: chains first
 names = program.constrained_param_names
 of_tfp = {name: constrained[..., i] for i, name in enumerate(names)}
-of_stan = {name: draws.to_numpy().reshape(-1, 4).T for name, draws in fit.to_frame().items()}
+of_stan = {
+    name: draws.to_numpy().reshape(-1, 4).T for name, draws in fit.to_frame().items()
+}
 
 # %% [markdown]
 # ## The posterior against Stan's own sampler, and against the reference
@@ -165,7 +180,18 @@ of_stan = {name: draws.to_numpy().reshape(-1, 4).T for name, draws in fit.to_fra
 SHOWN = [*(f"theta.{j + 1}" for j in range(len(Y))), "mu", "tau"]
 REFERENCE = pd.DataFrame(
     {
-        "mean": [6.1505, 4.9396, 3.9059, 4.7960, 3.6144, 4.0511, 6.3172, 4.8840, 4.4105, 3.6021],
+        "mean": [
+            6.1505,
+            4.9396,
+            3.9059,
+            4.7960,
+            3.6144,
+            4.0511,
+            6.3172,
+            4.8840,
+            4.4105,
+            3.6021,
+        ],
         "mcse_mean": [
             *[0.0557, 0.0462, 0.0542, 0.0475, 0.0461, 0.0485, 0.0499, 0.0543],
             *[0.0330, 0.0319],
@@ -184,7 +210,9 @@ stans = az.summary(of_stan, round_to="none").loc[SHOWN]
 
 
 def z(other: pd.DataFrame) -> pd.Series:
-    return (ours["mean"] - other["mean"]) / np.hypot(ours["mcse_mean"], other["mcse_mean"])
+    return (ours["mean"] - other["mean"]) / np.hypot(
+        ours["mcse_mean"], other["mcse_mean"]
+    )
 
 
 comparison = {
@@ -201,12 +229,16 @@ print(pd.concat(comparison, axis=1).to_string(float_format="{:.2f}".format))
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update(
+    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+)
 
 figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
 place = np.arange(len(SHOWN), dtype=float)
 axis.hlines(place[:8], np.subtract(Y, SIGMA), np.add(Y, SIGMA), color="0.85", lw=12)
-axis.plot(Y, place[:8], "o", color="0.6", ms=9, label="measured, and its standard error")
+axis.plot(
+    Y, place[:8], "o", color="0.6", ms=9, label="measured, and its standard error"
+)
 for label, draws, color, shift in [
     ("TFP's NUTS: mean, 50 and 90 %", of_tfp, BLUE, -0.2),
     ("Stan's NUTS", of_stan, ORANGE, 0.2),
@@ -218,7 +250,9 @@ for label, draws, color, shift in [
     axis.hlines(place + shift, lower, upper, color=color, lw=4)
     means = [draws[name].mean() for name in SHOWN]
     axis.plot(means, place + shift, "o", color=color, ms=6, label=label)
-axis.plot(REFERENCE["mean"], place, "d", color="black", ms=5, label="reference mean", zorder=9)
+axis.plot(
+    REFERENCE["mean"], place, "d", color="black", ms=5, label="reference mean", zorder=9
+)
 axis.set_yticks(place, [*(f"school {name}" for name in SCHOOLS), r"$\mu$", r"$\tau$"])
 axis.invert_yaxis()
 axis.set(xlabel="points in the test")
@@ -234,5 +268,9 @@ agrees = (z(REFERENCE).abs() < 4) & (z(stans).abs() < 4) & ((ratio - 1).abs() < 
 agrees &= ours["r_hat"] < 1.05  # none of these where there is NaN
 if not agrees.all():
     sys.exit(f"The posterior of {', '.join(agrees.index[~agrees])} is off.")
-print(f"The posterior agrees with Stan's sampler and with the reference. Figures are in {FIGURES}.")
-print(f"{time.perf_counter() - BEGIN:.0f} s in all, of which Stan compiles the first time.")
+print(
+    f"The posterior agrees with Stan's sampler and with the reference. Figures are in {FIGURES}."
+)
+print(
+    f"{time.perf_counter() - BEGIN:.0f} s in all, of which Stan compiles the first time."
+)

@@ -47,7 +47,9 @@ with silent_stderr():
 
     import sgtrick.keras
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+HERE = (
+    Path(__file__).parent if "__file__" in globals() else Path()
+)  # no file in a notebook
 BITS, EPOCHS, SEED = 32, 40, 1
 
 # %% [markdown]
@@ -110,7 +112,9 @@ def fit(model: keras.Model, bar: tqdm) -> list[float]:
         batch_size=100,
         epochs=EPOCHS,
         validation_data=(images[test], labels[test]),
-        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: bar.update())],
+        callbacks=[
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: bar.update())
+        ],
         verbose=0,
     )
     return history.history["val_accuracy"]
@@ -118,10 +122,14 @@ def fit(model: keras.Model, bar: tqdm) -> list[float]:
 
 models = {"straight-through": network(Bits()), "no gradient": network(StoppedBits())}
 print(f"{len(models)} networks on {keras.backend.backend()}, {EPOCHS} epochs each")
-with tqdm(total=EPOCHS * len(models), disable=None) as bar:  # None: no bar without a terminal
+with tqdm(
+    total=EPOCHS * len(models), disable=None
+) as bar:  # None: no bar without a terminal
     accuracies = {name: fit(model, bar) for name, model in models.items()}
 for name, accuracy in accuracies.items():
-    print(f"{name:17} {100 * accuracy[-1]:.1f} % of {len(labels[test])} test images right")
+    print(
+        f"{name:17} {100 * accuracy[-1]:.1f} % of {len(labels[test])} test images right"
+    )
 
 # %% [markdown]
 # ## Stored, reloaded, and checked against NumPy
@@ -172,13 +180,17 @@ print(f"  off by {np.abs(loaded - expected).max():.1e} in the model that was rel
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update(
+    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+)
 
 figure = plt.figure(figsize=(11, 4.8), layout="constrained")
 left, right = figure.subfigures(1, 2, width_ratios=[1, 1.15])
 axis = left.subplots()
 for (name, accuracy), color in zip(accuracies.items(), [BLUE, ORANGE], strict=True):
-    axis.plot(np.arange(1, EPOCHS + 1), 100 * np.array(accuracy), color=color, label=name)
+    axis.plot(
+        np.arange(1, EPOCHS + 1), 100 * np.array(accuracy), color=color, label=name
+    )
 axis.set(xlabel="epoch", ylabel="test images right (%)", xlim=(0, EPOCHS))
 axis.legend(frameon=False, loc="lower right")
 axis.set_title(f"{BITS} bits between pixels and class", fontsize=11)
@@ -190,7 +202,9 @@ for digit in range(10):
     rows = np.flatnonzero(labels[test] == digit)[:3]
     row, column = 2 * (digit // 5), digit % 5
     picture, bits = panels[row, column], panels[row + 1, column]
-    picture.imshow(np.hstack([images[test][i].reshape(8, 8) for i in rows]), cmap="gray_r")
+    picture.imshow(
+        np.hstack([images[test][i].reshape(8, 8) for i in rows]), cmap="gray_r"
+    )
     bits.imshow(codes[rows], cmap="gray_r", aspect="auto", interpolation="nearest")
 for panel in panels.flat:
     panel.set(xticks=[], yticks=[])

@@ -52,15 +52,21 @@ with silent_stderr():
 tf.get_logger().setLevel("ERROR")  # effective_sample_size warns of a cast of its own
 tfd = tfp.distributions
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+HERE = (
+    Path(__file__).parent if "__file__" in globals() else Path()
+)  # no file in a notebook
 
 # %% [markdown]
 # ## The counts
 
 # %%
 COUNTS = json.loads((HERE / "data" / "alice_word_counts.json").read_text())["counts"]
-VALUES, WORDS = np.unique(list(COUNTS.values()), return_counts=True)  # so many words occur so often
-print(f"{sum(COUNTS.values())} words, {len(COUNTS)} of them different, {WORDS[0]} occur once.")
+VALUES, WORDS = np.unique(
+    list(COUNTS.values()), return_counts=True
+)  # so many words occur so often
+print(
+    f"{sum(COUNTS.values())} words, {len(COUNTS)} of them different, {WORDS[0]} occur once."
+)
 
 # %% [markdown]
 # ## The derivative
@@ -79,11 +85,15 @@ def log_zeta_derivative(s: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):  # s = 1, where zeta is infinite, is rejected
         head = np.sum(n ** -s[..., None] * np.log(n), axis=-1)
         integral = N * (log / (s - 1) + 1 / (s - 1) ** 2)
-        return -(head + N**-s * (integral + log / 2 - (1 - s * log) / (12 * N))) / special.zeta(s)
+        return -(
+            head + N**-s * (integral + log / 2 - (1 - s * log) / (12 * N))
+        ) / special.zeta(s)
 
 
 def host_derivative(s: tf.Tensor) -> tf.Tensor:
-    return tf.ensure_shape(tf.numpy_function(log_zeta_derivative, [s], s.dtype), s.shape)
+    return tf.ensure_shape(
+        tf.numpy_function(log_zeta_derivative, [s], s.dtype), s.shape
+    )
 
 
 @sgtrick.with_gradient(grad=host_derivative)
@@ -107,19 +117,25 @@ PRIOR_MEAN, PRIOR_SD = np.float64(0), np.float64(1)  # of log(s - 1)
 
 
 def tfp_log_likelihood(s: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(WORDS * tfd.Zipf(s[..., None], dtype=s.dtype).log_prob(VALUES), -1)
+    return tf.reduce_sum(
+        WORDS * tfd.Zipf(s[..., None], dtype=s.dtype).log_prob(VALUES), -1
+    )
 
 
 def mended_log_likelihood(s: tf.Tensor) -> tf.Tensor:
     return -s * np.sum(WORDS * np.log(VALUES)) - np.sum(WORDS) * log_zeta(s)
 
 
-def posterior(log_likelihood: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+def posterior(
+    log_likelihood: Callable[[tf.Tensor], tf.Tensor],
+) -> Callable[[tf.Tensor], tf.Tensor]:
     """The unnormalised log posterior of `log(s - 1)`."""
 
     @tfd.JointDistributionCoroutine
     def model():
-        x = yield tfd.JointDistributionCoroutine.Root(tfd.Normal(PRIOR_MEAN, PRIOR_SD, name="x"))
+        x = yield tfd.JointDistributionCoroutine.Root(
+            tfd.Normal(PRIOR_MEAN, PRIOR_SD, name="x")
+        )
         yield Factor(log_likelihood(1 + tf.exp(x)), name="words")
 
     return model.experimental_pin(words=tf.zeros([0])).unnormalized_log_prob
@@ -139,7 +155,9 @@ for name, target in TARGETS.items():
 
 # %%
 grid = np.linspace(1.4, 2.2, 4001)
-likelihood = -grid * np.sum(WORDS * np.log(VALUES)) - np.sum(WORDS) * np.log(special.zeta(grid))
+likelihood = -grid * np.sum(WORDS * np.log(VALUES)) - np.sum(WORDS) * np.log(
+    special.zeta(grid)
+)
 log_density = likelihood + stats.norm.logpdf(np.log(grid - 1), PRIOR_MEAN, PRIOR_SD)
 density = np.exp(log_density - log_density.max()) / (grid - 1)
 density /= density.sum() * (grid[1] - grid[0])
@@ -195,7 +213,9 @@ def fit(target: Callable[[tf.Tensor], tf.Tensor]) -> tuple[float, float]:
 
 
 draws, fits = {}, {}
-for name, target in tqdm(TARGETS.items(), disable=None):  # None: no bar where there is no terminal
+for name, target in tqdm(
+    TARGETS.items(), disable=None
+):  # None: no bar where there is no terminal
     draws[name] = sample(target)
     loc, scale = fit(target)
     fits[name] = stats.lognorm(scale, loc=1, scale=np.exp(loc))
@@ -215,7 +235,9 @@ FIGURES.mkdir(exist_ok=True)
 BLUE, VERMILLION = "#0072B2", "#D55E00"  # distinct to colour-blind eyes
 ABOVE = {"frameon": False, "loc": "lower center", "bbox_to_anchor": (0.5, 1)}
 COLORS = dict(zip(TARGETS, [VERMILLION, BLUE], strict=True))
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update(
+    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+)
 
 figure, axes = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
 k = np.geomspace(1, VALUES.max(), 200)
@@ -226,7 +248,9 @@ for label, s, color in [
 ]:
     law = WORDS.sum() * k**-s / special.zeta(s)
     axes[0].loglog(k, law, color=color, label=f"{label}, $s$ = {s:.2f}")
-axes[0].set(xlabel="A word occurs so often", ylabel="So many words do", ylim=(0.3, None))
+axes[0].set(
+    xlabel="A word occurs so often", ylabel="So many words do", ylim=(0.3, None)
+)
 axes[0].legend(**ABOVE)
 
 for name, color in COLORS.items():
@@ -239,7 +263,9 @@ axes[1].legend(**ABOVE)
 near = exact_mean + 5 * exact_sd * np.linspace(-1, 1, 400)
 mended = draws["mended gradient"].ravel()
 axes[2].hist(mended, bins=40, density=True, color=BLUE, alpha=0.3, label="HMC, mended")
-axes[2].plot(near, fits["mended gradient"].pdf(near), "--", color=BLUE, label="VI, mended")
+axes[2].plot(
+    near, fits["mended gradient"].pdf(near), "--", color=BLUE, label="VI, mended"
+)
 axes[2].plot(near, np.interp(near, grid, density), color="black", lw=1, label="exact")
 axes[2].set(xlabel="$s$", ylabel="Posterior density", xlim=near[[0, -1]])
 axes[2].legend(**ABOVE)
