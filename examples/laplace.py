@@ -1,18 +1,18 @@
 # %% [markdown]
 # # A Laplace approximation, differentiated twice
 #
-# Ten pumps of a power plant failed $s_i$ times in $t_i$ thousand hours (Gaver and O'Muircheartaigh
-# 1987). Each has a failure rate of its own, $e^{x_i}$ with $x_i \sim N(\mu, \sigma^2)$, and
-# $s_i \sim \text{Poisson}(t_i e^{x_i})$. The likelihood of $\theta = (\mu, \log\sigma)$ is an
-# integral over every $x_i$. Laplace puts a Gaussian at the mode $\hat x_i(\theta)$ of the
-# integrand:
+# Ten pumps of a power plant failed $s_i$ times in $t_i$ thousand hours (Gaver and
+# O'Muircheartaigh 1987). Each has its own failure rate, $e^{x_i}$ with $x_i \sim N(\mu,
+# \sigma^2)$, and $s_i \sim \text{Poisson}(t_i e^{x_i})$. The likelihood of $\theta = (\mu,
+# \log\sigma)$ is an integral over every $x_i$. Laplace's approximation replaces the integrand by
+# a Gaussian at its mode $\hat x_i(\theta)$:
 #
 # $$\log p(s_i \mid \theta) \approx \ell_i(\hat x_i, \theta) + \tfrac12\log 2\pi
 #   - \tfrac12 \log\left(-\partial_x^2 \ell_i(\hat x_i, \theta)\right).$$
 #
-# The last term moves with the mode, so the gradient needs $\hat x'(\theta)$, and the Hessian, which
-# holds the standard errors, needs $\hat x''(\theta)$. The modes are found in NumPy.
-# `sgtrick.implicit_root` knows how they move.
+# The last term depends on the mode, so the gradient needs $\hat x'(\theta)$, and the Hessian,
+# from which the standard errors follow, needs $\hat x''(\theta)$. The modes are found in NumPy.
+# `sgtrick.implicit_root` computes their derivatives.
 
 # %%
 """The likelihood of a model with random effects, by Laplace's approximation."""
@@ -34,7 +34,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -51,19 +51,17 @@ with silent_stderr():
 
     import sgtrick
 
-HERE = (
-    Path(__file__).parent if "__file__" in globals() else Path()
-)  # no file in a notebook
-HOURS = np.array(
-    [94.3, 15.7, 62.9, 126, 5.24, 31.4, 1.05, 1.05, 2.1, 10.5]
-)  # thousands
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
+# In thousands.
+HOURS = np.array([94.3, 15.7, 62.9, 126, 5.24, 31.4, 1.05, 1.05, 2.1, 10.5])
 FAILURES = np.array([5, 1, 5, 14, 3, 19, 1, 1, 4, 22.0])
 
 # %% [markdown]
 # ## The model
 #
-# The log density of one pump's data and rate, up to constants, and its derivative by $x$, of which
-# the mode is the root.
+# The log density of one pump's data and rate, up to constants, and its derivative with respect to
+# $x$, whose root is the mode.
 
 
 # %%
@@ -132,19 +130,15 @@ errors = np.sqrt(np.diag(np.linalg.inv(-hessian)))
 # %% [markdown]
 # ## Independent answers
 #
-# The same approximation in SciPy, modes by bisection, with derivatives by finite differences; and
-# the likelihood itself, by adaptive quadrature, with its own maximum.
+# First, the same approximation in SciPy, with modes by bisection and derivatives by finite
+# differences. Second, the likelihood itself, by adaptive quadrature, with its own maximum.
 
 
 # %%
 def density(x: float, i: int, theta: np.ndarray) -> float:
     z = (x - theta[0]) / np.exp(theta[1])
-    return (
-        FAILURES[i] * (x + np.log(HOURS[i]))
-        - HOURS[i] * np.exp(x)
-        - z**2 / 2
-        - theta[1]
-    )
+    log_poisson = FAILURES[i] * (x + np.log(HOURS[i])) - HOURS[i] * np.exp(x)
+    return log_poisson - z**2 / 2 - theta[1]
 
 
 def by_bisection(theta: np.ndarray) -> float:
@@ -231,9 +225,8 @@ for name, *numbers in zip(
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update(
-    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
-)
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 
 mus, log_sigmas = np.linspace(-2.5, 0.1, 27), np.linspace(-0.5, 1, 26)
 levels = np.log([0.1, 0.5])  # of the likelihood, relative to its maximum
@@ -252,9 +245,8 @@ for f, color, style in [
         axis.clabel(lines, fmt=lambda v: f"{100 * np.exp(v):.0f} %", fontsize=9)
     handles.append(plt.Line2D([], [], color=color, ls=style))
 angle = np.linspace(0, 2 * np.pi, 200)
-axes = np.linalg.cholesky(np.linalg.inv(-derivatives(theta)[2])) * np.sqrt(
-    2 * np.log(2)
-)
+axes = np.linalg.cholesky(np.linalg.inv(-derivatives(theta)[2]))
+axes *= np.sqrt(2 * np.log(2))
 (ellipse,) = axis.plot(
     *(theta[:, None] + axes @ [np.cos(angle), np.sin(angle)]), ":", color="black"
 )

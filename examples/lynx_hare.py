@@ -1,15 +1,15 @@
 # %% [markdown]
 # # Lynx and hare: an ODE solved in NumPy, sampled by TensorFlow Probability
 #
-# For two centuries the Hudson's Bay Company counted the pelts it bought. Hares and lynxes follow
-# the Lotka-Volterra equations
+# For two centuries the Hudson's Bay Company counted the pelts that it bought. The populations of
+# hares and lynxes follow the Lotka-Volterra equations
 #
 # $$\dot u = (\theta_1 - \theta_2 v)\,u, \qquad \dot v = (-\theta_3 + \theta_4 u)\,v,$$
 #
-# with $u$ hares and $v$ lynxes, and pelts lognormal around them. Solver and sensitivities live
-# outside TensorFlow, as they would with an engine of your own. `sgtrick.from_numpy` makes a log
-# likelihood of them, the prior is TensorFlow Probability's, NUTS samples, and the posterior must
-# agree with the reference.
+# with $u$ hares and $v$ lynxes, and the pelts are lognormal around them. The solver and its
+# sensitivities are outside TensorFlow, as your own engine would be. `sgtrick.from_numpy` turns
+# them into a log likelihood, the prior is a TensorFlow Probability distribution, and NUTS samples
+# the posterior, which must agree with the reference.
 
 # %%
 """The posterior of an ODE that is solved outside TensorFlow."""
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -49,9 +49,8 @@ with silent_stderr():
 tfb, tfd = tfp.bijectors, tfp.distributions
 tf.get_logger().setLevel("ERROR")  # effective_sample_size warns of a cast of its own
 
-HERE = (
-    Path(__file__).parent if "__file__" in globals() else Path()
-)  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## Data and reference
@@ -59,9 +58,8 @@ HERE = (
 # %%
 DATA = json.loads((HERE / "data" / "hudson_lynx_hare.json").read_text())
 YEARS = np.array(DATA["year"])
-LOG_PELTS = np.log(DATA["pelts"])[
-    ..., None
-]  # [year, species, 1]: the last axis is for chains
+# [year, species, 1]: the last axis is for chains.
+LOG_PELTS = np.log(DATA["pelts"])[..., None]
 REFERENCE = DATA["reference_posterior"]["parameters"]
 NAMES = {
     "theta[1]": ("hare birth", "per year"),
@@ -78,9 +76,9 @@ NAMES = {
 # ## The engine: NumPy only
 #
 # All parameters are positive, so we sample their logs. For the logs of the populations the
-# equations read $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$, columns 1 to 6
-# are its derivatives by $\log\theta$ and $\log z_0$, which obey the differentiated equations.
-# Chains are the last axis, so that one solve serves them all.
+# equations are $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$; columns 1 to 6
+# are its derivatives with respect to $\log\theta$ and $\log z_0$, which satisfy the
+# differentiated equations. The last axis is for chains, so that all of them are solved together.
 
 # %%
 # Which columns take b e^y itself: y, and the derivatives by the log of the factor in b.
@@ -138,12 +136,13 @@ def log_likelihood(log_params: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # %% [markdown]
 # ## The model: TensorFlow again
 #
-# The decorator above made a function of tensors, and all that is TensorFlow's own stays
-# differentiable. That is the prior, of the logs: $\theta$ is normal and truncated to be positive,
-# the rest is lognormal. And it is a change of coordinates: the data tell the averages over a
-# cycle, $\theta_3/\theta_4$ and $\theta_1/\theta_2$, and its frequency, $\sqrt{\theta_1\theta_3}$,
-# far better than each $\theta$. In coordinates of their own, all about equally wide, NUTS needs no
-# mass matrix and few steps. The change is linear in the logs: its Jacobian is constant.
+# The decorator above made the engine a function of tensors, and everything around it is
+# differentiated by TensorFlow. One such part is the prior of the logs: $\theta$ is normal,
+# truncated to be positive, and the rest is lognormal. Another is a change of coordinates: the
+# data determine the averages over a cycle, $\theta_3/\theta_4$ and $\theta_1/\theta_2$, and its
+# frequency, $\sqrt{\theta_1\theta_3}$, far better than each $\theta$. With these as coordinates,
+# scaled to about equal width, NUTS needs no mass matrix and few steps. The change is linear in
+# the logs, so its Jacobian is constant.
 
 # %%
 theta = tfd.TruncatedNormal(
@@ -233,19 +232,15 @@ for i, (name, (meaning, _)) in enumerate(NAMES.items()):
 # %%
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
-BLUE, ORANGE, VERMILLION = (
-    "#0072B2",
-    "#E69F00",
-    "#D55E00",
-)  # distinct to colour-blind eyes
+# Distinct to colour-blind eyes.
+BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"
 plt.rcParams.update({"font.size": 11, "figure.constrained_layout.hspace": 0.06})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 some = log_draws.reshape(-1, 8)[::4]
 log_z = solve(some, steps=12)[:, :, 0]  # [month, species, draw]
-noise = np.exp(some[:, 6:].T) * np.random.default_rng(SEED).standard_normal(
-    [2, len(some)]
-)
+random = np.random.default_rng(SEED)
+noise = np.exp(some[:, 6:].T) * random.standard_normal([2, len(some)])
 months = np.linspace(YEARS[0], YEARS[-1], len(log_z))
 figure, axes = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
 for k, (axis, color) in enumerate(zip(axes, [BLUE, VERMILLION], strict=True)):
@@ -298,9 +293,8 @@ figure.savefig(FIGURES / "lynx_hare_posterior.png", dpi=150)
 # ## Verdict
 
 # %%
-agrees = (
-    (np.abs(z) < 4) & (np.abs(ratio - 1) < 0.2) & (r_hat < 1.05)
-)  # not where there is NaN
+# False where there is NaN.
+agrees = (np.abs(z) < 4) & (np.abs(ratio - 1) < 0.2) & (r_hat < 1.05)
 if not agrees.all():
     sys.exit(f"The posterior of {', '.join(np.array([*NAMES])[~agrees])} is off.")
 print(f"The posterior agrees with the reference. Figures are in {FIGURES}.")

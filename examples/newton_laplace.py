@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Newton's method and Laplace's approximation with a solver in NumPy
 #
-# The posterior of lynx and hare again, from 21 years of pelts and the Lotka-Volterra equations, as
-# in *lynx_hare*. There, NUTS takes thousands of calls of the solver. Newton's method, which needs
-# the Hessian, finds the mode in eight steps, and the Hessian there is Laplace's approximation:
-# around the mode $\hat x$ the posterior is about normal,
+# The posterior of *lynx_hare* again, from 21 years of pelts and the Lotka-Volterra equations.
+# There, NUTS calls the solver thousands of times. Newton's method, which needs the Hessian, finds
+# the mode in eight steps, and the Hessian at the mode gives Laplace's approximation: around the
+# mode $\hat x$ the posterior is approximately normal,
 #
 # $$x \mid \text{data} \;\sim\; N\left(\hat x,\; \left(-\nabla^2\log p(\hat x)\right)^{-1}\right).$$
 #
-# The solver lives outside TensorFlow. `sgtrick.from_numpy` takes its gradient, and with `hessp` its
-# second derivatives too; those of the prior are TensorFlow's own. Without `hessp`, a Hessian that
-# lacks the solver's part would look fine: sgtrick refuses to give it.
+# The solver is outside TensorFlow. `sgtrick.from_numpy` takes its gradient and, as `hessp`, its
+# second derivatives; TensorFlow computes those of the prior. Without `hessp`, a Hessian that
+# lacks the solver's part would look plausible, so sgtrick raises instead.
 
 # %%
 """Newton's method and a Laplace approximation, with second derivatives of a solver in NumPy."""
@@ -33,7 +33,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -52,9 +52,8 @@ with silent_stderr():
     import sgtrick
 tfb, tfd = tfp.bijectors, tfp.distributions
 
-HERE = (
-    Path(__file__).parent if "__file__" in globals() else Path()
-)  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## Data and reference
@@ -77,17 +76,18 @@ NAMES = {
 # %% [markdown]
 # ## The solver, and its derivatives of first and second order
 #
-# All parameters are positive: $x$ is their logs. With $y_k$ the logs of the two populations, the
-# equations read $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$, columns 1 to 6
-# are its derivatives by the logs of $\theta$ and of the populations in 1900, which obey the
-# differentiated equations. So Runge-Kutta returns the exact derivatives of what it computes.
+# All parameters are positive, and $x$ holds their logs. With $y_k$ the logs of the two
+# populations, the equations are $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$;
+# columns 1 to 6 are its derivatives with respect to the logs of $\theta$ and of the populations
+# in 1900, which satisfy the differentiated equations. So Runge-Kutta returns the exact
+# derivatives of what it computes.
 #
-# For the second derivatives, the same code runs once more, with complex numbers. Of a gradient $g$
-# made of analytic functions,
+# For the second derivatives, the same code runs once more, with complex numbers. For a gradient
+# $g$ that consists of analytic functions,
 #
 # $$\nabla^2 f(x)\,v = \operatorname{Im}\, g(x + i h v) / h + O(h^2),$$
 #
-# and since nothing is subtracted, $h$ can be $10^{-30}$: what is left is rounding.
+# and since nothing is subtracted, $h$ can be $10^{-30}$, so that only rounding errors remain.
 
 # %%
 # Which columns take b e^y itself: y, and the derivatives by the log of the factor in b.
@@ -142,9 +142,9 @@ log_likelihood = sgtrick.from_numpy(value_and_gradient, hessp=hessian_times)
 # %% [markdown]
 # ## Check it
 #
-# `check_gradient(order=2)` compares both derivatives of the engine with differences: 8 entries of
-# the gradient and 64 of the Hessian. The averages over a cycle are the equilibrium, and the peaks
-# are ten years apart: that is a guess of the parameters.
+# `check_gradient(order=2)` compares both derivatives of the engine with finite differences: 8
+# entries of the gradient and 64 of the Hessian. The point is a guess of the parameters: averages
+# over a cycle are the equilibrium, and the peaks are ten years apart.
 
 # %%
 hares, lynxes = np.mean(DATA["pelts"], axis=0)
@@ -157,9 +157,9 @@ print("The engine against differences:", str(report).partition("\n")[0])
 # %% [markdown]
 # ## The posterior, differentiated twice
 #
-# The prior is TensorFlow Probability's, of the logs: $\theta$ is normal and truncated to be
-# positive, the rest is lognormal. The Hessian of the sum is the Jacobian of its gradient. Each of
-# its 8 rows takes one product with the Hessian of the engine.
+# The prior of the logs is written in TensorFlow Probability: $\theta$ is normal, truncated to be
+# positive, and the rest is lognormal. The Hessian of the posterior is the Jacobian of its
+# gradient. Each of its 8 rows takes one product with the Hessian of the engine.
 
 # %%
 theta = tfd.TruncatedNormal(
@@ -188,8 +188,8 @@ def derivatives(x: tf.Tensor, likelihood=log_likelihood) -> tuple[np.ndarray, ..
 # %% [markdown]
 # ## Without the Hessian of the engine
 #
-# The same engine with its gradient alone. The Hessian of the prior is known, and a tape that left
-# out the rest would return it without a word, with standard deviations many times too large.
+# The same engine with its gradient alone. A tape that silently left out the engine's part would
+# return the Hessian of the prior, with standard deviations many times too large.
 
 # %%
 first_order = sgtrick.from_numpy(value_and_gradient, name="first_order")
@@ -203,9 +203,9 @@ except LookupError as error:
 # %% [markdown]
 # ## The mode, by Newton's method
 #
-# Far from the mode the Hessian has eigenvalues of both signs. With their absolute values each step
-# goes uphill, and it is halved until it gets there. Near the mode the number of right digits
-# doubles with each step.
+# Far from the mode the Hessian has eigenvalues of both signs. Their absolute values make each
+# step point uphill, and it is halved until the density increases. Near the mode the number of
+# correct digits doubles with each step.
 
 # %%
 x, calls, products = guess, log_likelihood.calls, log_likelihood.hess_calls
@@ -229,10 +229,11 @@ print(
 # %% [markdown]
 # ## Laplace's approximation against the reference
 #
-# The logs are about normal, so the parameters are about lognormal. What the equations say is right
-# to a tenth of a standard deviation. The noise is not: at the mode it is too small, since six
-# parameters were fitted to 42 counts, and with it all standard deviations. That is an error of
-# Laplace's approximation, which only draws can tell, and no error of the derivatives.
+# The logs are approximately normal, so the parameters are approximately lognormal. The parameters
+# of the equations are right to a tenth of a standard deviation. The noise is not: at the mode it
+# is too small, because six parameters were fitted to 42 counts, and so all standard deviations
+# are too small. That is an error of Laplace's approximation, which only draws can reveal, not of
+# the derivatives.
 
 # %%
 covariance = np.linalg.inv(-hessian)
@@ -302,9 +303,8 @@ print(
 )
 is_noise = np.array(["sigma" in name for name in NAMES])
 # Not where there is NaN.
-agrees = (np.abs(shift) < 0.1 + 0.6 * is_noise) & (
-    np.abs(ratio - 1) < 0.15 + 0.1 * is_noise
-)
+agrees = np.abs(shift) < 0.1 + 0.6 * is_noise
+agrees &= np.abs(ratio - 1) < 0.15 + 0.1 * is_noise
 if not agrees.all():
     sys.exit(f"The approximation of {', '.join(np.array([*NAMES])[~agrees])} is off.")
 if not refused:

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Where everything runs
 #
-# Forward and backward ops of three forms on a device of their own, and what is copied to and fro.
-# Without a GPU, a second logical CPU stands for it.
+# Places the forward and backward ops of three forms on another device, and shows what is copied
+# between the devices. Without a GPU, a second logical CPU takes its place.
 
 # %%
 """Where the ops of a log density run, forward and backward, and what is copied between devices."""
@@ -16,7 +16,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -31,17 +31,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 with silent_stderr():
     import numpy as np
     import tensorflow as tf
-    from tensorflow.python.eager import (
-        context,
-    )  # run metadata of functions has no public name
+
+    # Run metadata of functions has no public name.
+    from tensorflow.python.eager import context
 
     import sgtrick
 
-    # Without a GPU, a second logical CPU stands for it.
+    # Without a GPU, a second logical CPU takes its place.
     CPU = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        CPU, [tf.config.LogicalDeviceConfiguration()] * 2
-    )
+    TWO = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(CPU, TWO)
     DEVICE = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:1"
 
 

@@ -1,19 +1,19 @@
 # %% [markdown]
 # # Eight schools: a program in Stan, sampled by TensorFlow Probability
 #
-# Eight schools coached their pupils for a test. Of each we know how much better the pupils did,
-# $y_j$, and the standard error of that, $\sigma_j$ (Rubin, 1981). The effects differ by an unknown
-# amount $\tau$:
+# Eight schools coached their pupils for a test. For each school we know how much better the
+# pupils did, $y_j$, and its standard error, $\sigma_j$ (Rubin, 1981). The effects differ by an
+# unknown amount $\tau$:
 #
 # $$y_j \sim N(\theta_j, \sigma_j), \qquad \theta_j \sim N(\mu, \tau).$$
 #
-# The model is a Stan program, which Stan compiles and differentiates. `sgtrick.from_numpy` makes a
-# log density of it, NUTS of TensorFlow Probability samples where the parameters are unconstrained,
-# and Stan's own transforms bring the draws back. Stan's own sampler and published draws are beside
-# them.
+# The model is a Stan program, which Stan compiles and differentiates. `sgtrick.from_numpy` makes
+# it a log density of the unconstrained parameters, TensorFlow Probability's NUTS samples it, and
+# Stan's own transforms constrain the draws. They are compared with Stan's own sampler and with
+# published draws.
 #
-# This takes PyStan, for Linux and macOS, and the summaries ArviZ: `pip install ".[stan]"` in a
-# clone. Stan compiles a program for a minute, the first time.
+# This needs PyStan, which runs on Linux and macOS, and ArviZ for the summaries: `pip install
+# ".[stan]"` in a clone. The first time, Stan compiles the program for about a minute.
 
 # %%
 """A program that Stan compiles and differentiates, sampled by TensorFlow Probability's NUTS."""
@@ -34,7 +34,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -57,13 +57,11 @@ with silent_stderr():
     import sgtrick
     from sgtrick.tfp import LogDensity
 tfd = tfp.distributions
-warnings.filterwarnings(
-    "ignore", module="httpstan"
-)  # of aiohttp, how PyStan calls its compiler
+# Of aiohttp, by which PyStan calls its compiler.
+warnings.filterwarnings("ignore", module="httpstan")
 
-HERE = (
-    Path(__file__).parent if "__file__" in globals() else Path()
-)  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## The program, and Stan's own sampler
@@ -103,10 +101,11 @@ fit = program.sample(num_chains=4, num_warmup=500, num_samples=1000)
 # %% [markdown]
 # ## The engine
 #
-# What PyStan has compiled is a Python module, which has the log density and its gradient, of
-# unconstrained parameters and with the Jacobian of the transforms. Stan's automatic differentiation
-# belongs to the thread that has loaded it, whereas TensorFlow calls from any of its own.
-# `MainThreadExecutor` brings the calls to the main thread, which waits for the sampler meanwhile.
+# PyStan compiles the program to a Python module, which has the log density of the unconstrained
+# parameters, including the Jacobian of the transforms, and its gradient. Stan's automatic
+# differentiation belongs to the thread that loaded it, whereas TensorFlow calls from any of its
+# own threads. `MainThreadExecutor` moves the calls to the main thread, which waits for the
+# sampler meanwhile.
 
 # %%
 compiled = httpstan.models.import_services_extension_module(program.model_name)
@@ -117,9 +116,8 @@ DIMENSIONS = len(Y) + 2
 @sgtrick.from_numpy(executor=executor)
 def log_prob(x: np.ndarray) -> tuple[float, np.ndarray]:
     x = x.tolist()
-    return compiled.log_prob(DATA, x, True), np.array(
-        compiled.log_prob_grad(DATA, x, True)
-    )
+    gradient = compiled.log_prob_grad(DATA, x, True)
+    return compiled.log_prob(DATA, x, True), np.array(gradient)
 
 
 report = sgtrick.check_gradient(log_prob, tf.linspace(np.float64(-1), 1, DIMENSIONS))
@@ -128,8 +126,8 @@ print("The gradient beside differences:", str(report).partition("\n")[0])
 # %% [markdown]
 # ## NUTS of TensorFlow Probability
 #
-# The log density is that of a variable in a joint distribution. Step size and scales adapt during
-# the warm-up. What samples goes through the executor's `run`.
+# The log density belongs to a variable in a joint distribution. Step size and scales adapt during
+# the warm-up. The sampler is called through the executor's `run`.
 
 # %%
 CHAINS, WARM_UP, DRAWS = 8, 200, 500
@@ -153,16 +151,15 @@ print(f"Stan took {log_prob.seconds:.0f} s for {log_prob.calls} calls.")
 # %% [markdown]
 # ## Stan's transforms
 #
-# `write_array` computes the parameters of the program, and what it transforms them to.
+# `write_array` computes the parameters of the program and its transformed parameters.
 
 # %%
 rows = [
     compiled.write_array(DATA, row.tolist(), True, False)
     for row in x.reshape(-1, DIMENSIONS)
 ]
-constrained = np.reshape(rows, (DRAWS, CHAINS, -1)).swapaxes(
-    0, 1
-)  # ArviZ: chains first
+# ArviZ expects chains first.
+constrained = np.reshape(rows, (DRAWS, CHAINS, -1)).swapaxes(0, 1)
 names = program.constrained_param_names
 of_tfp = {name: constrained[..., i] for i, name in enumerate(names)}
 of_stan = {
@@ -172,9 +169,9 @@ of_stan = {
 # %% [markdown]
 # ## The posterior against Stan's own sampler, and against the reference
 #
-# The reference is that of posteriordb (BSD-3-Clause), posterior eight_schools: means with their
-# standard errors, and the standard deviations from the means of the squares. `z` compares means, in
-# standard errors of their difference.
+# The reference is posterior eight_schools of posteriordb (BSD-3-Clause): means with their
+# standard errors, and standard deviations from the means of the squares. `z` is the difference of
+# two means, divided by its standard error.
 
 # %%
 SHOWN = [*(f"theta.{j + 1}" for j in range(len(Y))), "mu", "tau"]
@@ -223,15 +220,14 @@ comparison = {
 print(pd.concat(comparison, axis=1).to_string(float_format="{:.2f}".format))
 
 # %% [markdown]
-# ## Figure: what was measured, and the effects that it tells
+# ## Figure: the measurements, and the effects inferred from them
 
 # %%
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update(
-    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
-)
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 
 figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
 place = np.arange(len(SHOWN), dtype=float)

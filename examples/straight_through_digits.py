@@ -1,11 +1,12 @@
 # %% [markdown]
 # # A layer of bits, trained through
 #
-# 32 bits between the pixels of a handwritten digit and its class: the step function that makes them
-# has derivative zero, so that nothing would reach the weights before it. The straight-through
-# estimator passes the gradient on where the input is within [-1, 1]. In Keras it is a layer of one
-# line, stored and loaded like any other, with its gradient. The same script runs on TensorFlow, JAX
-# and PyTorch: `KERAS_BACKEND=jax python straight_through_digits.py`.
+# A network with a layer of 32 bits between the pixels of a handwritten digit and its class. The
+# step function that computes the bits has derivative zero, so no gradient would reach the weights
+# in front of it. The straight-through estimator passes the gradient on where the input is within
+# [-1, 1]. In Keras it is a layer of one line, which is stored and loaded like any other, with its
+# gradient. The same script runs on TensorFlow, JAX and PyTorch: `KERAS_BACKEND=jax python
+# straight_through_digits.py`.
 
 # %%
 """A binary layer trained by the straight-through estimator, stored and reloaded."""
@@ -29,7 +30,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -47,9 +48,8 @@ with silent_stderr():
 
     import sgtrick.keras
 
-HERE = (
-    Path(__file__).parent if "__file__" in globals() else Path()
-)  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 BITS, EPOCHS, SEED = 32, 40, 1
 
 # %% [markdown]
@@ -122,9 +122,8 @@ def fit(model: keras.Model, bar: tqdm) -> list[float]:
 
 models = {"straight-through": network(Bits()), "no gradient": network(StoppedBits())}
 print(f"{len(models)} networks on {keras.backend.backend()}, {EPOCHS} epochs each")
-with tqdm(
-    total=EPOCHS * len(models), disable=None
-) as bar:  # None: no bar without a terminal
+# disable=None: no bar without a terminal.
+with tqdm(total=EPOCHS * len(models), disable=None) as bar:
     accuracies = {name: fit(model, bar) for name, model in models.items()}
 for name, accuracy in accuracies.items():
     print(
@@ -134,8 +133,9 @@ for name, accuracy in accuracies.items():
 # %% [markdown]
 # ## Stored, reloaded, and checked against NumPy
 #
-# The gradient of the loss by the first layer's weights, as the stored model, the reloaded one and
-# the chain rule in NumPy have it. A step of gradient descent shows it on every backend.
+# The gradient of the loss with respect to the first layer's weights, from the stored model, the
+# reloaded one and the chain rule in NumPy. One step of gradient descent reveals it on every
+# backend.
 
 
 # %%
@@ -180,9 +180,8 @@ print(f"  off by {np.abs(loaded - expected).max():.1e} in the model that was rel
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update(
-    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
-)
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 
 figure = plt.figure(figsize=(11, 4.8), layout="constrained")
 left, right = figure.subfigures(1, 2, width_ratios=[1, 1.15])

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # The Nile: a Kalman filter in JAX, fitted by TensorFlow Probability's variational inference
 #
-# The flow of the Nile, measured at Aswan for a hundred years, is a level that drifts and noise:
+# The flow of the Nile, measured at Aswan for a hundred years, is modelled as a drifting level
+# plus noise:
 #
 # $$y_t = \mu_t + \varepsilon_t, \qquad \mu_{t+1} = \mu_t + \eta_t,$$
 #
-# both normal. The likelihood of the two standard deviations is a Kalman filter, which JAX compiles
-# and differentiates. Variational inference with several importance samples draws them in a batch of
-# two dimensions. Each sample must keep its own gradient, which is where
-# `tfp.math.custom_gradient` mixes them up.
+# with $\varepsilon_t$ and $\eta_t$ normal. The likelihood of their two standard deviations is a
+# Kalman filter, which JAX compiles and differentiates. Variational inference with several
+# importance samples evaluates it on a batch with two dimensions. Each sample needs its own
+# gradient, and `tfp.math.custom_gradient` mixes them up.
 
 # %%
 """A JAX likelihood in variational inference with several importance samples."""
@@ -31,7 +32,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -52,19 +53,16 @@ with silent_stderr():
     from sgtrick.tfp import Factor
 tfd = tfp.distributions
 
-HERE = (
-    Path(__file__).parent if "__file__" in globals() else Path()
-)  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## The data, and the likelihood in JAX
 
 # %%
 DATA = json.loads((HERE / "data" / "nile.json").read_text())
-FLOW, YEARS = (
-    np.array(DATA["flow"], float),
-    np.arange(DATA["year"][0], DATA["year"][1] + 1),
-)
+FLOW = np.array(DATA["flow"], float)
+YEARS = np.arange(DATA["year"][0], DATA["year"][1] + 1)
 START_VARIANCE = 1e7  # of the first level, around zero: as good as unknown
 
 
@@ -101,8 +99,8 @@ print(f"Most likely variances {estimates.round(1)}, published {published}.")
 # %% [markdown]
 # ## The model
 #
-# `Factor` puts the likelihood into a joint distribution. The prior is wide. The last one is the
-# same model with TFP's own function in the place of sgtrick's.
+# `Factor` puts the likelihood into a joint distribution. The prior is wide. The last model is the
+# same with TFP's `custom_gradient` in place of sgtrick's.
 
 # %%
 PRIOR_MEAN, PRIOR_SD = np.log([100.0, 50.0]), 1.0
@@ -130,9 +128,9 @@ def mixed_up(log_sd: tf.Tensor) -> tf.Tensor:
 # %% [markdown]
 # ## The exact answer
 #
-# In two dimensions, by quadrature, and by another way to the likelihood: the hundred flows are
-# jointly normal, with a covariance that NumPy factorises. The logarithm of the integral over the
-# parameters is the evidence, which variational inference bounds from below.
+# In two dimensions it is computed by quadrature, and the likelihood in a different way: the
+# hundred flows are jointly normal, with a covariance that NumPy factorises. The logarithm of the
+# integral over the parameters is the log evidence, which variational inference bounds from below.
 
 # %%
 t = np.arange(len(FLOW))
@@ -162,14 +160,13 @@ exact_sd = np.sqrt(np.average((GRID - exact_mean) ** 2, axis=0, weights=weight))
 # %% [markdown]
 # ## Variational inference
 #
-# The surrogate has independent normal parts, which the posterior has not. One sample bounds the
-# evidence by the usual ELBO; with 16 importance samples the bound is tighter.
+# The components of the surrogate are independent and normal, those of the posterior are not. With
+# one sample the bound is the usual ELBO; with 16 importance samples it is tighter.
 
 # %%
 STEPS, SAMPLES, SEED = 400, 10, 1
-START = np.concatenate(
-    [PRIOR_MEAN, np.log([0.3, 0.3])]
-)  # means, and logs of standard deviations
+# Means, and logs of standard deviations.
+START = np.concatenate([PRIOR_MEAN, np.log([0.3, 0.3])])
 RUNS = {
     "1 sample": (posterior(log_likelihood), 1),
     "16 samples": (posterior(log_likelihood), 16),
@@ -203,13 +200,12 @@ def fit(
     return surrogate, -losses.numpy()
 
 
-fits = {
-    name: fit(*run) for name, run in tqdm(RUNS.items(), disable=None)
-}  # None: terminals only
+# disable=None: no bar without a terminal.
+fits = {name: fit(*run) for name, run in tqdm(RUNS.items(), disable=None)}
 
 # %% [markdown]
-# The gradient of the bound where the fits began, for a fixed set of random numbers, against finite
-# differences of its value:
+# The gradient of the bound at the starting point of the fits, for a fixed set of random numbers,
+# compared with finite differences of its value:
 
 
 # %%
@@ -241,7 +237,7 @@ for name in ("16 samples", "16 samples, TFP's gradient"):
     print(f"{name:28}", "".join(f"{g:9.3f}" for g in gradients[name]))
 
 # %% [markdown]
-# The bounds, by many fresh samples, and the posterior means by importance weights.
+# The bounds, estimated from many fresh samples, and the posterior means, from importance weights.
 
 # %%
 bounds, means = {}, {}
@@ -266,16 +262,12 @@ for name in RUNS:
 # %%
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
-BLUE, ORANGE, VERMILLION = (
-    "#0072B2",
-    "#E69F00",
-    "#D55E00",
-)  # distinct to colour-blind eyes
+# Distinct to colour-blind eyes.
+BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"
 COLORS = dict(zip(RUNS, [ORANGE, BLUE, VERMILLION], strict=True))
 ABOVE = {"frameon": False, "loc": "lower center", "bbox_to_anchor": (0.5, 1)}
-plt.rcParams.update(
-    {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
-)
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
 
 noise, drift = np.exp(2 * means["16 samples"])
