@@ -192,8 +192,9 @@ def _without_silence(source: str) -> str:
     silence = r"@contextlib\.contextmanager\n.*?os\.close\(stderr\)\n+"
     source = re.sub(silence, "", source, flags=re.DOTALL)
     before, _, block = source.partition("with silent_stderr():\n")
-    block, after = re.match(r"((?:    .*\n|\n)*)(.*)", block + "\n", re.DOTALL).groups()
-    source = before + textwrap.dedent(block) + after
+    imports = re.match(r"(?:    .*\n|\n)*", block + "\n")[0]
+    rest = block[len(imports) :].lstrip()
+    source = f"{before}{textwrap.dedent(imports).rstrip()}\n\n{rest}"
     for line, name in [
         ("import contextlib\n", "contextlib."),
         ("from collections.abc import Iterator\n", "Iterator["),

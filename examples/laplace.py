@@ -76,7 +76,7 @@ def slope(x: tf.Tensor, theta: tf.Tensor) -> tf.Tensor:
 
 
 def modes(theta: np.ndarray) -> np.ndarray:
-    """By Newton, in NumPy. The slope is concave: from the right of the root it is safe."""
+    """By Newton, in NumPy. The slope is concave: starting right of the root is safe."""
     mu, precision = theta[0], np.exp(-2 * theta[1])
     x = np.maximum(np.log(FAILURES / HOURS), mu)
     for _ in range(50):
@@ -120,7 +120,8 @@ print(f"{'':6}{'log likelihood':>15}{'mu':>10}{'log sigma':>11}{'gradient':>11}"
 for i in range(10):
     value, gradient, hessian = derivatives(theta)
     print(
-        f"{i:<6}{value:15.6f}{theta[0]:10.5f}{theta[1]:11.5f}{np.abs(gradient).max():11.1e}"
+        f"{i:<6}{value:15.6f}{theta[0]:10.5f}{theta[1]:11.5f}"
+        f"{np.abs(gradient).max():11.1e}"
     )
     if np.abs(gradient).max() < 1e-9:
         break
@@ -144,18 +145,24 @@ def density(x: float, i: int, theta: np.ndarray) -> float:
 def by_bisection(theta: np.ndarray) -> float:
     total, precision = 0.0, np.exp(-2 * theta[1])
     for i, (s, t) in enumerate(zip(FAILURES, HOURS, strict=True)):
-        slope_i = lambda x, s=s, t=t: s - t * np.exp(x) - (x - theta[0]) * precision  # noqa: E731
+
+        def slope_i(x, s=s, t=t):
+            return s - t * np.exp(x) - (x - theta[0]) * precision
+
         x = brentq(slope_i, -20, 20, xtol=1e-14)
         total += density(x, i, theta) - np.log(t * np.exp(x) + precision) / 2
     return total
 
 
 def by_quadrature(theta: np.ndarray) -> float:
-    """Without the constant that Laplace's approximation leaves out, `log(2 pi) / 2` a pump."""
+    """Without `log(2 pi) / 2` a pump, which Laplace's approximation leaves out."""
     total = 0.0
     for i, peak in enumerate(modes(theta)):
         top = density(peak, i, theta)
-        relative = lambda x, i=i, top=top: np.exp(density(x, i, theta) - top)  # noqa: E731
+
+        def relative(x, i=i, top=top):
+            return np.exp(density(x, i, theta) - top)
+
         area = quad(relative, peak - 8, peak + 8, points=[peak])[0]
         total += top + np.log(area) - np.log(2 * np.pi) / 2
     return total
@@ -210,7 +217,8 @@ for name, h in [
     ("  without the bend of the modes", incomplete),
 ]:
     print(
-        f"{name:32}{h[0, 0]:12.7f}{h[0, 1]:14.7f}\n{'':32}{h[1, 0]:12.7f}{h[1, 1]:14.7f}"
+        f"{name:32}{h[0, 0]:12.7f}{h[0, 1]:14.7f}\n"
+        f"{'':32}{h[1, 0]:12.7f}{h[1, 1]:14.7f}"
     )
 print(f"\n{'':14}{'Laplace':>9}{'+-':>8}{'exact':>10}{'+-':>8}")
 for name, *numbers in zip(

@@ -222,8 +222,8 @@ for step in range(50):
     x = x + move
     value, gradient, hessian = derivatives(tf.constant(x))
 print(
-    f"The solver ran {log_likelihood.calls - calls} times for values and gradients, and "
-    f"{log_likelihood.hess_calls - products} times for rows of the Hessian."
+    f"The solver ran {log_likelihood.calls - calls} times for values and gradients, "
+    f"and {log_likelihood.hess_calls - products} times for rows of the Hessian."
 )
 
 # %% [markdown]
@@ -299,7 +299,8 @@ figure.savefig(FIGURES / "newton_laplace.png", dpi=150)
 
 # %%
 print(
-    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'newton_laplace.png'}"
+    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n"
+    f"  {FIGURES / 'newton_laplace.png'}"
 )
 is_noise = np.array(["sigma" in name for name in NAMES])
 # Not where there is NaN.

@@ -83,10 +83,10 @@ def with_gradient(h: Any, x: Any, device: str | None) -> Any:
 
 
 def nodes(function: Any, x: Any) -> list[Any]:
-    """What TensorFlow ran for a function: its nodes, split by device, with copies between them."""
+    """The nodes that TensorFlow ran for a function, by device, with the copies."""
     concrete = tf.function(function).get_concrete_function(x)
     context.context().enable_run_metadata()
-    context.context().export_run_metadata()  # of what ran before: TensorFlow keeps collecting
+    context.context().export_run_metadata()  # what ran before: TensorFlow collects
     concrete(x)
     metadata = context.context().export_run_metadata()
     context.context().disable_run_metadata()
@@ -138,9 +138,8 @@ def main() -> None:
                 n for n in ops if n.name.startswith(("backward/", "gradient_tape/"))
             ]
             print(f"  {name}")
-            print(
-                f"    forward   {where([n for n in ops if n.name.startswith('forward/')])}"
-            )
+            forward = [n for n in ops if n.name.startswith("forward/")]
+            print(f"    forward   {where(forward)}")
             print(f"    backward  {where(backward)}")
             if host:
                 print(f"    engine    {where(host)}")

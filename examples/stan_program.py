@@ -265,8 +265,10 @@ agrees &= ours["r_hat"] < 1.05  # none of these where there is NaN
 if not agrees.all():
     sys.exit(f"The posterior of {', '.join(agrees.index[~agrees])} is off.")
 print(
-    f"The posterior agrees with Stan's sampler and with the reference. Figures are in {FIGURES}."
+    "The posterior agrees with Stan's sampler and with the reference. "
+    f"Figures are in {FIGURES}."
 )
 print(
-    f"{time.perf_counter() - BEGIN:.0f} s in all, of which Stan compiles the first time."
+    f"{time.perf_counter() - BEGIN:.0f} s in all, "
+    "of which Stan compiles the first time."
 )

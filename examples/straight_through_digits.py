@@ -214,7 +214,8 @@ figure.savefig(FIGURES / "straight_through_digits.png", dpi=150)
 
 # %%
 print(
-    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'straight_through_digits.png'}"
+    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n"
+    f"  {FIGURES / 'straight_through_digits.png'}"
 )
 last = {name: accuracy[-1] for name, accuracy in accuracies.items()}
 checks = {

@@ -192,7 +192,7 @@ def sample(target: Callable[[tf.Tensor], tf.Tensor]) -> np.ndarray:
 
 
 def fit(target: Callable[[tf.Tensor], tf.Tensor]) -> tuple[float, float]:
-    """Mean and standard deviation of a normal distribution of log(s - 1), fitted by VI."""
+    """Mean and standard deviation of a normal distribution of log(s - 1), by VI."""
     loc, log_scale = tf.Variable(PRIOR_MEAN), tf.Variable(np.log(0.1))
     surrogate = tfd.Normal(loc, tfp.util.DeferredTensor(log_scale, tf.exp))
     tfp.vi.fit_surrogate_posterior(
