@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib.metadata
 import inspect
+import platform
 import re
 import shutil
 import subprocess
@@ -95,11 +96,10 @@ class _Comparison:
         made_of = [source.read_bytes() for source in sorted(sources)]
         names = ("tensorflow", "tensorflow-probability", "keras")
         made_of += [importlib.metadata.version(name).encode() for name in names]
+        made_of.append(platform.python_version().encode())
         self._digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()
-        self._page, self._record = (
-            GENERATED / "comparison.md",
-            GENERATED / "comparison.sha256",
-        )
+        self._page = GENERATED / "comparison.md"
+        self._record = GENERATED / "comparison.sha256"
         self._process = None
         if not self._record.exists() or self._record.read_text() != self._digest:
             logging.getLogger(__name__).info(

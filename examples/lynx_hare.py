@@ -81,7 +81,8 @@ NAMES = {
 # differentiated equations. The last axis is for chains, so that all of them are solved together.
 
 # %%
-# Which columns take b e^y itself: y, and the derivatives by the log of the factor in b.
+# Columns that take b e^y itself: y, and its derivative with respect to the log of
+# the factor in b.
 SELF = np.zeros([2, 7, 1])
 SELF[:, 0] = SELF[0, 2] = SELF[1, 4] = 1
 TANGENT = np.arange(7)[:, None] > 0

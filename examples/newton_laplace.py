@@ -90,7 +90,8 @@ NAMES = {
 # and since nothing is subtracted, $h$ can be $10^{-30}$, so that only rounding errors remain.
 
 # %%
-# Which columns take b e^y itself: y, and the derivatives by the log of the factor in b.
+# Columns that take b e^y itself: y, and its derivative with respect to the log of
+# the factor in b.
 SELF = np.zeros([2, 7])
 SELF[:, 0] = SELF[0, 2] = SELF[1, 4] = 1
 TANGENT = np.arange(7) > 0

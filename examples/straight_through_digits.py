@@ -169,7 +169,7 @@ stored, loaded, expected = (
     by_chain_rule(model, *some),
 )
 scale = np.abs(expected).max()
-print(f"\nlargest gradient by the first weights {scale:.4f}")
+print(f"\nlargest gradient with respect to the first weights {scale:.4f}")
 print(f"  off by {np.abs(stored - expected).max():.1e} in the model that was stored")
 print(f"  off by {np.abs(loaded - expected).max():.1e} in the model that was reloaded")
 

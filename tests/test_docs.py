@@ -72,6 +72,13 @@ def test_bridgestan_has_the_signature_of_an_engine():
     assert "ndarray" in str(gradient)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_the_page(page):
+    """At 1280 px, 88 columns do."""
+    lines = [line for block in blocks(page, "python") for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
+
+
 def test_readme_example_comes_first():
     assert (ROOT / "README.md").read_text().partition("\n```\n")[0].count("\n") < 30
 
