@@ -8,6 +8,8 @@ executes the notebooks. Later builds run what has changed.
 """
 
 import ast
+import atexit
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -23,6 +25,7 @@ from typing import Any
 
 import jupytext
 import nbformat
+from jupyter_client.provisioning import local_provisioner
 from PIL import Image
 from sphinx.util import logging
 
@@ -71,6 +74,11 @@ default_role = "code"
 autodoc_default_options = {"members": True}
 
 
+# Kernels are started without the terminal, to which TensorFlow prints before it can be told not to.
+local_provisioner.launch_kernel = functools.partial(
+    local_provisioner.launch_kernel, stderr=subprocess.DEVNULL
+)
+
 # What users are given and never make: documented, but not by the module that it is in.
 sgtrick.HostFunction = type(sgtrick.from_numpy(lambda x: (x, x)))
 sgtrick.Entry = typing.get_args(sgtrick.GradientReport.__annotations__["entries"])[0]
@@ -112,6 +120,9 @@ class _Comparison:
                 stderr=subprocess.PIPE,
                 text=True,
             )
+            atexit.register(
+                self._process.kill
+            )  # of a build that fails before it is waited for
 
     def wait(self, _app: Any, docname: str, _content: list[str]) -> None:
         """Called before a page is read: the table has to be there for the page that shows it."""
