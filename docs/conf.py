@@ -9,10 +9,12 @@ executes the notebooks. Later builds run what has changed.
 
 import ast
 import atexit
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import inspect
+import os
 import platform
 import re
 import shutil
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import textwrap
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,25 @@ from jupyter_client.provisioning import local_provisioner
 from PIL import Image
 from sphinx.util import logging
 
-import sgtrick
-import sgtrick.keras
-import sgtrick.tfp
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """TensorFlow prints to file descriptor 2 before it reads its own log level."""
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+with _silent_stderr():
+    import sgtrick
+    import sgtrick.keras
+    import sgtrick.tfp
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -258,7 +277,7 @@ def _signature(
     ).body
     arguments = function.args
     if what in ("class", "exception", "method"):
-        del arguments.args[0]
+        (arguments.posonlyargs or arguments.args).pop(0)  # self
     returned = ast.unparse(function.returns) if function.returns else None
     return f"({ast.unparse(arguments)})", None if what in (
         "class",
