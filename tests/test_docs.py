@@ -1,5 +1,6 @@
 """Every Python block of README and docs runs, and prints what the text says; broken links are found."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -104,3 +105,24 @@ def test_broken_links_are_found(tmp_path):
         "site/index.html: gone.png: no such file",
         "README.md: site/gone.png: no such file",
     ]
+
+
+def strings(source):
+    """The texts of a module, with `...` for what is formatted into them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"\{\d?\}", "...", node.value)
+
+
+def test_messages_of_the_troubleshooting_page_are_raised():
+    sources = sorted((ROOT / "sgtrick").rglob("*.py"))
+    raised = "\n".join(text for source in sources for text in strings(source.read_text()))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headlines = re.findall(r"^(?!No message)(.+)\n: ", page, re.MULTILINE)
+    assert len(headlines) > 30
+    for headline in headlines:
+        for fragment in headline.split("..."):
+            assert fragment.strip() in raised, headline
