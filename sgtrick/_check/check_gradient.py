@@ -19,7 +19,7 @@ def check_gradient(
     *,
     order: int = 1,
     mode: str = "full",
-    eps: Any = None,
+    eps: float | tuple[float, float] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
