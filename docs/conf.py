@@ -65,7 +65,7 @@ RECORDED = (
 project = "sgtrick"
 author = "The sgtrick developers"
 copyright = f"2026, {author}"
-release = version = "0.1.0"
+release = version = sgtrick.__version__
 
 extensions = [
     "myst_nb",
