@@ -162,7 +162,7 @@ class TestShutdownWithWorkQueued:
 def test_an_interrupt_ends_run_and_the_function(busy):
     script = f"""
         import os, signal, threading, time
-        from sgtrick._executors import MainThreadExecutor
+        from sgtrick._host.executors import MainThreadExecutor
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
         executor, ended = MainThreadExecutor(), threading.Event()
