@@ -44,14 +44,14 @@ DEFECTS = (
     Defect(
         "vectorized_map is not told of overrides",
         "programs",
-        "_core/_tensorflow.py",
-        (("    outputs[0].op.pfor_converter = _convert\n", ""),),
+        "_core/_tensorflow/overrides.py",
+        (("    outputs[0].op.pfor_converter = _map\n", ""),),
     ),
     Defect(
         "a gradient that is lost is not guarded: second derivatives are zero",
         "programs",
         "_core/override.py",
-        (("        if is_lost():\n            with", "        if False:\n            with"),),
+        (("        if loses():\n            with", "        if False:\n            with"),),
     ),
     Defect(
         "the value is not stopped, so that its own derivative is added",
@@ -62,13 +62,13 @@ DEFECTS = (
     Defect(
         "a mapped rule in a rule reaches for a tensor of one member",
         "programs",
-        "_core/_tensorflow.py",
+        "_core/_tensorflow/mapping.py",
         (("                raise OutOfReachError\n", "                pass\n"),),
     ),
     Defect(
         "a Jacobian is transposed",
         "programs",
-        "_backend.py",
+        "_core/backend.py",
         (
             (
                 "        gx, b = leaf.gx, leaf.batch_ndims\n        domain_ndims",
@@ -82,24 +82,19 @@ DEFECTS = (
         "forward mode over forward mode loses what the rule loses",
         "programs",
         "_core/override.py",
-        (("        if is_lost:\n", "        if False:\n"),),
+        (("        if loses:\n", "        if False:\n"),),
     ),
     Defect(
         "the mean over the members, and not the sum, for what they share",
         "programs",
-        "_core/override.py",
+        "_core/mapped.py",
         (("else tf.reduce_sum(g, 0)", "else tf.reduce_mean(g, 0)"),),
     ),
     Defect(
         "a transpose that is none is not found out",
         "programs",
-        "_core/override.py",
-        (
-            (
-                "    fits = adjoint.holds(gs, ts, found, at)\n    if",
-                "    fits = tf.constant(True)\n    if",
-            ),
-        ),
+        "_core/transposition.py",
+        (("zero = loud.zero_if(fits,", "zero = loud.zero_if(tf.constant(True),"),),
     ),
     Defect(
         "second derivatives of engines without a Hessian are zero",
@@ -107,9 +102,9 @@ DEFECTS = (
         "_core/embedding.py",
         (
             (
-                "    xs = [_tensorflow.here(x) for x in xs]\n\n    def pull(*z: Any) -> list[Any]:\n"
+                "    xs = [graphs.here(x) for x in xs]\n\n    def pull(*z: Tensor) -> list[Gradient]:\n"
                 "        return [*z, *(loud",
-                "    return list(gxs)\n\n    def pull(*z: Any) -> list[Any]:\n"
+                "    return list(gxs)\n\n    def pull(*z: Tensor) -> list[Gradient]:\n"
                 "        return [*z, *(loud",
             ),
         ),
@@ -117,7 +112,7 @@ DEFECTS = (
     Defect(
         "objects share the engine of the first",
         "engines",
-        "_host.py",
+        "_host/host_function.py",
         (
             ('cache = getattr(instance, "__dict__", {})', "cache = self.__dict__"),
             (" or found._bound_to[0] is not instance", ""),
@@ -126,19 +121,19 @@ DEFECTS = (
     Defect(
         "one member that fails rejects all of a vectorized engine",
         "engines",
-        "_engine.py",
+        "_host/engine.py",
         (("self._instead is not None and math.prod(batch) > 1", "False"),),
     ),
     Defect(
         "replies are not copied, and the engine gives the same arrays each time",
         "engines",
-        "_replies.py",
+        "_host/contract.py",
         (("        return np.array(array)\n    with", "        return array\n    with"),),
     ),
     Defect(
         "check_gradient takes 1 % for rounding",
         "checks",
-        "_comparison.py",
+        "_check/comparison.py",
         (("max(1e-6, self._unit**0.5)", "max(2e-2, self._unit**0.5)"),),
     ),
 )
