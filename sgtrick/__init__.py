@@ -1,5 +1,7 @@
 """Custom derivatives in TensorFlow: right under every transformation, and loud otherwise."""
 
+from importlib.metadata import version as _version
+
 from sgtrick._check.check_gradient import check_gradient
 from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._custom_gradient import custom_gradient
@@ -44,3 +46,5 @@ __all__ = [
     "GradientCheckError",
     "show_versions",
 ]
+
+__version__ = _version("sgtrick")
