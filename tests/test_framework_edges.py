@@ -292,5 +292,5 @@ class TestBoth:
             text=True,
             check=True,
         )
-        assert f"The extra sgtrick[{package}] brings it" in done.stdout
+        assert f"Install the extra sgtrick[{package}]" in done.stdout
         assert f"{sys.executable} -m pip install {package}" in done.stdout

@@ -332,7 +332,7 @@ class TestArguments:
             lambda x, a=2.0, b=3.0: (x * a * b, (a * b, None, None)), event_ndims=0
         )
         assert wrap(lambda x: h(x, b=5.0))(x[0]) == 10  # also what is left out before b
-        with pytest.raises(TypeError, match="keyword-only arguments \\['y'\\]"):
+        with pytest.raises(TypeError, match=r"keyword-only arguments \['y'\], but engines"):
             sgtrick.from_numpy(lambda x, *, y: y)(x, y=x)
 
     @WRAPS
@@ -721,7 +721,7 @@ class TestErrors:
             (
                 (1, 1),
                 [np.ones(2)],
-                r"event_ndims=\(1, 1\) must have one entry for each of the 1 arguments \(x\)",
+                r"event_ndims must .* one entry for each of the 1 arguments \(x\), got \(1, 1\)",
             ),
             (
                 2,
@@ -887,7 +887,7 @@ def test_defaults_that_a_call_leaves_out_beside_a_tuple_of_event_ndims():
     h = sgtrick.from_numpy(engine, event_ndims=(1, 0, 0))
     np.testing.assert_array_equal(h(x, shift=1.0, scale=[2.0, 5.0][0]), [5, 5])
     with pytest.raises(
-        ValueError, match=r"event_ndims=\(1, 0, 0, 0\) must have one entry for each"
+        ValueError, match=r"event_ndims must .* one entry for each .*, got \(1, 0, 0, 0\)"
     ):
         sgtrick.from_numpy(of_one, event_ndims=(1, 0, 0, 0))(x)
 
