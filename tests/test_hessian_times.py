@@ -306,12 +306,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("second", "error", "message"),
         [
-            ({"hessp": lambda x, v: v[:2]}, ValueError, r"the Hessian times v of normal by x must have the shape \[3\], got \[2\]"),
+            ({"hessp": lambda x, v: v[:2]}, ValueError, r"the Hessian times v of normal with respect to x must have the shape \[3\], got \[2\]"),
             ({"hessp": lambda x, v: None}, TypeError, "hessp of normal must return the Hessian times v, .*got None"),
             ({"hessp": lambda x, v: (v, v)}, ValueError, r"must have the shape \[3\], got \[2, 3\]"),
-            ({"hess": lambda x: x}, ValueError, r"the Hessian of normal by x and x must have the shape \[3, 3\], got \[3\]"),
+            ({"hess": lambda x: x}, ValueError, r"the Hessian of normal with respect to x and x must have the shape \[3, 3\], got \[3\]"),
             ({"hess": lambda x: None}, TypeError, "hess of normal must return the Hessian, got None"),
-            ({"hess": lambda x: "no"}, TypeError, "the Hessian of normal by x and x must be real numbers"),
+            ({"hess": lambda x: "no"}, TypeError, "the Hessian of normal with respect to x and x must be real numbers"),
         ],
     )  # fmt: skip
     def test_wrong_replies(self, wrap, second, error, message):
