@@ -201,7 +201,7 @@ def test_an_exception_that_cannot_be_unpickled(wrap):
         h = sgtrick.from_numpy(engines.raises_what_cannot_be_unpickled, executor=processes)
         message = (
             r"(?s)got no answer from its executor: BrokenProcessPool.*TypeError: .*missing 1 required "
-            r".*: 'why'\. It lost the pool since an exception.* ArithmeticError\(str\(error\)\)"
+            r".*: 'why'\. The pool is lost because an exc.* ArithmeticError\(str\(error\)\)"
         )
         with pytest.raises(RAISED, match=message):
             within_a_minute(wrap(h), tf.zeros([2, 3]))
