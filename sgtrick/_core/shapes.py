@@ -9,7 +9,7 @@ Shapes are tuples in which None is an unknown dimension; None in a shape's place
 Nothing here knows of TensorFlow.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 Shape = tuple[int | None, ...]
 
@@ -60,6 +60,11 @@ def infer_batch_ndims(
             f"not fit together. {_advice(fx, gx, x, batch_ndims, names)}"
         )
     return inferred
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether this counts or places dimensions or arguments, as a bool does not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_name: str) -> None:

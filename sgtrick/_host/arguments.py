@@ -19,7 +19,7 @@ def with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, in
     else:
         flat = structures.pair(arg, ndims, name, f"the event_ndims of {name}")
     for path, _, n in flat:
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
+        if not (shapes.is_int(n) or isinstance(n, np.integer)) or n < 0:
             raise ValueError(
                 "event_ndims must be a non-negative int, or one for each argument, got "
                 f"{n!r} for {name}{path}."
