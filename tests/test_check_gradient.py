@@ -550,8 +550,8 @@ class TestRefusals:
         [
             ({"order": 3}, "order must be 1 or 2, got 3"),
             ({"mode": "fast"}, "mode must be 'full' or 'random', got 'fast'"),
-            ({"rtol": -1.0}, "rtol must be None or a number of at least 0"),
-            ({"atol": np.nan}, "atol must be None or a number of at least 0"),
+            ({"rtol": -1.0}, "rtol must be None or a non-negative number"),
+            ({"atol": np.nan}, "atol must be None or a non-negative number"),
             ({"eps": 0.0}, "eps must be None, the largest step, or a pair"),
             ({"eps": (1e-2, 1e-4)}, "smallest and the largest step"),
         ],

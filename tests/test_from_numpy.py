@@ -716,7 +716,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("event_ndims", "args", "message"),
         [
-            (-1, [np.ones(2)], "event_ndims must be an int of at least 0.* got -1 for x"),
+            (-1, [np.ones(2)], "event_ndims must be a non-negative int.* got -1 for x"),
             ("a", [np.ones(2)], "got 'a' for x"),
             (
                 (1, 1),
