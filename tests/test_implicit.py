@@ -289,7 +289,7 @@ ERRORS = {
     "int root": (
         lambda: implicit_root(lambda x: x, 1),
         TypeError,
-        "x_star has dtype int32, expected a floating one",
+        "x_star has dtype int32, expected a floating dtype",
     ),
     "complex root": (
         lambda: implicit_root(lambda x: x, 1j),
@@ -324,7 +324,7 @@ ERRORS = {
     "unconnected": (
         lambda: implicit_root(lambda x: tf.round(X), X),
         ValueError,
-        "What residual returns is not connected to its first argument, x_star",
+        "residual returned something that is not connected to its first argument, x_star",
     ),
     "batch": (
         lambda: implicit_root(lambda x: x, X, batch_ndims=True),

@@ -447,15 +447,15 @@ ERRORS = {
     "index out of bounds": (
         lambda: stop_gradient(X, 2),
         ValueError,
-        r"where is no index of x, of shape \[2, 2\]",
+        r"where is not an index into x, of shape \[2, 2\]",
     ),
     "position out of bounds": (
         lambda: stop_gradient(X, [-3]),
         ValueError,
         "where is out of bounds for x",
     ),
-    "index of bools": (lambda: stop_gradient(X, (True, False)), TypeError, "an index is no bool"),
-    "index of arrays": (lambda: stop_gradient(X, ([0], [1])), ValueError, "where is no index of x"),
+    "index of bools": (lambda: stop_gradient(X, (True, False)), TypeError, "tuple with bools"),
+    "index of arrays": (lambda: stop_gradient(X, ([0], [1])), ValueError, "where is not an index"),
     "mask of another structure": (
         lambda: stop_gradient([X, X], {"a": True}),
         ValueError,

@@ -1,4 +1,4 @@
-"""Calls of a function, in which the differentiated arguments are found by position or name."""
+"""Calls of a function, and the arguments with respect to which they are differentiated."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Argnums, Function, Kwargs, Tensor
 
 
-@dataclasses.dataclass(frozen=True)  # of a named tuple, AutoGraph would not convert __call__
+@dataclasses.dataclass(frozen=True)  # AutoGraph does not convert __call__ of named tuples
 class Call:
-    """The arguments of one call: keywords turned into positions, defaults filled in."""
+    """The arguments of one call, with keywords turned into positions and defaults filled in."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -32,7 +32,7 @@ class Call:
         return [leaf for _, leaf in structures.flatten([*self.args, *self.kwargs.values()])]
 
     def replace(self, keys: Sequence[int | str], values: Sequence[Any]) -> "Call":
-        """The same call with other arguments there."""
+        """The same call with the arguments at `keys` replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for key, value in zip(keys, values, strict=True):
             if isinstance(key, int):
@@ -43,13 +43,13 @@ class Call:
 
 
 class Selection:
-    """The arguments by which a call is differentiated, apart from those that keep autodiff.
+    """The arguments of a call that a rule covers; all others keep their autodiff gradient.
 
     Attributes:
         call: The call.
-        xs: Their leaves that have derivatives, as tensors.
-        stopped_xs: The same without a derivative.
-        stopped: The call with these in their place.
+        xs: The leaves of these arguments that have derivatives, as tensors.
+        stopped_xs: The same, stopped.
+        stopped: The call with the stopped leaves.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Selection:
         self.stopped = self.at(self.stopped_xs)
 
     def others(self) -> "Selection":
-        """The other arguments of the stopped call, as far as someone may ask for their gradient."""
+        """The other arguments of the stopped call whose gradient may be requested."""
         call = self.stopped
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
         return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded)
 
     def on(self, call: Call, xs: Sequence[Tensor]) -> Call:
-        """Another call with leaves in the place of `xs`."""
+        """Another call, with the leaves `xs` in these arguments."""
         return call.replace(self._keys, self._pack(xs, self._flat))
 
     def read(self) -> Call:
-        """The call with the present values of variables, which may be assigned later."""
+        """The call with the current values of variables, which may be assigned later."""
         call = self.at(self.xs)
         if len(self._keys) == len(self.call.args) + len(self.call.kwargs):
             return call
@@ -100,20 +100,20 @@ class Selection:
         )
 
     def check_numbers(self, name: str) -> None:
-        """Raises if the arguments hold something, but nothing that could ever have derivatives."""
+        """Checks that the arguments, unless they are empty, hold something numeric."""
         if self._flat and not any(map(structures.is_number, self._flat)):
             raise TypeError(
-                f"argnums selects {', '.join(self._parameters)} of {name}, by which there is no "
-                f"derivative: {', '.join(type(leaf).__name__ for leaf in self._flat)}. Name the "
-                "arguments by which the gradient is."
+                f"argnums selects {', '.join(self._parameters)} of {name}, for which there is no "
+                f"derivative: {', '.join(type(leaf).__name__ for leaf in self._flat)}. Select the "
+                "arguments that the gradient is with respect to."
             )
 
     def at(self, xs: Sequence[Tensor]) -> Call:
-        """The call with other leaves in the place of `xs`."""
+        """The call with other leaves instead of its own `xs`."""
         return self.call.replace(self._keys, self._pack(xs, self._flat))
 
     def primals(self, call: Call) -> tuple[Any, ...]:
-        """The arguments in question of a call that `at` returned."""
+        """These arguments, of a call that `at` returned."""
         return tuple(call.args[k] if isinstance(k, int) else call.kwargs[k] for k in self._keys)
 
     def tangents(self, z: Sequence[Any]) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class Selection:
         for parameter, argument, gradient in zip(
             self._parameters, self._arguments, gradients, strict=True
         ):
-            by = f"the gradient by {parameter}"
+            by = f"the gradient with respect to {parameter}"
             for path, x, gx in structures.pair(argument, gradient, parameter, by):
                 names = shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
                 if structures.has_derivatives(x):
@@ -155,7 +155,7 @@ class Callee:
 
     Attributes:
         f: The function itself.
-        name: What errors call it.
+        name: Its name in errors.
         own: How many of the positional arguments are the instance or class: 1 for a method.
     """
 
