@@ -129,7 +129,7 @@ def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
 def _walk(
     tensor: Tensor, *, differentiably: bool, until: Collection[Hashable] = ()
 ) -> Iterator[Tensor]:
-    """Yields a tensor and all that it depends on, including in called functions and outer graphs."""
+    """Yields a tensor and all that it depends on, also in called functions and outer graphs."""
     seen: set[Hashable] = set()
     # A tensor, and the calls of the functions that it is in, the innermost last.
     stack: list[tuple[Tensor, tuple[Operation, ...]]] = [(tensor, ())]
