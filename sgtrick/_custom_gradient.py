@@ -69,7 +69,7 @@ def custom_gradient(
     Args:
         fx: The value at `x`: tensor, variable, array or number, floating or complex. It is stopped,
             so that nothing it was computed from gets a gradient, except through `x`.
-        gx: The Jacobian at `x`, in the structure of `x`. None in the place of a leaf: no gradient
+        gx: The Jacobian at `x`, in the structure of `x`. None instead of a leaf: no gradient
             there. Cast to the dtype of its leaf. Complex: the derivative in `df = gx dx`, so that
             the tape returns `u * conj(gx)` as for native code; for a real `fx` of a complex `x`,
             `df = Re(gx dx)`.

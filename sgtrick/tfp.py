@@ -231,7 +231,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         if not event.is_fully_defined():
             x = self._with_event(x)
         y = self._densities(x)
-        if not y.shape.is_compatible_with(batch):  # the batch shape takes a trace
+        if not y.shape.is_compatible_with(batch):  # finding batch_shape takes a trace
             with contextlib.suppress(ValueError):
                 batch = tf.broadcast_static_shape(batch, self.batch_shape)
         if not y.shape.is_compatible_with(batch):

@@ -166,7 +166,7 @@ class Callee:
         self._parameters = list(self._signature.parameters.values()) if self._signature else []
         kinds = {parameter.kind for parameter in self._parameters}
         self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        # The instance that a method is called on is no argument of it.
+        # self and cls do not count as arguments.
         self.own = int(bool(self._parameters) and self._parameters[0].name in ("self", "cls"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,10 +226,10 @@ class Callee:
 def imitate(form: Any, f: Callable[..., Any]) -> Any:
     """`functools.update_wrapper` without `__wrapped__`; returns `form`.
 
-    Where a function with `__wrapped__` is itself an argument of a `tf.function`, TensorFlow passes
-    the wrapped one on, and the custom derivative would be lost without a word.
+    If a function with `__wrapped__` is passed to a `tf.function`, TensorFlow uses the wrapped
+    function instead, and the custom derivative would be silently lost.
     """
-    # Attributes of a form that f already is would replace those of this one.
+    # If f is itself a form, its attributes would replace those of this one.
     functools.update_wrapper(form, f, updated=())
     del form.__wrapped__
     signature = signature_of(f)
@@ -243,7 +243,7 @@ def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
     """Returns `make(f)`, under a class method or static method if `f` is one."""
     if not isinstance(f, (classmethod, staticmethod)):
         form = imitate(make(f), f)
-        if form.__name__ == "<lambda>":  # of which Keras stores the code, which is that of the form
+        if form.__name__ == "<lambda>":  # Keras stores a lambda's code, here the code of the form
             form.__name__ = "sgtrick(<lambda>)"
         return form
     inside = as_form(f.__func__, make)
@@ -254,19 +254,19 @@ def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
 
 
 def unbound(f: Any) -> Any:
-    """What a class method or static method is made of, as a class body sees it; else `f`."""
+    """The function inside a class method or static method; any other `f` unchanged."""
     return f.__func__ if isinstance(f, (classmethod, staticmethod)) else f
 
 
 def name_of(f: Any) -> str:
-    """What errors call a function."""
+    """The name of a function in errors."""
     return str(getattr(f, "__name__", type(f).__name__))
 
 
 def bind(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Kwargs, name: str
 ) -> inspect.BoundArguments:
-    """`signature.bind`, whose errors say of which function."""
+    """`signature.bind`, whose errors name the function."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -274,7 +274,7 @@ def bind(
 
 
 def signature_of(f: Function) -> inspect.Signature | None:
-    """The signature of `f`, None where it has none that Python can see."""
+    """The signature of `f`, None if Python cannot find it."""
     try:
         return inspect.signature(f)
     except (TypeError, ValueError):  # some builtins have none

@@ -114,7 +114,7 @@ def has_derivatives(leaf: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number, array, tensor or variable, or None in the place of one."""
+    """Whether a leaf is a number, array, tensor or variable, or None instead of one."""
     return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
 
 

@@ -35,7 +35,7 @@ class _Overrides:
 
     def __init__(self, graph: Graph) -> None:
         self.by_name: dict[str, Override] = {}
-        self.operations: dict[str, str] = {}  # their names
+        self.operations: dict[str, str] = {}  # the names of the operations
         self.graph = weakref.ref(graph)
         # TensorFlow's registry never drops a gradient by itself.
         names: list[str] = []
