@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import logging
 import os
 import platform
 import re
@@ -30,7 +31,7 @@ import jupytext
 import nbformat
 from jupyter_client.provisioning import local_provisioner
 from PIL import Image
-from sphinx.util import logging
+from sphinx.util.logging import getLogger
 
 
 @contextlib.contextmanager
@@ -64,7 +65,7 @@ RECORDED = (
 project = "sgtrick"
 author = "The sgtrick developers"
 copyright = f"2026, {author}"
-release = version = "0.1.0"
+release = version = sgtrick.__version__
 
 extensions = [
     "myst_nb",
@@ -93,6 +94,7 @@ default_role = "code"
 autodoc_default_options = {"members": True}
 
 
+logging.getLogger("traitlets").setLevel("WARNING")  # else a line for every notebook
 # Kernels are started without the terminal, to which TensorFlow prints before it can be told not to.
 local_provisioner.launch_kernel = functools.partial(
     local_provisioner.launch_kernel, stderr=subprocess.DEVNULL
@@ -129,9 +131,7 @@ class _Comparison:
         self._record = GENERATED / "comparison.sha256"
         self._process = None
         if not self._record.exists() or self._record.read_text() != self._digest:
-            logging.getLogger(__name__).info(
-                "comparing libraries, in the background ..."
-            )
+            getLogger(__name__).info("comparing libraries, in the background ...")
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "matrix.table"],
                 cwd=ROOT / "tests",

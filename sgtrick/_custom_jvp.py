@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, calls, embedding, loud, mixed, structures
+from sgtrick._core import adjoint, ancestry, calls, embedding, loud, mixed, shapes, structures
 from sgtrick._core._tensorflow import autograph
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import keep
@@ -16,7 +16,7 @@ from sgtrick._core.rule import Rule
 from sgtrick._core.types import Args, Function, Gradient, Kwargs, Structure, Tangent, Tensor
 
 
-def custom_jvp(f: Function | None = None, *, nondiff_argnums: Any = ()) -> Any:
+def custom_jvp(f: Function | None = None, *, nondiff_argnums: int | Sequence[int] = ()) -> Any:
     """Gives a function a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`.
 
     The rule is linear in the tangents, so it serves both forward and reverse mode.
@@ -64,16 +64,14 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Any = ()) -> Any:
             `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
             the derivative is NaN.
     """
-    if not isinstance(nondiff_argnums, (list, tuple)):
-        nondiff_argnums = (nondiff_argnums,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in nondiff_argnums):
-        raise TypeError(
-            f"nondiff_argnums must be an int or ints, the positions of arguments, got "
-            f"{nondiff_argnums!r}."
-        )
+    positions: Sequence[Any] = (
+        nondiff_argnums if isinstance(nondiff_argnums, (list, tuple)) else (nondiff_argnums,)
+    )
+    if not all(shapes.is_int(i) for i in positions):
+        raise TypeError(f"nondiff_argnums must be an int or ints (positions), got {positions!r}.")
     if f is None:
-        return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
-    return calls.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
+        return functools.partial(custom_jvp, nondiff_argnums=positions)
+    return calls.as_form(f, lambda f: _custom_jvp(f, positions), "defjvp")
 
 
 def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:

@@ -64,7 +64,7 @@ def implicit_root(
         ValueError: The residual does not have the structure or shapes of `x_star` or does not
             depend on it, or `batch_ndims` is not a number of dimensions of `x_star`.
     """
-    if isinstance(batch_ndims, bool) or not isinstance(batch_ndims, int) or batch_ndims < 0:
+    if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(f"batch_ndims must be an int of at least 0, got {batch_ndims!r}.")
     return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"))
 
@@ -115,7 +115,7 @@ def implicit_reparameterize(
     """
     sample = _floating(sample, "sample")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
-    if isinstance(event_ndims, bool) or not isinstance(event_ndims, int) or event_ndims < 0:
+    if not shapes.is_int(event_ndims) or event_ndims < 0:
         raise ValueError(f"event_ndims must be an int of at least 0, got {event_ndims!r}.")
     if isinstance(rank, int) and rank < event_ndims:
         shape = shapes.show(structures.static_shape(sample))
@@ -146,7 +146,7 @@ def _root(
 
     x = rows.pack(rows.stars)
     thetas = [graphs.here(tf.convert_to_tensor(flat[i])) for i in places]
-    specs = [tf.TensorSpec(t.shape, t.dtype) for t in [x, *thetas]]
+    specs = tracing.specs_of([x, *thetas])
     with tf.GradientTape() as tape:
         traced = tracing.Traced(r, specs)
     if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):

@@ -16,6 +16,7 @@ from tensorflow_probability import bijectors as tfb
 from tensorflow_probability import distributions as tfd
 
 from sgtrick._core import shapes, structures
+from sgtrick._core.types import Function, Tensor, TensorLike
 
 __all__ = ["Factor", "LogDensity"]
 
@@ -103,7 +104,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
     def _event_shape_tensor(self) -> Any:
         return tf.constant([0])
 
-    def _log_prob(self, x: Any) -> Any:
+    def _log_prob(self, x: Tensor) -> Any:
         if not x.shape[-1:].is_compatible_with([0]):
             raise ValueError(
                 f"The event of the factor {self.name!r} is empty, so its value must have a shape "
@@ -165,7 +166,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         event_shape: Any,
         dtype: Any,
         bijector: Any = None,
-        sample_fn: Callable[..., Any] | None = None,
+        sample_fn: Function | None = None,
         validate_args: bool = False,
         allow_nan_stats: bool = True,
         name: str = "LogDensity",
@@ -217,7 +218,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
     def _batch_shape_tensor(self) -> Any:
         return tf.shape(self._densities(self._point()))
 
-    def _log_prob(self, x: Any) -> Any:
+    def _log_prob(self, x: Tensor) -> Any:
         if x.shape.rank is None:
             x = self._with_event(x)
             return self._checked(x, self._densities(x))
@@ -243,7 +244,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
         return y if known else self._checked(x, y)
 
-    def _with_event(self, x: Any) -> Any:
+    def _with_event(self, x: Tensor) -> Tensor:
         """Returns `x`, whose last dimensions are checked at run time."""
         event = tf.shape(x)[tf.maximum(tf.rank(x) - self.event_shape.rank, 0) :]
         message = (
@@ -254,7 +255,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             structures.equal_shapes(event, self.event_shape_tensor()), x, message
         )
 
-    def _checked(self, x: Any, y: Any) -> Any:
+    def _checked(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns `y`, whose shape is checked at run time, since it is not known before."""
         expected = tf.shape(x)[: tf.rank(x) - self.event_shape.rank]
         if self.batch_shape.rank != 0:
@@ -266,7 +267,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         )
         return structures.checked(structures.equal_shapes(tf.shape(y), expected), y, message, x)
 
-    def _densities(self, x: Any) -> Any:
+    def _densities(self, x: Tensor) -> Any:
         y = self._log_prob_fn(x)
         if not tf.is_tensor(y):
             raise TypeError(
@@ -335,7 +336,7 @@ def _asked_for_structure_alone() -> bool:
 _ASKING = {"_get_static_distribution_attributes", "_get_single_sample_distributions"}
 
 
-def _is_reference(value: Any) -> bool:
+def _is_reference(value: TensorLike) -> bool:
     """Whether the value has to be read when it is used: (Keras) variables and deferred tensors."""
     return hasattr(value, "assign") or isinstance(value, tf.Module)
 

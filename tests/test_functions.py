@@ -589,7 +589,7 @@ class TestCustomJvp:
         with pytest.raises(ValueError, match=r"nondiff_argnums contains 3, but the call of"):
             h(1.0)
         with pytest.raises(
-            TypeError, match=r"nondiff_argnums must be an int or ints, .*, got \('x',\)"
+            TypeError, match=r"nondiff_argnums must be an int or ints .*, got \('x',\)"
         ):
             sgtrick.custom_jvp(lambda x: x, nondiff_argnums="x")
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from sgtrick import _from_value_and_gradient
 from sgtrick._check import comparison
-from sgtrick._check.comparison import Named, OfLeaves
+from sgtrick._check.leaves import Named, OfLeaves, wide
 from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._core import calls, structures
 from sgtrick._core.types import Function, Structure
@@ -19,7 +19,7 @@ def check_gradient(
     *,
     order: int = 1,
     mode: str = "full",
-    eps: Any = None,
+    eps: float | tuple[float, float] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
@@ -152,7 +152,7 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
                 f"{name} is {leaf.dtype.name}, but check_gradient takes real arguments. Check a "
                 "function of the real and imaginary parts: lambda re, im: f(tf.complex(re, im))."
             )
-        if not np.all(np.isfinite(comparison.wide(leaf))):
+        if not np.all(np.isfinite(wide(leaf))):
             raise ValueError(f"{name} is not finite, so there are no differences around it.")
 
     def arguments(tensors: Named) -> tuple[Any, ...]:

@@ -1,21 +1,33 @@
 """The derivatives of one function, embedded and numerical, entry by entry or along directions."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._check import finite_differences
+from sgtrick._check.leaves import (
+    Array,
+    Named,
+    OfLeaves,
+    _show_index,
+    concatenate,
+    entries_of,
+    random_signs,
+    tape_gradients,
+    unit_roundoff,
+    unit_upstreams,
+    wide,
+)
 from sgtrick._check.refusals import gradients_unless_refused
 from sgtrick._check.report import Entry
-from sgtrick._core.types import Tape, Tensor
+from sgtrick._core.types import Tensor
 
 DIRECTIONS = 10  # of the random mode
+
+
 VISIBLE = 0.005  # differences this accurate tell a gradient that is off by 1 %
-Named = list[tuple[str, Any]]  # leaves with their paths
-OfLeaves = Callable[[Named], Named]
-Array = np.ndarray[Any, Any]
 
 
 def derivative(function: OfLeaves, random: np.random.Generator | None) -> OfLeaves:
@@ -28,13 +40,13 @@ def derivative(function: OfLeaves, random: np.random.Generator | None) -> OfLeav
             tape.watch(xs)
             ys = function(inputs)
         if seed is None:
-            upstreams = list(_rows(ys))
+            upstreams = list(unit_upstreams(ys))
         else:
-            upstreams = [("projection", _signs(np.random.default_rng(seed), ys))]
+            upstreams = [("projection", random_signs(np.random.default_rng(seed), ys))]
         scalar = seed is None and len(upstreams) == 1
         found = []
         for label, upstream in upstreams:
-            gradients = _gradients(tape, ys, xs, upstream)
+            gradients = tape_gradients(tape, ys, xs, upstream)
             for (name, x), g in zip(inputs, gradients, strict=True):
                 g = tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
                 found.append((name if scalar else f"{label} by {name}", g))
@@ -72,15 +84,15 @@ class Comparison:
             self._xs = [x for _, x in inputs]
             self._tape.watch(self._xs)
             self._ys = self._call(inputs)
-        self._unit = max(_unit_roundoff(t) for t in [*self._xs, *(y for _, y in self._ys)])
+        self._unit = max(unit_roundoff(t) for t in [*self._xs, *(y for _, y in self._ys)])
         self._rtol = max(1e-6, self._unit**0.5) if rtol is None else rtol
         self._atol = atol
         self._names = [name for name, _ in inputs]
         self._point = [np.asarray(x) for x in self._xs]
-        self._value = _concatenate(self._ys)
+        self._value = concatenate(self._ys)
         self._check_finite()
         self._roundoff = np.concatenate(
-            [np.full(y.shape.num_elements(), _unit_roundoff(y)) for _, y in self._ys]
+            [np.full(y.shape.num_elements(), unit_roundoff(y)) for _, y in self._ys]
         )
         if self._unit > np.finfo(np.float64).eps:
             self._widen()
@@ -95,10 +107,10 @@ class Comparison:
 
     def _compare_entries(self) -> None:
         """Every entry of the Jacobian."""
-        pulled = [self._pulled(u) for _, u in _rows(self._ys)]
+        pulled = [self._pulled(u) for _, u in unit_upstreams(self._ys)]
         gradients, refusals = [g for g, _ in pulled], [why for _, why in pulled]
         jacobians = []
-        values = [name for name, *_ in _entries(self._ys)]
+        values = [name for name, *_ in entries_of(self._ys)]
         for leaf, name in enumerate(self._names):
             column = [row[leaf] for row in gradients]
             connected = any(g is not None for g in column)
@@ -136,11 +148,11 @@ class Comparison:
         largest = max(size.max(initial=0.0) for size in sizes)
         reached = [False] * len(self._names)
         for i in range(DIRECTIONS):
-            signs = _signs(random, list(zip(self._names, self._xs, strict=True)))
+            signs = random_signs(random, list(zip(self._names, self._xs, strict=True)))
             direction = [s / largest * v for s, v in zip(sizes, signs, strict=True)]
             # Weighted, lest values of one size drown those of another.
-            u = [v / (np.abs(wide(y)).max(initial=0.0) or 1.0)
-                 for v, (_, y) in zip(_signs(random, self._ys), self._ys, strict=True)]  # fmt: skip
+            weights = [np.abs(wide(y)).max(initial=0.0) or 1.0 for _, y in self._ys]
+            u = [v / w for v, w in zip(random_signs(random, self._ys), weights, strict=True)]
             gradients, refusal = self._pulled(u)
             reached = [r or g is not None for r, g in zip(reached, gradients, strict=True)]
             parts = [
@@ -255,7 +267,7 @@ class Comparison:
             moved, taken = move(step)
             tensors = [tf.constant(x) for x in moved]
             values = self._call(list(zip(self._names, tensors, strict=True)))
-            return project(_concatenate(values)), taken
+            return project(concatenate(values)), taken
 
         rounding = self._roundoff * np.abs(self._value)
         if projection is not None:
@@ -267,13 +279,13 @@ class Comparison:
         """The gradients, NaN where they are refused, and what was said by who refused them."""
 
         def pull() -> Any:
-            return _gradients(self._tape, self._ys, self._xs, upstream)
+            return tape_gradients(self._tape, self._ys, self._xs, upstream)
 
         def again() -> Any:
             with tf.GradientTape() as tape:
                 tape.watch(self._xs)
                 ys = self._call(list(zip(self._names, self._xs, strict=True)))
-            return _gradients(tape, ys, self._xs, upstream)
+            return tape_gradients(tape, ys, self._xs, upstream)
 
         return gradients_unless_refused(pull, again, self._xs)
 
@@ -289,7 +301,7 @@ class Comparison:
         ]
         try:
             outputs = self._call(inputs)
-            value = _concatenate(outputs)
+            value = concatenate(outputs)
         except Exception as error:  # whatever a function that knows one dtype raises
             why = f"in float64 it raises {type(error).__name__}"
         else:
@@ -338,8 +350,8 @@ class Comparison:
         if not np.any(excess > 0):  # NaN is judged elsewhere
             return
         k, i, j = np.unravel_index(np.nanargmax(excess), excess.shape)
-        rows = [name for name, *_ in _entries(self._ys)]
-        columns = [name for name, *_ in _entries(list(zip(self._names, self._xs, strict=True)))]
+        rows = [name for name, *_ in entries_of(self._ys)]
+        columns = [name for name, *_ in entries_of(list(zip(self._names, self._xs, strict=True)))]
         first, second = (
             f"{rows[k * n + a]} by {columns[b]} is {hessians[k, a, b]:.8g}"
             for a, b in ((i, j), (j, i))
@@ -347,7 +359,7 @@ class Comparison:
         self.notes.append(f"The embedded Hessian is not symmetric: {first}, {second}.")
 
     def _check_finite(self) -> None:
-        for (name, *_), value in zip(_entries(self._ys), self._value, strict=True):
+        for (name, *_), value in zip(entries_of(self._ys), self._value, strict=True):
             if not np.isfinite(value):
                 raise ValueError(
                     f"{name}, which f returns, is {value} at x, so it has no derivative there. "
@@ -356,22 +368,17 @@ class Comparison:
 
     def _check_repeatable(self) -> None:
         tensors = [tf.constant(x) for x in self._point]
-        again = _concatenate(self._call(list(zip(self._names, tensors, strict=True))))
+        again = concatenate(self._call(list(zip(self._names, tensors, strict=True))))
         # Sums over threads differ in the last digits.
         slack = 1e3 * self._roundoff * np.abs(self._value).max(initial=0.0)
         off = ~(np.abs(again - self._value) <= slack)
         if off.any():
             i = int(np.argmax(off))
-            name = [name for name, *_ in _entries(self._ys)][i]
+            name = [name for name, *_ in entries_of(self._ys)][i]
             raise ValueError(
                 f"f is not deterministic: at the same x, {name} was first {self._value[i]:.8g} and "
                 f"then {again[i]:.8g}. Fix its seed (tf.random.stateless_*) or its state."
             )
-
-
-def wide(tensor: Tensor) -> Array:
-    """A tensor or array as a float64 array."""
-    return np.asarray(tensor).astype(np.float64)
 
 
 def _verdicts(
@@ -395,42 +402,3 @@ def _verdicts(
             [kink & between, kink | wrong, ok], ["kink", "wrong", "ok"], "cannot tell"
         )
     ]
-
-
-def _gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Sequence[Tensor]) -> Any:
-    """The gradients of the `ys` whose upstream is not None."""
-    used = [(y, u) for (_, y), u in zip(ys, upstream, strict=True) if u is not None]
-    upstreams = [tf.constant(u, y.dtype) for y, u in used]
-    return tape.gradient([y for y, _ in used], xs, upstreams)
-
-
-def _rows(ys: Named) -> Iterator[tuple[str, list[Any]]]:
-    """Yields for every entry of the value its name and the upstream that picks it."""
-    for name, leaf, index in _entries(ys):
-        upstream: list[Any] = [None] * len(ys)
-        upstream[leaf] = np.zeros(ys[leaf][1].shape)
-        upstream[leaf][index] = 1.0
-        yield name, upstream
-
-
-def _entries(named: Named) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Yields the name of every entry, its leaf and its index there."""
-    for leaf, (name, tensor) in enumerate(named):
-        for index in np.ndindex(*tensor.shape):
-            yield name + _show_index(index), leaf, index
-
-
-def _show_index(index: tuple[int, ...]) -> str:
-    return str(list(index)) if index else ""
-
-
-def _signs(random: np.random.Generator, named: Named) -> list[Array]:
-    return [random.choice([-1.0, 1.0], size=tuple(tensor.shape)) for _, tensor in named]
-
-
-def _concatenate(named: Named) -> Array:
-    return np.concatenate([wide(tensor).ravel() for _, tensor in named])
-
-
-def _unit_roundoff(tensor: Tensor) -> float:
-    return float(np.spacing(np.ones((), tensor.dtype.as_numpy_dtype)))

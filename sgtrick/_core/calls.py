@@ -197,7 +197,7 @@ class Callee:
         parameters = [parameter.name for parameter in self._parameters]
         keys, names = [], []
         for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
-            if isinstance(key, bool) or not isinstance(key, (int, str)):
+            if not (shapes.is_int(key) or isinstance(key, str)):
                 raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
             if isinstance(key, int) and key >= 0:
                 key += self.own

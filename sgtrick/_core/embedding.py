@@ -100,8 +100,7 @@ def differentiable(
     name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], hessian: Hessian
 ) -> list[Tensor]:
     """Returns gradients that were computed elsewhere, with the Hessian as their derivative."""
-    specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in gxs]
-    again = tracing.carried(hessian.pull, specs, xs[0])
+    again = tracing.carried(hessian.pull, tracing.specs_of(gxs), xs[0])
     xs = [graphs.here(x) for x in xs]
 
     def pull(*z: Tensor) -> list[Gradient]:

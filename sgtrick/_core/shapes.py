@@ -9,7 +9,7 @@ Shapes are tuples in which None is an unknown dimension; None instead of a shape
 This module does not depend on TensorFlow.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 Shape = tuple[int | None, ...]
 
@@ -61,6 +61,11 @@ def infer_batch_ndims(
             f"not fit together. {_advice(fx, gx, x, batch_ndims, names)}"
         )
     return inferred
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether this is an int, such as a number of dimensions or a position, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_name: str) -> None:

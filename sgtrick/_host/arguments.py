@@ -19,7 +19,7 @@ def with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, in
     else:
         flat = structures.pair(arg, ndims, name, f"the event_ndims of {name}")
     for path, _, n in flat:
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
+        if not (shapes.is_int(n) or isinstance(n, np.integer)) or n < 0:
             raise ValueError(
                 f"event_ndims must be an int of at least 0, or one for each argument, got {n!r} "
                 f"for {name}{path}."

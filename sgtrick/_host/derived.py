@@ -76,7 +76,7 @@ class Derived:
         self,
         fn: Function,
         framework: Framework,
-        event_ndims: Structure,
+        event_ndims: int | Structure,
         has_aux: bool,
         name: str,
     ) -> None:

@@ -14,7 +14,7 @@ from sgtrick._host.host_function import Derivatives, HostFunction, Options
 def from_torch(
     fn: Function | None = None,
     *,
-    event_ndims: Structure = 1,
+    event_ndims: int | Structure = 1,
     vectorized: bool = True,
     has_aux: bool = False,
     dtype: DTypeLike = "float64",
@@ -72,7 +72,7 @@ def from_torch(
 def from_jax(
     fn: Function | None = None,
     *,
-    event_ndims: Structure = 1,
+    event_ndims: int | Structure = 1,
     vectorized: bool = True,
     has_aux: bool = False,
     dtype: DTypeLike = "float64",

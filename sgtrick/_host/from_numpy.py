@@ -13,7 +13,7 @@ def from_numpy(
     grad: Function | None = None,
     hessp: Function | None = None,
     hess: Function | None = None,
-    event_ndims: Structure = 1,
+    event_ndims: int | Structure = 1,
     vectorized: bool = False,
     has_aux: bool = False,
     dtype: DTypeLike = "float64",

@@ -41,7 +41,7 @@ class Options(NamedTuple):
     dtype: Any
     executor: Executor | None
     on_error: str | float
-    event_ndims: Structure
+    event_ndims: int | Structure
     has_aux: bool
     name: str | None
     broadcasts: bool = False  # as of an Engine
