@@ -65,7 +65,9 @@ def implicit_root(
             depend on it, or `batch_ndims` is not a number of dimensions of `x_star`.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
-        raise ValueError(f"batch_ndims must be an int of at least 0, got {batch_ndims!r}.")
+        raise ValueError(
+            f"batch_ndims must be an int of at least 0, got {shapes.show_option(batch_ndims)}."
+        )
     return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"))
 
 
@@ -116,7 +118,9 @@ def implicit_reparameterize(
     sample = _floating(sample, "sample")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
     if not shapes.is_int(event_ndims) or event_ndims < 0:
-        raise ValueError(f"event_ndims must be an int of at least 0, got {event_ndims!r}.")
+        raise ValueError(
+            f"event_ndims must be an int of at least 0, got {shapes.show_option(event_ndims)}."
+        )
     if isinstance(rank, int) and rank < event_ndims:
         shape = shapes.show(structures.static_shape(sample))
         raise ValueError(
@@ -142,7 +146,7 @@ def _root(
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
         returned = residual(rows.unpack(x), *tf.nest.pack_sequence_as(theta, others))
-        return rows.checked(returned, f"what {names[0]} returns")
+        return rows.checked(returned, f"the result of {names[0]}")
 
     x = rows.pack(rows.stars)
     thetas = [graphs.here(tf.convert_to_tensor(flat[i])) for i in places]
@@ -233,7 +237,10 @@ class _Rows:
         ]
         dtypes = sorted({x.dtype.name for x in self.stars})
         if len(dtypes) != 1:
-            raise TypeError(f"{name} must be of one dtype, got {', '.join(dtypes) or 'no leaves'}.")
+            raise TypeError(
+                f"{name} must have a single dtype, got {', '.join(dtypes) or 'no leaves'}. Cast "
+                "all leaves to one dtype."
+            )
         if isinstance(batch_ndims, int):
             _check_batches(self.stars, batch_ndims, name)
         of_stars = [_shape(x) for x in self.stars]
@@ -278,8 +285,8 @@ def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
     batches = [shape[:batch_ndims] for shape in known]
     if not all(len(b) == batch_ndims and shapes.compatible(b, batches[0]) for b in batches):
         raise ValueError(
-            f"With batch_ndims={batch_ndims}, all leaves of {name} must begin with the same "
-            f"{batch_ndims} dimensions, got {', '.join(map(shapes.show, known))}."
+            f"{name} must have the same leading batch_ndims={batch_ndims} dimensions in all "
+            f"leaves, got {', '.join(map(shapes.show, known))}."
         )
 
 

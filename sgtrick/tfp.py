@@ -294,7 +294,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             shape = tf.concat([[n], self.batch_shape_tensor(), self.event_shape_tensor()], 0)
             return tf.broadcast_to(self._point(), shape)
         x = structures.to_tensor(
-            self._sample_fn([n], seed=tfp.random.sanitize_seed(seed)), "what sample_fn returns"
+            self._sample_fn([n], seed=tfp.random.sanitize_seed(seed)), "the result of sample_fn"
         )
         expected = tf.TensorShape([tf.get_static_value(n)]) + self.batch_shape + self.event_shape
         if x.dtype != self.dtype or not x.shape.is_compatible_with(expected):

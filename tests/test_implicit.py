@@ -299,27 +299,27 @@ ERRORS = {
     "several dtypes": (
         lambda: implicit_root(lambda x: x, [X, tf.cast(X, tf.float64)]),
         TypeError,
-        "x_star must be of one dtype, got float32, float64",
+        "x_star must have a single dtype, got float32, float64",
     ),
     "residual of another dtype": (
         lambda: implicit_root(lambda x: tf.cast(x, tf.float64), X),
         TypeError,
-        "what residual returns has dtype float64, expected float32",
+        "the result of residual has dtype float64, expected float32",
     ),
     "residual of another shape": (
         lambda: implicit_root(lambda x: x[:1], X),
         ValueError,
-        r"what residual returns has shape \[1\], x_star \[2\]",
+        r"the result of residual has shape \[1\], x_star \[2\]",
     ),
     "residual of another structure": (
         lambda: implicit_root(lambda x: {"a": x}, [X]),
         ValueError,
-        "what residual returns must have the structure of x_star",
+        "the result of residual must have the structure of x_star",
     ),
     "no residual": (
         lambda: implicit_root(lambda x: None, X),
         TypeError,
-        "what residual returns must be a tensor",
+        "the result of residual must be a tensor",
     ),
     "unconnected": (
         lambda: implicit_root(lambda x: tf.round(X), X),
@@ -339,7 +339,7 @@ ERRORS = {
     "different batches": (
         lambda: implicit_root(lambda x: x, [X, tf.ones([3])], batch_ndims=1),
         ValueError,
-        r"the same 1 dimensions, got \[2\], \[3\]",
+        r"x_star must have the same leading batch_ndims=1 dimensions in all leaves, got \[2\], \[3\]",
     ),
     "int sample": (
         lambda: implicit_reparameterize(lambda x: x, 1),
@@ -349,7 +349,7 @@ ERRORS = {
     "cdf of events": (
         lambda: implicit_reparameterize(lambda x: tf.reduce_prod(x, -1), X),
         ValueError,
-        r"what distribution_cdf returns has shape \[\], sample \[2\]",
+        r"the result of distribution_cdf has shape \[\], sample \[2\]",
     ),
     "event": (
         lambda: implicit_reparameterize(lambda x: x, X, event_ndims=-1),

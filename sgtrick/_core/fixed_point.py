@@ -90,7 +90,7 @@ def checked_value(y: Structure, name: str) -> Tensor:
             f"{name} must return one tensor, got a {structures.kind_of(y)}. For several outputs "
             "use sgtrick.custom_jvp or sgtrick.custom_vjp."
         )
-    y = structures.to_tensor(y, f"what {name} returns")
+    y = structures.to_tensor(y, f"the result of {name}")
     if not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"{name} returned dtype {y.dtype.name}, which has no derivatives. Cast it to a "

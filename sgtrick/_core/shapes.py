@@ -47,7 +47,9 @@ def infer_batch_ndims(
     """
     inferred = batch_ndims
     if inferred is not None and (not isinstance(inferred, int) or inferred < 0):
-        raise ValueError(f"batch_ndims must be None or an int of at least 0, got {batch_ndims!r}.")
+        raise ValueError(
+            f"batch_ndims must be None or an int of at least 0, got {show_option(batch_ndims)}."
+        )
     if inferred is None:
         if fx == ():
             inferred = 0
@@ -86,6 +88,11 @@ def compatible(a: Shape, b: Shape) -> bool:
     return len(a) == len(b) and all(
         m is None or n is None or m == n for m, n in zip(a, b, strict=True)
     )
+
+
+def show_option(value: object) -> str:
+    """An option as it is printed in errors: tensors and other objects by their type alone."""
+    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
 def show(shape: Shape | None) -> str:
