@@ -334,7 +334,7 @@ ERRORS = {
     "too many batch dimensions": (
         lambda: implicit_root(lambda x: x, X, batch_ndims=2),
         ValueError,
-        r"With batch_ndims=2, all leaves of x_star must begin with the same 2 dimensions, got \[2\]",
+        r"x_star must have the same leading batch_ndims=2 dimensions in all leaves, got \[2\]",
     ),
     "different batches": (
         lambda: implicit_root(lambda x: x, [X, tf.ones([3])], batch_ndims=1),
