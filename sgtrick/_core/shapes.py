@@ -45,7 +45,7 @@ def infer_batch_ndims(
         ValueError: The shapes fit no reading, or not the stated one, which may be no number.
     """
     inferred = batch_ndims
-    if inferred is not None and (not isinstance(inferred, int) or inferred < 0):
+    if inferred is not None and (not is_int(inferred) or inferred < 0):
         raise ValueError(f"batch_ndims must be None or an int of at least 0, got {batch_ndims!r}.")
     if inferred is None:
         if fx == ():
