@@ -7,6 +7,7 @@ import threading
 import pytest
 
 import sgtrick
+from hanging import HANGS
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ class TestShutdownWithWorkQueued:
         begun, gate = threading.Event(), threading.Event()
 
         def compute():
-            first = executor.submit(lambda: [begun.set(), gate.wait(10)][1])
+            first = executor.submit(lambda: [begun.set(), gate.wait(HANGS)][1])
             begun.wait()
             others = [executor.submit(lambda: None) for _ in range(10)]
             executor.shutdown(wait=False, cancel_futures=True)
@@ -180,9 +181,9 @@ def test_an_interrupt_ends_run_and_the_function(busy):
         try:
             executor.run(compute)
         except KeyboardInterrupt:
-            assert ended.wait(10)
+            assert ended.wait({HANGS})
             print("interrupted")
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
     assert finished.stdout == "interrupted\n", finished.stderr
