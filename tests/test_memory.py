@@ -1,5 +1,6 @@
-"""Peak memory of the value form, in temporaries of the size of `x`; what lives on of a graph."""
+"""Peak memory of the value form, in temporaries of the size of `x`; what graphs leave, and how they grow."""
 
+import functools
 import gc
 import os
 import subprocess
@@ -14,7 +15,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 import sgtrick
-from forms import ALL, POINTS, derivative, forward_derivative, map_of, mapped
+from forms import ALL, EVERY_ORDER, POINTS, derivative, forward_derivative, map_of, mapped
 
 SCRIPT = """
 import resource, sys
@@ -106,6 +107,23 @@ class TestGraphs:
         graphs = self.traced(derivative(form))
         gc.collect()
         assert graphs[0]() is not None
+
+
+def nodes(f):
+    """How many operations the graph of a function has, with those of the functions in it."""
+    traced = tf.function(f, autograph=False).get_concrete_function(tf.TensorSpec([3], tf.float64))
+    definition = traced.graph.as_graph_def()
+    return len(definition.node) + sum(len(inner.node_def) for inner in definition.library.function)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, derivative], ids=["forward", "gradient"])
+@pytest.mark.parametrize("name", EVERY_ORDER)
+def test_graphs_grow_in_proportion_to_calls(name, mode):
+    def chain(calls):
+        return lambda x: functools.reduce(lambda y, _: EVERY_ORDER[name](y), range(calls), x)
+
+    few, more, many = (nodes(mode(chain(calls))) for calls in (4, 8, 16))
+    assert many - more <= 2 * (more - few)
 
 
 def registered():
