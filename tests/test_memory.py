@@ -147,12 +147,12 @@ def resident():
 
 def growth(f):
     run = derivative(mapped(f))
-    for _ in range(80):  # until allocators and caches have what they need
+    for _ in range(60):  # until allocators and caches have what they need
         run(x)
     before = resident()
-    for _ in range(60):
+    for _ in range(30):
         run(x)
-    return (resident() - before) / 60
+    return (resident() - before) / 30
 
 print(growth(true), growth(ALL["custom_vjp"]))
 """
@@ -166,7 +166,7 @@ def test_eager_vectorized_map_grows_no_more_than_native_code():
         [sys.executable, "-c", MAPPED], capture_output=True, check=True, env=environ
     )
     native, form = map(float, out.stdout.split())
-    assert form - native < 10_000  # bytes a call
+    assert form - native < 20_000  # bytes a call; a graph that is kept takes up to a million
 
 
 def held():
