@@ -30,7 +30,9 @@ class Page(HTMLParser):
             elif name in ("href", "src") or (tag, name) == ("object", "data"):
                 self.links.append(value or "")
             elif name == "srcset":
-                self.links += [candidate.split()[0] for candidate in (value or "").split(",")]
+                self.links += [
+                    candidate.split()[0] for candidate in (value or "").split(",")
+                ]
 
 
 page = cache(Page)
@@ -57,8 +59,14 @@ def complaint(link: str, source: Path, site: Path) -> str | None:
 
 def complaints(site: Path, readme: Path) -> Iterator[str]:
     """A line for every link that leads nowhere."""
-    links = [(path, link) for path in sorted(site.rglob("*.html")) for link in page(path).links]
-    links += [(readme, link) for link in re.findall(r"\]\(([^)\s]+)\)", readme.read_text())]
+    links = [
+        (path, link)
+        for path in sorted(site.rglob("*.html"))
+        for link in page(path).links
+    ]
+    links += [
+        (readme, link) for link in re.findall(r"\]\(([^)\s]+)\)", readme.read_text())
+    ]
     for source, link in dict.fromkeys(links):
         if what := complaint(link, source, site):
             yield f"{source}: {link}: {what}"

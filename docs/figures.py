@@ -1,4 +1,4 @@
-"""The figure of the page on the idea, drawn from its formulas; the build of the docs runs this.
+"""The figures that the build of the docs draws: of the idea, and of a report's plot.
 
 python docs/figures.py docs/_generated
 """
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+import tensorflow as tf
+
+import sgtrick
 
 # Okabe and Ito's colours, which are distinct to colour-blind eyes.
 TANGENT, PARABOLA, NAIVE, TRUTH = "#0072B2", "#009E73", "#D55E00", "0.7"
@@ -52,7 +55,30 @@ def embedded(path):
         axis.text(z[-1] + 0.04, h[-1], label, color=color, va="center")
     axis.plot(0, f(POINT), "o", color="black", ms=7, zorder=3)
     axis.annotate("value $f(s)$", (0, f(POINT)), (6, -12), textcoords="offset points")
-    axis.set(xlabel="$z = x - s$, with $s$ held", ylabel="$f(s) + L(z)$", xlim=(z[0], z[-1]))
+    axis.set(
+        xlabel="$z = x - s$, with $s$ held", ylabel="$f(s) + L(z)$", xlim=(z[0], z[-1])
+    )
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def report_plot(path):
+    """`report.plot`, for the wrong gradient of the page on checking and for the right one."""
+
+    def energy(x):
+        return tf.reduce_sum(x**4) / 4 + x[0] * x[1]
+
+    def gradient(factor):
+        return lambda x: x**3 + tf.stack([x[1], factor * x[0], 0.0])
+
+    x = tf.constant([0.5, 2.0, -1.0])
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.8), sharey=True)
+    for axis, factor in zip(axes, (2, 1), strict=True):
+        h = sgtrick.with_gradient(energy, gradient(factor))
+        report = sgtrick.check_gradient(h, x, raise_exception=False)
+        report.plot("x[1]", ax=axis)
+    axes[1].set_ylabel("")
+    axes[1].get_legend().remove()
     figure.savefig(path)
     plt.close(figure)
 
@@ -61,3 +87,4 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with plt.rc_context(STYLE):
         embedded(folder / "idea_value.svg")
+        report_plot(folder / "report_plot.svg")

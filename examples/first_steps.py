@@ -1,8 +1,8 @@
 # %% [markdown]
 # # First steps: from a NumPy function to draws
 #
-# Wrap a log density that is written in NumPy, find the mistake in its gradient, sample with NUTS
-# and plot. Put your own function in its place.
+# Wrap a log density written in NumPy, find the mistake in its gradient, sample with NUTS and plot
+# the result. Then replace the log density with your own.
 #
 # The example: before the shuttle Challenger was lost, 7 of 23 flights had come back with damaged
 # seals. How likely was damage at the temperature of the next launch?
@@ -22,7 +22,7 @@ import numpy as np
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -40,17 +40,18 @@ with silent_stderr():
 
     import sgtrick
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## A function of your own
 #
-# It takes one point, an array of the parameters, and returns the log density, up to a constant, and
-# its gradient. Here: a logistic regression on temperature, with a normal prior.
+# It takes one point, an array of parameters, and returns the log density up to a constant, and
+# its gradient. Here it is a logistic regression on temperature, with a normal prior.
 
 # %%
-FAHRENHEIT = [66, 70, 69, 68, 67, 72, 73, 70, 57, 63, 70, 78, 67, 53, 67, 75, 70, 81, 76, 79, 75]
-FAHRENHEIT = np.array([*FAHRENHEIT, 76, 58])
+FAHRENHEIT = [66, 70, 69, 68, 67, 72, 73, 70, 57, 63, 70, 78, 67, 53, 67, 75, 70, 81]
+FAHRENHEIT = np.array([*FAHRENHEIT, 76, 79, 75, 76, 58])
 DAMAGED = np.isin(np.arange(23), [1, 8, 9, 10, 13, 20, 22])  # flights
 PRIOR_SD = 5.0
 
@@ -65,7 +66,8 @@ X = design(FAHRENHEIT.astype(float))
 
 def log_posterior(x: np.ndarray) -> tuple[float, np.ndarray]:
     logits = X @ x
-    value = np.sum(DAMAGED * logits - np.logaddexp(0, logits)) - np.sum(x**2) / (2 * PRIOR_SD**2)
+    value = np.sum(DAMAGED * logits - np.logaddexp(0, logits))
+    value -= np.sum(x**2) / (2 * PRIOR_SD**2)
     gradient = X.T @ (DAMAGED - 1 / (1 + np.exp(-logits)))  # and the prior?
     return value, gradient
 
@@ -73,9 +75,9 @@ def log_posterior(x: np.ndarray) -> tuple[float, np.ndarray]:
 # %% [markdown]
 # ## Into TensorFlow
 #
-# `from_numpy` makes a function of tensors. Leading dimensions are a batch: here the starts of four
-# chains, for each of which the function is called. If yours takes many points in one call, say
-# `vectorized=True`.
+# `from_numpy` returns a function of tensors. Leading dimensions are a batch, here the starting
+# points of four chains, and the function is called for each of them. If yours takes many points
+# in one call, pass `vectorized=True`.
 
 # %%
 log_prob = sgtrick.from_numpy(log_posterior)
@@ -85,7 +87,8 @@ print(log_prob(chains).numpy().round(2))
 # %% [markdown]
 # ## Is its gradient right?
 #
-# `check_gradient` compares it with differences of the value, at any point where these are finite.
+# `check_gradient` compares it with finite differences of the value. Any point where the value is
+# finite will do.
 
 # %%
 try:
@@ -94,9 +97,9 @@ except sgtrick.GradientCheckError as error:
     print(error)
 
 # %% [markdown]
-# Both entries are off, by $x_i / 25$: the gradient of the prior is missing. With it, the check
-# passes. Left in, the mistake would not have been seen: NUTS would have wasted steps, and an
-# optimiser would have stopped elsewhere.
+# Both entries are off by $x_i / 25$: the gradient of the prior is missing. With it, the check
+# passes. Without the check, nobody would have noticed: NUTS would have wasted steps, and an
+# optimiser would have stopped in the wrong place.
 
 
 # %%
@@ -111,8 +114,8 @@ print(sgtrick.check_gradient(log_prob, np.array([1.0, -2.0])))
 # %% [markdown]
 # ## Sample
 #
-# A sampler belongs into `tf.function`: called eagerly it takes minutes. XLA (`jit_compile=True`)
-# cannot call NumPy.
+# Put the sampler inside a `tf.function`: called eagerly, it takes minutes. Do not compile it with
+# XLA (`jit_compile=True`), which cannot call NumPy.
 
 # %%
 WARM_UP, DRAWS = 200, 500
@@ -120,11 +123,14 @@ WARM_UP, DRAWS = 200, 500
 
 @tf.function(autograph=False)
 def sample() -> tf.Tensor:
-    kernel = tfp.mcmc.DualAveragingStepSizeAdaptation(
-        tfp.mcmc.NoUTurnSampler(log_prob, step_size=tf.constant(0.5, tf.float64)), WARM_UP
-    )
+    nuts = tfp.mcmc.NoUTurnSampler(log_prob, step_size=tf.constant(0.5, tf.float64))
     return tfp.mcmc.sample_chain(
-        DRAWS, chains, kernel=kernel, num_burnin_steps=WARM_UP, trace_fn=None, seed=[1, 2]
+        DRAWS,
+        chains,
+        kernel=tfp.mcmc.DualAveragingStepSizeAdaptation(nuts, WARM_UP),
+        num_burnin_steps=WARM_UP,
+        trace_fn=None,
+        seed=[1, 2],
     )
 
 
@@ -139,16 +145,21 @@ print(f"{log_prob.calls} calls in {log_prob.seconds:.1f} s, R-hat {r_hat.round(3
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE = "#0072B2"
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 
 grid = np.linspace(30, 85, 111)
 risk = 100 / (1 + np.exp(-draws.reshape(-1, 2) @ design(grid).T))
 figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
 for low, high, alpha in [(5, 95, 0.25), (25, 75, 0.45)]:
     band = np.percentile(risk, [low, high], axis=0)
-    axis.fill_between(grid, *band, color=BLUE, alpha=alpha, lw=0, label=f"{high - low} %")
+    axis.fill_between(
+        grid, *band, color=BLUE, alpha=alpha, lw=0, label=f"{high - low} %"
+    )
 axis.plot(grid, np.median(risk, axis=0), color=BLUE, lw=2, label="median")
-axis.plot(FAHRENHEIT, 100 * DAMAGED, "o", color="black", ms=5, alpha=0.5, label="flights")
+axis.plot(
+    FAHRENHEIT, 100 * DAMAGED, "o", color="black", ms=5, alpha=0.5, label="flights"
+)
 axis.axvline(31, color="black", lw=1, ls="--")
 axis.annotate("the launch", (31, 12), (6, 0), textcoords="offset points")
 axis.set(xlabel="temperature (°F)", ylabel="probability of damage (%)", xlim=(30, 85))
@@ -159,10 +170,11 @@ print(f"Figure: {FIGURES / 'first_steps.png'}")
 # %% [markdown]
 # ## Verdict
 #
-# With two parameters the posterior can also be had by summing over a grid:
+# With two parameters, the posterior can also be computed by summing over a grid:
 
 # %%
-level, slope = np.meshgrid(np.linspace(-5, 3, 161), np.linspace(-8, 2, 201), indexing="ij")
+axes = np.linspace(-5, 3, 161), np.linspace(-8, 2, 201)
+level, slope = np.meshgrid(*axes, indexing="ij")
 points = np.stack([level.ravel(), slope.ravel()], axis=-1)
 log_density = log_prob(points).numpy()
 weights = np.exp(log_density - log_density.max())
@@ -170,8 +182,8 @@ exact = np.average(points, axis=0, weights=weights)
 exact_sd = np.sqrt(np.average((points - exact) ** 2, axis=0, weights=weights))
 mean, sd = draws.mean((0, 1)), draws.std((0, 1))
 for i, name in enumerate(["level at 70 °F", "slope per 10 °F"]):
-    numbers = mean[i], sd[i], exact[i], exact_sd[i]
-    print("{:16} mean {:6.2f}  sd {:5.2f}  exact {:6.2f} {:5.2f}".format(name, *numbers))
+    ours = f"mean {mean[i]:6.2f}  sd {sd[i]:5.2f}"
+    print(f"{name:16} {ours}  exact {exact[i]:6.2f} {exact_sd[i]:5.2f}")
 if not np.all(np.abs(mean - exact) < 0.2 * exact_sd) or not np.all(r_hat < 1.05):
     sys.exit("The posterior is off.")
 print("The posterior agrees with the exact one.")

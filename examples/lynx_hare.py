@@ -1,15 +1,15 @@
 # %% [markdown]
 # # Lynx and hare: an ODE solved in NumPy, sampled by TensorFlow Probability
 #
-# For two centuries the Hudson's Bay Company counted the pelts it bought. Hares and lynxes follow
-# the Lotka-Volterra equations
+# For two centuries the Hudson's Bay Company counted the pelts that it bought. The populations of
+# hares and lynxes follow the Lotka-Volterra equations
 #
 # $$\dot u = (\theta_1 - \theta_2 v)\,u, \qquad \dot v = (-\theta_3 + \theta_4 u)\,v,$$
 #
-# with $u$ hares and $v$ lynxes, and pelts lognormal around them. Solver and sensitivities live
-# outside TensorFlow, as they would with an engine of your own. `sgtrick.from_numpy` makes a log
-# likelihood of them, the prior is TensorFlow Probability's, NUTS samples, and the posterior must
-# agree with the reference.
+# with $u$ hares and $v$ lynxes, and the pelts are lognormal around them. The solver and its
+# sensitivities are outside TensorFlow, as your own engine would be. `sgtrick.from_numpy` turns
+# them into a log likelihood, the prior is a TensorFlow Probability distribution, and NUTS samples
+# the posterior, which must agree with the reference.
 
 # %%
 """The posterior of an ODE that is solved outside TensorFlow."""
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -49,7 +49,8 @@ with silent_stderr():
 tfb, tfd = tfp.bijectors, tfp.distributions
 tf.get_logger().setLevel("ERROR")  # effective_sample_size warns of a cast of its own
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## Data and reference
@@ -57,7 +58,8 @@ HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file i
 # %%
 DATA = json.loads((HERE / "data" / "hudson_lynx_hare.json").read_text())
 YEARS = np.array(DATA["year"])
-LOG_PELTS = np.log(DATA["pelts"])[..., None]  # [year, species, 1]: the last axis is for chains
+# [year, species, 1]: the last axis is for chains.
+LOG_PELTS = np.log(DATA["pelts"])[..., None]
 REFERENCE = DATA["reference_posterior"]["parameters"]
 NAMES = {
     "theta[1]": ("hare birth", "per year"),
@@ -74,12 +76,13 @@ NAMES = {
 # ## The engine: NumPy only
 #
 # All parameters are positive, so we sample their logs. For the logs of the populations the
-# equations read $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$, columns 1 to 6
-# are its derivatives by $\log\theta$ and $\log z_0$, which obey the differentiated equations.
-# Chains are the last axis, so that one solve serves them all.
+# equations are $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$; columns 1 to 6
+# are its derivatives with respect to $\log\theta$ and $\log z_0$, which satisfy the
+# differentiated equations. The last axis is for chains, so that all of them are solved together.
 
 # %%
-# Which columns take b e^y itself: y, and the derivatives by the log of the factor in b.
+# Columns that take b e^y itself: y, and its derivative with respect to the log of
+# the factor in b.
 SELF = np.zeros([2, 7, 1])
 SELF[:, 0] = SELF[0, 2] = SELF[1, 4] = 1
 TANGENT = np.arange(7)[:, None] > 0
@@ -89,9 +92,10 @@ STEPS = 4  # a year
 def solve(log_params: np.ndarray, steps: int = STEPS) -> np.ndarray:
     """Runge-Kutta 4 from `[chain, parameter]` to `[step, species, column, chain]`.
 
-    The derivatives are exactly those of the discrete solution. Over the posterior, compared with
-    `solve_ivp` at tolerance 1e-11, log populations are off by at most 2e-4 where their noise is
-    0.25, and the log density by at most 7e-3. Twice the steps take off a factor of 16.
+    The derivatives are exactly those of the discrete solution. Over the posterior,
+    compared with `solve_ivp` at tolerance 1e-11, log populations are off by at most
+    2e-4, with noise of 0.25, and the log density by at most 7e-3. Twice as many steps
+    reduce the errors by a factor of 16.
     """
     hare_birth, hare_eaten, lynx_death, lynx_fed = np.exp(log_params[:, :4].T)
     a = np.zeros([2, 7, len(log_params)])
@@ -134,15 +138,18 @@ def log_likelihood(log_params: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # %% [markdown]
 # ## The model: TensorFlow again
 #
-# The decorator above made a function of tensors, and all that is TensorFlow's own stays
-# differentiable. That is the prior, of the logs: $\theta$ is normal and truncated to be positive,
-# the rest is lognormal. And it is a change of coordinates: the data tell the averages over a
-# cycle, $\theta_3/\theta_4$ and $\theta_1/\theta_2$, and its frequency, $\sqrt{\theta_1\theta_3}$,
-# far better than each $\theta$. In coordinates of their own, all about equally wide, NUTS needs no
-# mass matrix and few steps. The change is linear in the logs: its Jacobian is constant.
+# The decorator above made the engine a function of tensors, and everything around it is
+# differentiated by TensorFlow. One such part is the prior of the logs: $\theta$ is normal,
+# truncated to be positive, and the rest is lognormal. Another is a change of coordinates: the
+# data determine the averages over a cycle, $\theta_3/\theta_4$ and $\theta_1/\theta_2$, and its
+# frequency, $\sqrt{\theta_1\theta_3}$, far better than each $\theta$. With these as coordinates,
+# scaled to about equal width, NUTS needs no mass matrix and few steps. The change is linear in
+# the logs, so its Jacobian is constant.
 
 # %%
-theta = tfd.TruncatedNormal(np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf)
+theta = tfd.TruncatedNormal(
+    np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf
+)
 prior = tfd.Blockwise(
     [
         tfd.Independent(tfb.Log()(theta), reinterpreted_batch_ndims=1),
@@ -167,8 +174,9 @@ def log_density(coordinates: tf.Tensor) -> tf.Tensor:
 # %%
 CHAINS, WARM_UP, DRAWS, SEED = 16, 150, 250, 1
 
-# The averages over a cycle are the equilibrium, and the peaks are ten years apart. Chains from
-# starts without such a cycle can be lost in a second mode, where all is noise.
+# The averages over a cycle are the equilibrium, and the peaks are ten years apart.
+# Chains that start without such a cycle can get lost in a second mode, where
+# everything is noise.
 hares, lynxes = np.mean(DATA["pelts"], axis=0)
 rate = 2 * np.pi / 10
 guess = np.log([rate, rate / lynxes, rate, rate / hares, *DATA["pelts"][0], 0.4, 0.4])
@@ -176,7 +184,9 @@ spread = 0.1 * np.random.default_rng(SEED).standard_normal([CHAINS, len(guess)])
 state = tf.constant((guess + spread) @ TO_COORDINATES.T)
 
 nuts = tfp.mcmc.DualAveragingStepSizeAdaptation(
-    tfp.mcmc.NoUTurnSampler(log_density, tf.constant(0.1, state.dtype), max_tree_depth=8),
+    tfp.mcmc.NoUTurnSampler(
+        log_density, tf.constant(0.1, state.dtype), max_tree_depth=8
+    ),
     num_adaptation_steps=WARM_UP,
     target_accept_prob=tf.constant(0.8, state.dtype),
 )
@@ -188,7 +198,9 @@ seeds = tf.random.experimental.stateless_split([SEED, 0], WARM_UP + DRAWS)
 for seed in tqdm(seeds, disable=None):  # None: no bar where there is no terminal
     state, results = step(state, results, seed=seed)
     chain.append(state)
-print(f"The engine took {log_likelihood.seconds:.0f} s for {log_likelihood.calls} calls.")
+print(
+    f"The engine took {log_likelihood.seconds:.0f} s for {log_likelihood.calls} calls."
+)
 
 log_draws = np.stack(chain[WARM_UP:]) @ TO_LOG_PARAMS.T  # [draw, chain, parameter]
 draws = np.exp(log_draws)
@@ -202,7 +214,9 @@ ess = tfp.mcmc.effective_sample_size(
 ).numpy()
 r_hat = tfp.mcmc.potential_scale_reduction(draws, split_chains=True).numpy()
 mean, sd = draws.mean(axis=(0, 1)), draws.std(axis=(0, 1))
-reference = {key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]}
+reference = {
+    key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]
+}
 z = (mean - reference["mean"]) / np.hypot(sd / np.sqrt(ess), reference["mcse_mean"])
 ratio = sd / reference["sd"]
 
@@ -221,13 +235,15 @@ for i, (name, (meaning, _)) in enumerate(NAMES.items()):
 # %%
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
-BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"  # distinct to colour-blind eyes
+# Distinct to colour-blind eyes.
+BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"
 plt.rcParams.update({"font.size": 11, "figure.constrained_layout.hspace": 0.06})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 some = log_draws.reshape(-1, 8)[::4]
 log_z = solve(some, steps=12)[:, :, 0]  # [month, species, draw]
-noise = np.exp(some[:, 6:].T) * np.random.default_rng(SEED).standard_normal([2, len(some)])
+random = np.random.default_rng(SEED)
+noise = np.exp(some[:, 6:].T) * random.standard_normal([2, len(some)])
 months = np.linspace(YEARS[0], YEARS[-1], len(log_z))
 figure, axes = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
 for k, (axis, color) in enumerate(zip(axes, [BLUE, VERMILLION], strict=True)):
@@ -248,17 +264,30 @@ figure.savefig(FIGURES / "lynx_hare_trajectories.png", dpi=150)
 
 # %%
 figure, axes = plt.subplots(2, 4, figsize=(12, 6.5), layout="constrained")
-for i, (axis, (name, (meaning, unit))) in enumerate(zip(axes.flat, NAMES.items(), strict=True)):
+for i, (axis, (name, (meaning, unit))) in enumerate(
+    zip(axes.flat, NAMES.items(), strict=True)
+):
     x = draws[..., i].ravel()
-    bars = axis.hist(x, bins=40, range=np.quantile(x, [0.001, 0.999]), color=BLUE, alpha=0.4)[2]
+    bars = axis.hist(
+        x, bins=40, range=np.quantile(x, [0.001, 0.999]), color=BLUE, alpha=0.4
+    )[2]
     for q in (5, 50, 95):
         ours = axis.axvline(np.quantile(x, q / 100), color=BLUE, lw=2)
-        theirs = axis.axvline(reference[f"q{q:02}"][i], color=ORANGE, lw=2, ls=(0, (4, 4)))
-    (dot,) = axis.plot(reference["mean"][i], 0, "^", color="black", ms=9, clip_on=False, zorder=9)
+        theirs = axis.axvline(
+            reference[f"q{q:02}"][i], color=ORANGE, lw=2, ls=(0, (4, 4))
+        )
+    (dot,) = axis.plot(
+        reference["mean"][i], 0, "^", color="black", ms=9, clip_on=False, zorder=9
+    )
     axis.set_title(f"{name}  {meaning}", fontsize=11)
     axis.set(xlabel=unit, yticks=[])
     axis.spines["left"].set_visible(False)
-labels = ["draws", "their quantiles 5, 50, 95 %", "reference quantiles", "reference mean"]
+labels = [
+    "draws",
+    "their quantiles 5, 50, 95 %",
+    "reference quantiles",
+    "reference mean",
+]
 handles = [bars, ours, theirs, dot]
 figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
 figure.savefig(FIGURES / "lynx_hare_posterior.png", dpi=150)
@@ -267,7 +296,8 @@ figure.savefig(FIGURES / "lynx_hare_posterior.png", dpi=150)
 # ## Verdict
 
 # %%
-agrees = (np.abs(z) < 4) & (np.abs(ratio - 1) < 0.2) & (r_hat < 1.05)  # not where there is NaN
+# False where there is NaN.
+agrees = (np.abs(z) < 4) & (np.abs(ratio - 1) < 0.2) & (r_hat < 1.05)
 if not agrees.all():
     sys.exit(f"The posterior of {', '.join(np.array([*NAMES])[~agrees])} is off.")
 print(f"The posterior agrees with the reference. Figures are in {FIGURES}.")

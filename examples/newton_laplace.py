@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Newton's method and Laplace's approximation with a solver in NumPy
 #
-# The posterior of lynx and hare again, from 21 years of pelts and the Lotka-Volterra equations, as
-# in *lynx_hare*. There, NUTS takes thousands of calls of the solver. Newton's method, which needs
-# the Hessian, finds the mode in eight steps, and the Hessian there is Laplace's approximation:
-# around the mode $\hat x$ the posterior is about normal,
+# The posterior of *lynx_hare* again, from 21 years of pelts and the Lotka-Volterra equations.
+# There, NUTS calls the solver thousands of times. Newton's method, which needs the Hessian, finds
+# the mode in eight steps, and the Hessian at the mode gives Laplace's approximation: around the
+# mode $\hat x$ the posterior is approximately normal,
 #
 # $$x \mid \text{data} \;\sim\; N\left(\hat x,\; \left(-\nabla^2\log p(\hat x)\right)^{-1}\right).$$
 #
-# The solver lives outside TensorFlow. `sgtrick.from_numpy` takes its gradient, and with `hessp` its
-# second derivatives too; those of the prior are TensorFlow's own. Without `hessp`, a Hessian that
-# lacks the solver's part would look fine: sgtrick refuses to give it.
+# The solver is outside TensorFlow. `sgtrick.from_numpy` takes its gradient and, as `hessp`, its
+# second derivatives; TensorFlow computes those of the prior. Without `hessp`, a Hessian that
+# lacks the solver's part would look plausible, so sgtrick raises instead.
 
 # %%
 """Newton's method and a Laplace approximation, with second derivatives of a solver in NumPy."""
@@ -33,7 +33,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -52,7 +52,8 @@ with silent_stderr():
     import sgtrick
 tfb, tfd = tfp.bijectors, tfp.distributions
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## Data and reference
@@ -75,20 +76,22 @@ NAMES = {
 # %% [markdown]
 # ## The solver, and its derivatives of first and second order
 #
-# All parameters are positive: $x$ is their logs. With $y_k$ the logs of the two populations, the
-# equations read $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$, columns 1 to 6
-# are its derivatives by the logs of $\theta$ and of the populations in 1900, which obey the
-# differentiated equations. So Runge-Kutta returns the exact derivatives of what it computes.
+# All parameters are positive, and $x$ holds their logs. With $y_k$ the logs of the two
+# populations, the equations are $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$;
+# columns 1 to 6 are its derivatives with respect to the logs of $\theta$ and of the populations
+# in 1900, which satisfy the differentiated equations. So Runge-Kutta returns the exact
+# derivatives of what it computes.
 #
-# For the second derivatives, the same code runs once more, with complex numbers. Of a gradient $g$
-# made of analytic functions,
+# For the second derivatives, the same code runs once more, with complex numbers. For a gradient
+# $g$ that consists of analytic functions,
 #
 # $$\nabla^2 f(x)\,v = \operatorname{Im}\, g(x + i h v) / h + O(h^2),$$
 #
-# and since nothing is subtracted, $h$ can be $10^{-30}$: what is left is rounding.
+# and since nothing is subtracted, $h$ can be $10^{-30}$, so that only rounding errors remain.
 
 # %%
-# Which columns take b e^y itself: y, and the derivatives by the log of the factor in b.
+# Columns that take b e^y itself: y, and its derivative with respect to the log of
+# the factor in b.
 SELF = np.zeros([2, 7])
 SELF[:, 0] = SELF[0, 2] = SELF[1, 4] = 1
 TANGENT = np.arange(7) > 0
@@ -140,9 +143,9 @@ log_likelihood = sgtrick.from_numpy(value_and_gradient, hessp=hessian_times)
 # %% [markdown]
 # ## Check it
 #
-# `check_gradient(order=2)` compares both derivatives of the engine with differences: 8 entries of
-# the gradient and 64 of the Hessian. The averages over a cycle are the equilibrium, and the peaks
-# are ten years apart: that is a guess of the parameters.
+# `check_gradient(order=2)` compares both derivatives of the engine with finite differences: 8
+# entries of the gradient and 64 of the Hessian. The point is a guess of the parameters: averages
+# over a cycle are the equilibrium, and the peaks are ten years apart.
 
 # %%
 hares, lynxes = np.mean(DATA["pelts"], axis=0)
@@ -155,12 +158,14 @@ print("The engine against differences:", str(report).partition("\n")[0])
 # %% [markdown]
 # ## The posterior, differentiated twice
 #
-# The prior is TensorFlow Probability's, of the logs: $\theta$ is normal and truncated to be
-# positive, the rest is lognormal. The Hessian of the sum is the Jacobian of its gradient. Each of
-# its 8 rows takes one product with the Hessian of the engine.
+# The prior of the logs is written in TensorFlow Probability: $\theta$ is normal, truncated to be
+# positive, and the rest is lognormal. The Hessian of the posterior is the Jacobian of its
+# gradient. Each of its 8 rows takes one product with the Hessian of the engine.
 
 # %%
-theta = tfd.TruncatedNormal(np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf)
+theta = tfd.TruncatedNormal(
+    np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf
+)
 prior = tfd.Blockwise(
     [
         tfd.Independent(tfb.Log()(theta), reinterpreted_batch_ndims=1),
@@ -184,8 +189,8 @@ def derivatives(x: tf.Tensor, likelihood=log_likelihood) -> tuple[np.ndarray, ..
 # %% [markdown]
 # ## Without the Hessian of the engine
 #
-# The same engine with its gradient alone. The Hessian of the prior is known, and a tape that left
-# out the rest would return it without a word, with standard deviations many times too large.
+# The same engine with its gradient alone. A tape that silently left out the engine's part would
+# return the Hessian of the prior, with standard deviations many times too large.
 
 # %%
 first_order = sgtrick.from_numpy(value_and_gradient, name="first_order")
@@ -199,9 +204,9 @@ except LookupError as error:
 # %% [markdown]
 # ## The mode, by Newton's method
 #
-# Far from the mode the Hessian has eigenvalues of both signs. With their absolute values each step
-# goes uphill, and it is halved until it gets there. Near the mode the number of right digits
-# doubles with each step.
+# Far from the mode the Hessian has eigenvalues of both signs. Their absolute values make each
+# step point uphill, and it is halved until the density increases. Near the mode the number of
+# correct digits doubles with each step.
 
 # %%
 x, calls, products = guess, log_likelihood.calls, log_likelihood.hess_calls
@@ -218,23 +223,26 @@ for step in range(50):
     x = x + move
     value, gradient, hessian = derivatives(tf.constant(x))
 print(
-    f"The solver ran {log_likelihood.calls - calls} times for values and gradients, and "
-    f"{log_likelihood.hess_calls - products} times for rows of the Hessian."
+    f"The solver ran {log_likelihood.calls - calls} times for values and gradients, "
+    f"and {log_likelihood.hess_calls - products} times for rows of the Hessian."
 )
 
 # %% [markdown]
 # ## Laplace's approximation against the reference
 #
-# The logs are about normal, so the parameters are about lognormal. What the equations say is right
-# to a tenth of a standard deviation. The noise is not: at the mode it is too small, since six
-# parameters were fitted to 42 counts, and with it all standard deviations. That is an error of
-# Laplace's approximation, which only draws can tell, and no error of the derivatives.
+# The logs are approximately normal, so the parameters are approximately lognormal. The parameters
+# of the equations are right to a tenth of a standard deviation. The noise is not: at the mode it
+# is too small, because six parameters were fitted to 42 counts, and so all standard deviations
+# are too small. That is an error of Laplace's approximation, which only draws can reveal, not of
+# the derivatives.
 
 # %%
 covariance = np.linalg.inv(-hessian)
 laplace = lognorm(np.sqrt(np.diag(covariance)), scale=np.exp(x))
 mean, sd = laplace.mean(), laplace.std()
-reference = {key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]}
+reference = {
+    key: np.array([r[key] for r in REFERENCE.values()]) for key in REFERENCE["theta[1]"]
+}
 shift = (mean - reference["mean"]) / reference["sd"]
 ratio = sd / reference["sd"]
 
@@ -259,11 +267,15 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 figure, axes = plt.subplots(2, 4, figsize=(12, 6.5), layout="constrained")
 grid = np.linspace(laplace.ppf(0.001), laplace.ppf(0.999), 200)  # [point, parameter]
 density = laplace.pdf(grid)
-for i, (axis, (name, (meaning, unit))) in enumerate(zip(axes.flat, NAMES.items(), strict=True)):
+for i, (axis, (name, (meaning, unit))) in enumerate(
+    zip(axes.flat, NAMES.items(), strict=True)
+):
     top = density[:, i].max()
     curve = axis.fill_between(grid[:, i], density[:, i], color=BLUE, alpha=0.3, lw=0)
     bars = [
-        axis.errorbar(m[i], -height * top, xerr=s[i], fmt=marker, color=color, capsize=5, lw=2)
+        axis.errorbar(
+            m[i], -height * top, xerr=s[i], fmt=marker, color=color, capsize=5, lw=2
+        )
         for m, s, height, marker, color in [
             (mean, sd, 0.08, "o", BLUE),
             (reference["mean"], reference["sd"], 0.18, "^", ORANGE),
@@ -287,10 +299,14 @@ figure.savefig(FIGURES / "newton_laplace.png", dpi=150)
 # ## Verdict
 
 # %%
-print(f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'newton_laplace.png'}")
+print(
+    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n"
+    f"  {FIGURES / 'newton_laplace.png'}"
+)
 is_noise = np.array(["sigma" in name for name in NAMES])
 # Not where there is NaN.
-agrees = (np.abs(shift) < 0.1 + 0.6 * is_noise) & (np.abs(ratio - 1) < 0.15 + 0.1 * is_noise)
+agrees = np.abs(shift) < 0.1 + 0.6 * is_noise
+agrees &= np.abs(ratio - 1) < 0.15 + 0.1 * is_noise
 if not agrees.all():
     sys.exit(f"The approximation of {', '.join(np.array([*NAMES])[~agrees])} is off.")
 if not refused:

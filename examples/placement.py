@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Where everything runs
 #
-# Forward and backward ops of three forms on a device of their own, and what is copied to and fro.
-# Without a GPU, a second logical CPU stands for it.
+# Places the forward and backward ops of three forms on another device, and shows what is copied
+# between the devices. Without a GPU, a second logical CPU takes its place.
 
 # %%
 """Where the ops of a log density run, forward and backward, and what is copied between devices."""
@@ -16,7 +16,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -31,13 +31,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 with silent_stderr():
     import numpy as np
     import tensorflow as tf
-    from tensorflow.python.eager import context  # run metadata of functions has no public name
+
+    # Run metadata of functions has no public name.
+    from tensorflow.python.eager import context
 
     import sgtrick
 
-    # Without a GPU, a second logical CPU stands for it.
+    # Without a GPU, a second logical CPU takes its place.
     CPU = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
+    TWO = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(CPU, TWO)
     DEVICE = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:1"
 
 
@@ -62,7 +65,9 @@ def on_device(h: Any) -> Any:
 # %%
 FORMS = {
     "with_gradient": sgtrick.with_gradient(value, tf.negative, device=DEVICE),
-    "reverse_gradient, a formula": on_device(lambda x: sgtrick.reverse_gradient(value(x))),
+    "reverse_gradient, a formula": on_device(
+        lambda x: sgtrick.reverse_gradient(value(x))
+    ),
     "from_numpy": on_device(sgtrick.from_numpy(engine, vectorized=True)),
 }
 
@@ -78,14 +83,16 @@ def with_gradient(h: Any, x: Any, device: str | None) -> Any:
 
 
 def nodes(function: Any, x: Any) -> list[Any]:
-    """What TensorFlow ran for a function: its nodes, split by device, with copies between them."""
+    """The nodes that TensorFlow ran for a function, by device, with the copies."""
     concrete = tf.function(function).get_concrete_function(x)
     context.context().enable_run_metadata()
-    context.context().export_run_metadata()  # of what ran before: TensorFlow keeps collecting
+    context.context().export_run_metadata()  # what ran before: TensorFlow collects
     concrete(x)
     metadata = context.context().export_run_metadata()
     context.context().disable_run_metadata()
-    return [n for f in metadata.function_graphs for g in f.partition_graphs for n in g.node]
+    return [
+        n for f in metadata.function_graphs for g in f.partition_graphs for n in g.node
+    ]
 
 
 def short(device: Any) -> str:
@@ -111,18 +118,28 @@ def copies(ops: list[Any]) -> str:
 def main() -> None:
     x = tf.random.stateless_normal([4, 3], seed=[1, 2])
     y = FORMS["with_gradient"](x)
-    print(f"x is on {short(x.device)}, the forms are told {DEVICE}: the value is on ", end="")
+    print(
+        f"x is on {short(x.device)}, the forms are told {DEVICE}: the value is on ",
+        end="",
+    )
     print(short(y.device))
     for scope in (None, DEVICE):
         print(f"\nIn one tf.function, tape.gradient in the scope {scope}:")
         for name, h in FORMS.items():
             ran = nodes(lambda x, h=h, scope=scope: with_gradient(h, x, scope), x)
             host = [n for n in ran if "PyFunc" in n.op]
-            ops = [n for n in ran if n not in host and n.op not in ("Const", "_Send", "_Recv")]
+            ops = [
+                n
+                for n in ran
+                if n not in host and n.op not in ("Const", "_Send", "_Recv")
+            ]
             # TensorFlow's own derivative of an op is named gradient_tape/ and the op.
-            backward = [n for n in ops if n.name.startswith(("backward/", "gradient_tape/"))]
+            backward = [
+                n for n in ops if n.name.startswith(("backward/", "gradient_tape/"))
+            ]
             print(f"  {name}")
-            print(f"    forward   {where([n for n in ops if n.name.startswith('forward/')])}")
+            forward = [n for n in ops if n.name.startswith("forward/")]
+            print(f"    forward   {where(forward)}")
             print(f"    backward  {where(backward)}")
             if host:
                 print(f"    engine    {where(host)}")

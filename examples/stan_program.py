@@ -1,19 +1,19 @@
 # %% [markdown]
 # # Eight schools: a program in Stan, sampled by TensorFlow Probability
 #
-# Eight schools coached their pupils for a test. Of each we know how much better the pupils did,
-# $y_j$, and the standard error of that, $\sigma_j$ (Rubin, 1981). The effects differ by an unknown
-# amount $\tau$:
+# Eight schools coached their pupils for a test. For each school we know how much better the
+# pupils did, $y_j$, and its standard error, $\sigma_j$ (Rubin, 1981). The effects differ by an
+# unknown amount $\tau$:
 #
 # $$y_j \sim N(\theta_j, \sigma_j), \qquad \theta_j \sim N(\mu, \tau).$$
 #
-# The model is a Stan program, which Stan compiles and differentiates. `sgtrick.from_numpy` makes a
-# log density of it, NUTS of TensorFlow Probability samples where the parameters are unconstrained,
-# and Stan's own transforms bring the draws back. Stan's own sampler and published draws are beside
-# them.
+# The model is a Stan program, which Stan compiles and differentiates. `sgtrick.from_numpy` makes
+# it a log density of the unconstrained parameters, TensorFlow Probability's NUTS samples it, and
+# Stan's own transforms constrain the draws. They are compared with Stan's own sampler and with
+# published draws.
 #
-# This takes PyStan, for Linux and macOS, and the summaries ArviZ: `pip install ".[stan]"` in a
-# clone. Stan compiles a program for a minute, the first time.
+# This needs PyStan, which runs on Linux and macOS, and ArviZ for the summaries: `pip install
+# ".[stan]"` in a clone. The first time, Stan compiles the program for about a minute.
 
 # %%
 """A program that Stan compiles and differentiates, sampled by TensorFlow Probability's NUTS."""
@@ -34,7 +34,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -57,9 +57,11 @@ with silent_stderr():
     import sgtrick
     from sgtrick.tfp import LogDensity
 tfd = tfp.distributions
-warnings.filterwarnings("ignore", module="httpstan")  # of aiohttp, how PyStan calls its compiler
+# Of aiohttp, by which PyStan calls its compiler.
+warnings.filterwarnings("ignore", module="httpstan")
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## The program, and Stan's own sampler
@@ -99,10 +101,11 @@ fit = program.sample(num_chains=4, num_warmup=500, num_samples=1000)
 # %% [markdown]
 # ## The engine
 #
-# What PyStan has compiled is a Python module, which has the log density and its gradient, of
-# unconstrained parameters and with the Jacobian of the transforms. Stan's automatic differentiation
-# belongs to the thread that has loaded it, whereas TensorFlow calls from any of its own.
-# `MainThreadExecutor` brings the calls to the main thread, which waits for the sampler meanwhile.
+# PyStan compiles the program to a Python module, which has the log density of the unconstrained
+# parameters, including the Jacobian of the transforms, and its gradient. Stan's automatic
+# differentiation belongs to the thread that loaded it, whereas TensorFlow calls from any of its
+# own threads. `MainThreadExecutor` moves the calls to the main thread, which waits for the
+# sampler meanwhile.
 
 # %%
 compiled = httpstan.models.import_services_extension_module(program.model_name)
@@ -113,7 +116,8 @@ DIMENSIONS = len(Y) + 2
 @sgtrick.from_numpy(executor=executor)
 def log_prob(x: np.ndarray) -> tuple[float, np.ndarray]:
     x = x.tolist()
-    return compiled.log_prob(DATA, x, True), np.array(compiled.log_prob_grad(DATA, x, True))
+    gradient = compiled.log_prob_grad(DATA, x, True)
+    return compiled.log_prob(DATA, x, True), np.array(gradient)
 
 
 report = sgtrick.check_gradient(log_prob, tf.linspace(np.float64(-1), 1, DIMENSIONS))
@@ -122,12 +126,14 @@ print("The gradient beside differences:", str(report).partition("\n")[0])
 # %% [markdown]
 # ## NUTS of TensorFlow Probability
 #
-# The log density is that of a variable in a joint distribution. Step size and scales adapt during
-# the warm-up. What samples goes through the executor's `run`.
+# The log density belongs to a variable in a joint distribution. Step size and scales adapt during
+# the warm-up. The sampler is called through the executor's `run`.
 
 # %%
 CHAINS, WARM_UP, DRAWS = 8, 200, 500
-model = tfd.JointDistributionSequential([LogDensity(log_prob, [DIMENSIONS], tf.float64, name="x")])
+model = tfd.JointDistributionSequential(
+    [LogDensity(log_prob, [DIMENSIONS], tf.float64, name="x")]
+)
 
 
 @tf.function(autograph=False)
@@ -145,27 +151,44 @@ print(f"Stan took {log_prob.seconds:.0f} s for {log_prob.calls} calls.")
 # %% [markdown]
 # ## Stan's transforms
 #
-# `write_array` computes the parameters of the program, and what it transforms them to.
+# `write_array` computes the parameters of the program and its transformed parameters.
 
 # %%
-rows = [compiled.write_array(DATA, row.tolist(), True, False) for row in x.reshape(-1, DIMENSIONS)]
-constrained = np.reshape(rows, (DRAWS, CHAINS, -1)).swapaxes(0, 1)  # ArviZ: chains first
+rows = [
+    compiled.write_array(DATA, row.tolist(), True, False)
+    for row in x.reshape(-1, DIMENSIONS)
+]
+# ArviZ expects chains first.
+constrained = np.reshape(rows, (DRAWS, CHAINS, -1)).swapaxes(0, 1)
 names = program.constrained_param_names
 of_tfp = {name: constrained[..., i] for i, name in enumerate(names)}
-of_stan = {name: draws.to_numpy().reshape(-1, 4).T for name, draws in fit.to_frame().items()}
+of_stan = {
+    name: draws.to_numpy().reshape(-1, 4).T for name, draws in fit.to_frame().items()
+}
 
 # %% [markdown]
 # ## The posterior against Stan's own sampler, and against the reference
 #
-# The reference is that of posteriordb (BSD-3-Clause), posterior eight_schools: means with their
-# standard errors, and the standard deviations from the means of the squares. `z` compares means, in
-# standard errors of their difference.
+# The reference is posterior eight_schools of posteriordb (BSD-3-Clause): means with their
+# standard errors, and standard deviations from the means of the squares. `z` is the difference of
+# two means, divided by its standard error.
 
 # %%
 SHOWN = [*(f"theta.{j + 1}" for j in range(len(Y))), "mu", "tau"]
 REFERENCE = pd.DataFrame(
     {
-        "mean": [6.1505, 4.9396, 3.9059, 4.7960, 3.6144, 4.0511, 6.3172, 4.8840, 4.4105, 3.6021],
+        "mean": [
+            6.1505,
+            4.9396,
+            3.9059,
+            4.7960,
+            3.6144,
+            4.0511,
+            6.3172,
+            4.8840,
+            4.4105,
+            3.6021,
+        ],
         "mcse_mean": [
             *[0.0557, 0.0462, 0.0542, 0.0475, 0.0461, 0.0485, 0.0499, 0.0543],
             *[0.0330, 0.0319],
@@ -184,7 +207,9 @@ stans = az.summary(of_stan, round_to="none").loc[SHOWN]
 
 
 def z(other: pd.DataFrame) -> pd.Series:
-    return (ours["mean"] - other["mean"]) / np.hypot(ours["mcse_mean"], other["mcse_mean"])
+    return (ours["mean"] - other["mean"]) / np.hypot(
+        ours["mcse_mean"], other["mcse_mean"]
+    )
 
 
 comparison = {
@@ -195,18 +220,21 @@ comparison = {
 print(pd.concat(comparison, axis=1).to_string(float_format="{:.2f}".format))
 
 # %% [markdown]
-# ## Figure: what was measured, and the effects that it tells
+# ## Figure: the measurements, and the effects inferred from them
 
 # %%
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 
 figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
 place = np.arange(len(SHOWN), dtype=float)
 axis.hlines(place[:8], np.subtract(Y, SIGMA), np.add(Y, SIGMA), color="0.85", lw=12)
-axis.plot(Y, place[:8], "o", color="0.6", ms=9, label="measured, and its standard error")
+axis.plot(
+    Y, place[:8], "o", color="0.6", ms=9, label="measured, and its standard error"
+)
 for label, draws, color, shift in [
     ("TFP's NUTS: mean, 50 and 90 %", of_tfp, BLUE, -0.2),
     ("Stan's NUTS", of_stan, ORANGE, 0.2),
@@ -218,7 +246,9 @@ for label, draws, color, shift in [
     axis.hlines(place + shift, lower, upper, color=color, lw=4)
     means = [draws[name].mean() for name in SHOWN]
     axis.plot(means, place + shift, "o", color=color, ms=6, label=label)
-axis.plot(REFERENCE["mean"], place, "d", color="black", ms=5, label="reference mean", zorder=9)
+axis.plot(
+    REFERENCE["mean"], place, "d", color="black", ms=5, label="reference mean", zorder=9
+)
 axis.set_yticks(place, [*(f"school {name}" for name in SCHOOLS), r"$\mu$", r"$\tau$"])
 axis.invert_yaxis()
 axis.set(xlabel="points in the test")
@@ -234,5 +264,11 @@ agrees = (z(REFERENCE).abs() < 4) & (z(stans).abs() < 4) & ((ratio - 1).abs() < 
 agrees &= ours["r_hat"] < 1.05  # none of these where there is NaN
 if not agrees.all():
     sys.exit(f"The posterior of {', '.join(agrees.index[~agrees])} is off.")
-print(f"The posterior agrees with Stan's sampler and with the reference. Figures are in {FIGURES}.")
-print(f"{time.perf_counter() - BEGIN:.0f} s in all, of which Stan compiles the first time.")
+print(
+    "The posterior agrees with Stan's sampler and with the reference. "
+    f"Figures are in {FIGURES}."
+)
+print(
+    f"{time.perf_counter() - BEGIN:.0f} s in all, "
+    "of which Stan compiles the first time."
+)

@@ -1,11 +1,12 @@
 # %% [markdown]
 # # A layer of bits, trained through
 #
-# 32 bits between the pixels of a handwritten digit and its class: the step function that makes them
-# has derivative zero, so that nothing would reach the weights before it. The straight-through
-# estimator passes the gradient on where the input is within [-1, 1]. In Keras it is a layer of one
-# line, stored and loaded like any other, with its gradient. The same script runs on TensorFlow, JAX
-# and PyTorch: `KERAS_BACKEND=jax python straight_through_digits.py`.
+# A network with a layer of 32 bits between the pixels of a handwritten digit and its class. The
+# step function that computes the bits has derivative zero, so no gradient would reach the weights
+# in front of it. The straight-through estimator passes the gradient on where the input is within
+# [-1, 1]. In Keras it is a layer of one line, which is stored and loaded like any other, with its
+# gradient. The same script runs on TensorFlow, JAX and PyTorch: `KERAS_BACKEND=jax python
+# straight_through_digits.py`.
 
 # %%
 """A binary layer trained by the straight-through estimator, stored and reloaded."""
@@ -29,7 +30,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -47,7 +48,8 @@ with silent_stderr():
 
     import sgtrick.keras
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 BITS, EPOCHS, SEED = 32, 40, 1
 
 # %% [markdown]
@@ -110,7 +112,9 @@ def fit(model: keras.Model, bar: tqdm) -> list[float]:
         batch_size=100,
         epochs=EPOCHS,
         validation_data=(images[test], labels[test]),
-        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: bar.update())],
+        callbacks=[
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: bar.update())
+        ],
         verbose=0,
     )
     return history.history["val_accuracy"]
@@ -118,16 +122,20 @@ def fit(model: keras.Model, bar: tqdm) -> list[float]:
 
 models = {"straight-through": network(Bits()), "no gradient": network(StoppedBits())}
 print(f"{len(models)} networks on {keras.backend.backend()}, {EPOCHS} epochs each")
-with tqdm(total=EPOCHS * len(models), disable=None) as bar:  # None: no bar without a terminal
+# disable=None: no bar without a terminal.
+with tqdm(total=EPOCHS * len(models), disable=None) as bar:
     accuracies = {name: fit(model, bar) for name, model in models.items()}
 for name, accuracy in accuracies.items():
-    print(f"{name:17} {100 * accuracy[-1]:.1f} % of {len(labels[test])} test images right")
+    print(
+        f"{name:17} {100 * accuracy[-1]:.1f} % of {len(labels[test])} test images right"
+    )
 
 # %% [markdown]
 # ## Stored, reloaded, and checked against NumPy
 #
-# The gradient of the loss by the first layer's weights, as the stored model, the reloaded one and
-# the chain rule in NumPy have it. A step of gradient descent shows it on every backend.
+# The gradient of the loss with respect to the first layer's weights, from the stored model, the
+# reloaded one and the chain rule in NumPy. One step of gradient descent reveals it on every
+# backend.
 
 
 # %%
@@ -161,7 +169,7 @@ stored, loaded, expected = (
     by_chain_rule(model, *some),
 )
 scale = np.abs(expected).max()
-print(f"\nlargest gradient by the first weights {scale:.4f}")
+print(f"\nlargest gradient with respect to the first weights {scale:.4f}")
 print(f"  off by {np.abs(stored - expected).max():.1e} in the model that was stored")
 print(f"  off by {np.abs(loaded - expected).max():.1e} in the model that was reloaded")
 
@@ -172,13 +180,16 @@ print(f"  off by {np.abs(loaded - expected).max():.1e} in the model that was rel
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # distinct to colour-blind eyes
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 
 figure = plt.figure(figsize=(11, 4.8), layout="constrained")
 left, right = figure.subfigures(1, 2, width_ratios=[1, 1.15])
 axis = left.subplots()
 for (name, accuracy), color in zip(accuracies.items(), [BLUE, ORANGE], strict=True):
-    axis.plot(np.arange(1, EPOCHS + 1), 100 * np.array(accuracy), color=color, label=name)
+    axis.plot(
+        np.arange(1, EPOCHS + 1), 100 * np.array(accuracy), color=color, label=name
+    )
 axis.set(xlabel="epoch", ylabel="test images right (%)", xlim=(0, EPOCHS))
 axis.legend(frameon=False, loc="lower right")
 axis.set_title(f"{BITS} bits between pixels and class", fontsize=11)
@@ -190,7 +201,9 @@ for digit in range(10):
     rows = np.flatnonzero(labels[test] == digit)[:3]
     row, column = 2 * (digit // 5), digit % 5
     picture, bits = panels[row, column], panels[row + 1, column]
-    picture.imshow(np.hstack([images[test][i].reshape(8, 8) for i in rows]), cmap="gray_r")
+    picture.imshow(
+        np.hstack([images[test][i].reshape(8, 8) for i in rows]), cmap="gray_r"
+    )
     bits.imshow(codes[rows], cmap="gray_r", aspect="auto", interpolation="nearest")
 for panel in panels.flat:
     panel.set(xticks=[], yticks=[])
@@ -201,7 +214,8 @@ figure.savefig(FIGURES / "straight_through_digits.png", dpi=150)
 
 # %%
 print(
-    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'straight_through_digits.png'}"
+    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n"
+    f"  {FIGURES / 'straight_through_digits.png'}"
 )
 last = {name: accuracy[-1] for name, accuracy in accuracies.items()}
 checks = {

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # The Nile: a Kalman filter in JAX, fitted by TensorFlow Probability's variational inference
 #
-# The flow of the Nile, measured at Aswan for a hundred years, is a level that drifts and noise:
+# The flow of the Nile, measured at Aswan for a hundred years, is modelled as a drifting level
+# plus noise:
 #
 # $$y_t = \mu_t + \varepsilon_t, \qquad \mu_{t+1} = \mu_t + \eta_t,$$
 #
-# both normal. The likelihood of the two standard deviations is a Kalman filter, which JAX compiles
-# and differentiates. Variational inference with several importance samples draws them in a batch of
-# two dimensions. Each sample must keep its own gradient, which is where
-# `tfp.math.custom_gradient` mixes them up.
+# with $\varepsilon_t$ and $\eta_t$ normal. The likelihood of their two standard deviations is a
+# Kalman filter, which JAX compiles and differentiates. Variational inference with several
+# importance samples evaluates it on a batch with two dimensions. Each sample needs its own
+# gradient, and `tfp.math.custom_gradient` mixes them up.
 
 # %%
 """A JAX likelihood in variational inference with several importance samples."""
@@ -31,7 +32,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -52,14 +53,16 @@ with silent_stderr():
     from sgtrick.tfp import Factor
 tfd = tfp.distributions
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## The data, and the likelihood in JAX
 
 # %%
 DATA = json.loads((HERE / "data" / "nile.json").read_text())
-FLOW, YEARS = np.array(DATA["flow"], float), np.arange(DATA["year"][0], DATA["year"][1] + 1)
+FLOW = np.array(DATA["flow"], float)
+YEARS = np.arange(DATA["year"][0], DATA["year"][1] + 1)
 START_VARIANCE = 1e7  # of the first level, around zero: as good as unknown
 
 
@@ -96,14 +99,16 @@ print(f"Most likely variances {estimates.round(1)}, published {published}.")
 # %% [markdown]
 # ## The model
 #
-# `Factor` puts the likelihood into a joint distribution. The prior is wide. The last one is the
-# same model with TFP's own function in the place of sgtrick's.
+# `Factor` puts the likelihood into a joint distribution. The prior is wide. The last model is the
+# same with TFP's `custom_gradient` in place of sgtrick's.
 
 # %%
 PRIOR_MEAN, PRIOR_SD = np.log([100.0, 50.0]), 1.0
 
 
-def posterior(log_likelihood: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+def posterior(
+    log_likelihood: Callable[[tf.Tensor], tf.Tensor],
+) -> Callable[[tf.Tensor], tf.Tensor]:
     """The unnormalised log posterior of the log standard deviations."""
 
     @tfd.JointDistributionCoroutine
@@ -123,9 +128,9 @@ def mixed_up(log_sd: tf.Tensor) -> tf.Tensor:
 # %% [markdown]
 # ## The exact answer
 #
-# In two dimensions, by quadrature, and by another way to the likelihood: the hundred flows are
-# jointly normal, with a covariance that NumPy factorises. The logarithm of the integral over the
-# parameters is the evidence, which variational inference bounds from below.
+# In two dimensions it is computed by quadrature, and the likelihood in a different way: the
+# hundred flows are jointly normal, with a covariance that NumPy factorises. The logarithm of the
+# integral over the parameters is the log evidence, which variational inference bounds from below.
 
 # %%
 t = np.arange(len(FLOW))
@@ -139,24 +144,29 @@ def dense_log_likelihood(log_noise: float, log_drift: float) -> float:
     return -0.5 * (z @ z + len(t) * np.log(2 * np.pi)) - np.log(np.diag(factor)).sum()
 
 
-NOISE, DRIFT = np.meshgrid(np.linspace(4.3, 5.2, 61), np.linspace(1.5, 5.5, 81), indexing="ij")
+NOISE, DRIFT = np.meshgrid(
+    np.linspace(4.3, 5.2, 61), np.linspace(1.5, 5.5, 81), indexing="ij"
+)
 GRID = np.stack([NOISE, DRIFT], axis=-1).reshape(-1, 2)
 log_density = np.array([dense_log_likelihood(*point) for point in GRID])
 log_density += stats.norm.logpdf(GRID, PRIOR_MEAN, PRIOR_SD).sum(axis=1)
 weight = np.exp(log_density - log_density.max())
-evidence = np.log(weight.sum() * np.ptp(NOISE) / 60 * np.ptp(DRIFT) / 80) + log_density.max()
+evidence = (
+    np.log(weight.sum() * np.ptp(NOISE) / 60 * np.ptp(DRIFT) / 80) + log_density.max()
+)
 exact_mean = np.average(GRID, axis=0, weights=weight)
 exact_sd = np.sqrt(np.average((GRID - exact_mean) ** 2, axis=0, weights=weight))
 
 # %% [markdown]
 # ## Variational inference
 #
-# The surrogate has independent normal parts, which the posterior has not. One sample bounds the
-# evidence by the usual ELBO; with 16 importance samples the bound is tighter.
+# The components of the surrogate are independent and normal, those of the posterior are not. With
+# one sample the bound is the usual ELBO; with 16 importance samples it is tighter.
 
 # %%
 STEPS, SAMPLES, SEED = 400, 10, 1
-START = np.concatenate([PRIOR_MEAN, np.log([0.3, 0.3])])  # means, and logs of standard deviations
+# Means, and logs of standard deviations.
+START = np.concatenate([PRIOR_MEAN, np.log([0.3, 0.3])])
 RUNS = {
     "1 sample": (posterior(log_likelihood), 1),
     "16 samples": (posterior(log_likelihood), 16),
@@ -170,7 +180,9 @@ def normal(parameters: tf.Tensor | tf.Variable) -> tfd.Distribution:
     return tfd.Independent(tfd.Normal(loc, scale), 1)
 
 
-def fit(target: Callable[[tf.Tensor], tf.Tensor], importance: int) -> tuple[tfd.Distribution, ...]:
+def fit(
+    target: Callable[[tf.Tensor], tf.Tensor], importance: int
+) -> tuple[tfd.Distribution, ...]:
     """A surrogate posterior, and the bounds in the course of its fit."""
     parameters = tf.Variable(START)
     surrogate = normal(parameters)
@@ -188,11 +200,12 @@ def fit(target: Callable[[tf.Tensor], tf.Tensor], importance: int) -> tuple[tfd.
     return surrogate, -losses.numpy()
 
 
-fits = {name: fit(*run) for name, run in tqdm(RUNS.items(), disable=None)}  # None: terminals only
+# disable=None: no bar without a terminal.
+fits = {name: fit(*run) for name, run in tqdm(RUNS.items(), disable=None)}
 
 # %% [markdown]
-# The gradient of the bound where the fits began, for a fixed set of random numbers, against finite
-# differences of its value:
+# The gradient of the bound at the starting point of the fits, for a fixed set of random numbers,
+# compared with finite differences of its value:
 
 
 # %%
@@ -209,7 +222,10 @@ def bound(target: Callable[[tf.Tensor], tf.Tensor], parameters: tf.Tensor) -> tf
 start, h = tf.Variable(START), 1e-4
 target = RUNS["16 samples"][0]
 differences = np.array(
-    [(bound(target, START + h * e) - bound(target, START - h * e)) / (2 * h) for e in np.eye(4)]
+    [
+        (bound(target, START + h * e) - bound(target, START - h * e)) / (2 * h)
+        for e in np.eye(4)
+    ]
 )
 print(f"\n{'gradient of the bound by':28}{'the means':>18}{'log sds':>18}")
 print(f"{'finite differences':28}", "".join(f"{d:9.3f}" for d in differences))
@@ -221,7 +237,7 @@ for name in ("16 samples", "16 samples, TFP's gradient"):
     print(f"{name:28}", "".join(f"{g:9.3f}" for g in gradients[name]))
 
 # %% [markdown]
-# The bounds, by many fresh samples, and the posterior means by importance weights.
+# The bounds, estimated from many fresh samples, and the posterior means, from importance weights.
 
 # %%
 bounds, means = {}, {}
@@ -231,7 +247,9 @@ for name, (surrogate, _) in fits.items():
     log_weight = (target(draws) - surrogate.log_prob(draws)).numpy()
     bounds[name] = (special.logsumexp(log_weight, axis=0) - np.log(importance)).mean()
     relative = np.exp(log_weight - log_weight.max())
-    means[name] = np.average(draws.numpy().reshape(-1, 2), axis=0, weights=relative.ravel())
+    means[name] = np.average(
+        draws.numpy().reshape(-1, 2), axis=0, weights=relative.ravel()
+    )
 
 print(f"\n{'':28}{'bound':>10}{'log noise':>11}{'log drift':>11}")
 print(f"{'exact':28}{evidence:10.3f}{exact_mean[0]:11.3f}{exact_mean[1]:11.3f}")
@@ -244,17 +262,21 @@ for name in RUNS:
 # %%
 FIGURES = HERE / "figures"
 FIGURES.mkdir(exist_ok=True)
-BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"  # distinct to colour-blind eyes
+# Distinct to colour-blind eyes.
+BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"
 COLORS = dict(zip(RUNS, [ORANGE, BLUE, VERMILLION], strict=True))
 ABOVE = {"frameon": False, "loc": "lower center", "bbox_to_anchor": (0.5, 1)}
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
 
 noise, drift = np.exp(2 * means["16 samples"])
 level = START_VARIANCE + drift * DRIFTED
 gain = np.linalg.solve(level + noise * np.eye(len(t)), level).T
 center, sd = gain @ FLOW, np.sqrt(np.diag(level - gain @ level))
-axes[0].fill_between(YEARS, center - 1.645 * sd, center + 1.645 * sd, color=BLUE, alpha=0.3, lw=0)
+axes[0].fill_between(
+    YEARS, center - 1.645 * sd, center + 1.645 * sd, color=BLUE, alpha=0.3, lw=0
+)
 axes[0].plot(YEARS, center, color=BLUE, label="level at the posterior mean, 90 %")
 axes[0].plot(YEARS, FLOW, "o", color="black", ms=3, label="flow")
 axes[0].set(xlabel="Year", ylabel="Flow ($10^8$ m$^3$ a year)")
@@ -271,7 +293,9 @@ for name, (surrogate, _) in fits.items():
     for mass in (0.5, 0.9):
         radius = np.sqrt(stats.chi2(2).ppf(mass))
         style = {"color": COLORS[name], "ls": "--" if "TFP" in name else "-"}
-        axes[1].plot(x + radius * dx * circle.real, y + radius * dy * circle.imag, **style)
+        axes[1].plot(
+            x + radius * dx * circle.real, y + radius * dy * circle.imag, **style
+        )
     axes[1].plot([], **style, label=name)
 axes[1].fill_between([], [], color="0.8", label="exact, 50 and 90 %")
 axes[1].set(xlabel="log sd of the noise", ylabel="log sd of the drift")
@@ -285,7 +309,9 @@ for name, (_, path) in fits.items():
     axes[2].plot(np.arange(width, STEPS + 1), smooth, **style, label=name)
 axes[2].axhline(evidence, color="black", lw=1, label="log evidence, exact")
 axes[2].set(
-    xlabel="Step", ylabel=f"Bound, mean of {width} steps", ylim=(evidence - 1, evidence + 0.2)
+    xlabel="Step",
+    ylabel=f"Bound, mean of {width} steps",
+    ylim=(evidence - 1, evidence + 0.2),
 )
 axes[2].legend(**ABOVE)
 figure.savefig(FIGURES / "variational.png", dpi=150)
@@ -294,14 +320,25 @@ figure.savefig(FIGURES / "variational.png", dpi=150)
 # ## Verdict
 
 # %%
-print(f"\n{time.perf_counter() - BEGIN:.0f} s, {log_likelihood.calls} engine calls. ", end="")
+print(
+    f"\n{time.perf_counter() - BEGIN:.0f} s, {log_likelihood.calls} engine calls. ",
+    end="",
+)
 print(f"Figure: {FIGURES / 'variational.png'}")
 ours, theirs = gradients.values()
 off_by = np.abs((means["16 samples"] - exact_mean) / exact_sd).max()
 checks = {
-    "estimates over published ones": (np.max(np.abs(estimates / published - 1)), 0, 2e-3),
+    "estimates over published ones": (
+        np.max(np.abs(estimates / published - 1)),
+        0,
+        2e-3,
+    ),
     "gradient of the bound, error": (np.abs(ours - differences).max(), 0, 1e-4),
-    "TFP's gradient of the bound, error": (np.abs(theirs - differences).max(), 1, np.inf),
+    "TFP's gradient of the bound, error": (
+        np.abs(theirs - differences).max(),
+        1,
+        np.inf,
+    ),
     "1 sample's bound under the evidence": (evidence - bounds["1 sample"], 0, 0.5),
     "16 samples' bound under the evidence": (evidence - bounds["16 samples"], 0, 0.05),
     "posterior mean, off by sds": (off_by, 0, 0.05),

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # Zipf's law in Wonderland: a gradient that TensorFlow does not have
 #
-# Most words of a book occur once, a few occur a thousand times. The number $k$ of times that a word
-# occurs follows Zipf's law,
+# Most words in a book occur once, and a few occur a thousand times. The number $k$ of occurrences
+# of a word follows Zipf's law,
 #
 # $$p(k) = \frac{k^{-s}}{\zeta(s)}, \qquad \zeta(s) = \sum_{n=1}^\infty n^{-s}.$$
 #
-# TensorFlow Probability has this distribution, but TensorFlow takes the derivative of $\zeta(s)$ by
-# $s$ to be zero, without a word. Whatever follows gradients then ends up in the wrong place.
-# `sgtrick.with_gradient` gives $\log\zeta$ the derivative it lacks, computed in NumPy.
+# TensorFlow Probability has this distribution, but TensorFlow silently takes the derivative of
+# $\zeta(s)$ with respect to $s$ to be zero. Any method that follows gradients then ends up in the
+# wrong place. `sgtrick.with_gradient` gives $\log\zeta$ the missing derivative, computed in
+# NumPy.
 
 # %%
 """The posterior of Zipf's exponent of word counts, with the gradient that TensorFlow lacks."""
@@ -31,7 +32,7 @@ BEGIN = time.perf_counter()
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Newer TensorFlow greets on file descriptor 2 before it has read its own log level."""
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -52,20 +53,23 @@ with silent_stderr():
 tf.get_logger().setLevel("ERROR")  # effective_sample_size warns of a cast of its own
 tfd = tfp.distributions
 
-HERE = Path(__file__).parent if "__file__" in globals() else Path()  # no file in a notebook
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
 
 # %% [markdown]
 # ## The counts
 
 # %%
 COUNTS = json.loads((HERE / "data" / "alice_word_counts.json").read_text())["counts"]
-VALUES, WORDS = np.unique(list(COUNTS.values()), return_counts=True)  # so many words occur so often
-print(f"{sum(COUNTS.values())} words, {len(COUNTS)} of them different, {WORDS[0]} occur once.")
+# WORDS[i] words occur VALUES[i] times.
+VALUES, WORDS = np.unique(list(COUNTS.values()), return_counts=True)
+total, different = sum(COUNTS.values()), len(COUNTS)
+print(f"{total} words, {different} of them different, {WORDS[0]} occur once.")
 
 # %% [markdown]
 # ## The derivative
 #
-# By the formula of Euler and Maclaurin, with $f(x) = x^{-s} \log x$ and $N = 100$,
+# By the Euler-Maclaurin formula, with $f(x) = x^{-s} \log x$ and $N = 100$,
 #
 # $$-\zeta'(s) = \sum_{n<N} f(n) + \int_N^\infty f + \frac{f(N)}{2} - \frac{f'(N)}{12} + \dots$$
 
@@ -79,11 +83,14 @@ def log_zeta_derivative(s: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):  # s = 1, where zeta is infinite, is rejected
         head = np.sum(n ** -s[..., None] * np.log(n), axis=-1)
         integral = N * (log / (s - 1) + 1 / (s - 1) ** 2)
-        return -(head + N**-s * (integral + log / 2 - (1 - s * log) / (12 * N))) / special.zeta(s)
+        tail = N**-s * (integral + log / 2 - (1 - s * log) / (12 * N))
+        return -(head + tail) / special.zeta(s)
 
 
 def host_derivative(s: tf.Tensor) -> tf.Tensor:
-    return tf.ensure_shape(tf.numpy_function(log_zeta_derivative, [s], s.dtype), s.shape)
+    return tf.ensure_shape(
+        tf.numpy_function(log_zeta_derivative, [s], s.dtype), s.shape
+    )
 
 
 @sgtrick.with_gradient(grad=host_derivative)
@@ -99,7 +106,7 @@ print(f"The derivative differs from finite differences by {error:.0e} at most.")
 # %% [markdown]
 # ## Two models
 #
-# They have the same density, and differ in its gradient alone. `Factor` puts a log likelihood into
+# They have the same density, and differ only in its gradient. `Factor` puts a log likelihood into
 # a joint distribution.
 
 # %%
@@ -107,19 +114,25 @@ PRIOR_MEAN, PRIOR_SD = np.float64(0), np.float64(1)  # of log(s - 1)
 
 
 def tfp_log_likelihood(s: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(WORDS * tfd.Zipf(s[..., None], dtype=s.dtype).log_prob(VALUES), -1)
+    return tf.reduce_sum(
+        WORDS * tfd.Zipf(s[..., None], dtype=s.dtype).log_prob(VALUES), -1
+    )
 
 
 def mended_log_likelihood(s: tf.Tensor) -> tf.Tensor:
     return -s * np.sum(WORDS * np.log(VALUES)) - np.sum(WORDS) * log_zeta(s)
 
 
-def posterior(log_likelihood: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+def posterior(
+    log_likelihood: Callable[[tf.Tensor], tf.Tensor],
+) -> Callable[[tf.Tensor], tf.Tensor]:
     """The unnormalised log posterior of `log(s - 1)`."""
 
     @tfd.JointDistributionCoroutine
     def model():
-        x = yield tfd.JointDistributionCoroutine.Root(tfd.Normal(PRIOR_MEAN, PRIOR_SD, name="x"))
+        x = yield tfd.JointDistributionCoroutine.Root(
+            tfd.Normal(PRIOR_MEAN, PRIOR_SD, name="x")
+        )
         yield Factor(log_likelihood(1 + tf.exp(x)), name="words")
 
     return model.experimental_pin(words=tf.zeros([0])).unnormalized_log_prob
@@ -139,7 +152,8 @@ for name, target in TARGETS.items():
 
 # %%
 grid = np.linspace(1.4, 2.2, 4001)
-likelihood = -grid * np.sum(WORDS * np.log(VALUES)) - np.sum(WORDS) * np.log(special.zeta(grid))
+likelihood = -grid * np.sum(WORDS * np.log(VALUES))
+likelihood -= np.sum(WORDS) * np.log(special.zeta(grid))
 log_density = likelihood + stats.norm.logpdf(np.log(grid - 1), PRIOR_MEAN, PRIOR_SD)
 density = np.exp(log_density - log_density.max()) / (grid - 1)
 density /= density.sum() * (grid[1] - grid[0])
@@ -149,8 +163,8 @@ exact_sd = np.sqrt(np.average((grid - exact_mean) ** 2, weights=density))
 # %% [markdown]
 # ## Hamiltonian Monte Carlo and variational inference
 #
-# The accept step of HMC knows the density, so that a wrong gradient makes it slow, in practice so
-# slow that chains stay where they began. Variational inference has nothing but the gradient.
+# The acceptance step of HMC uses the density, so a wrong gradient only makes it slow, here so
+# slow that chains stay where they started. Variational inference relies on the gradient alone.
 
 # %%
 CHAINS, WARM_UP, DRAWS, SEED = 16, 300, 500, 1
@@ -178,7 +192,7 @@ def sample(target: Callable[[tf.Tensor], tf.Tensor]) -> np.ndarray:
 
 
 def fit(target: Callable[[tf.Tensor], tf.Tensor]) -> tuple[float, float]:
-    """Mean and standard deviation of a normal distribution of log(s - 1), fitted by VI."""
+    """Mean and standard deviation of a normal distribution of log(s - 1), by VI."""
     loc, log_scale = tf.Variable(PRIOR_MEAN), tf.Variable(np.log(0.1))
     surrogate = tfd.Normal(loc, tfp.util.DeferredTensor(log_scale, tf.exp))
     tfp.vi.fit_surrogate_posterior(
@@ -195,7 +209,8 @@ def fit(target: Callable[[tf.Tensor], tf.Tensor]) -> tuple[float, float]:
 
 
 draws, fits = {}, {}
-for name, target in tqdm(TARGETS.items(), disable=None):  # None: no bar where there is no terminal
+# disable=None: no bar without a terminal.
+for name, target in tqdm(TARGETS.items(), disable=None):
     draws[name] = sample(target)
     loc, scale = fit(target)
     fits[name] = stats.lognorm(scale, loc=1, scale=np.exp(loc))
@@ -215,7 +230,8 @@ FIGURES.mkdir(exist_ok=True)
 BLUE, VERMILLION = "#0072B2", "#D55E00"  # distinct to colour-blind eyes
 ABOVE = {"frameon": False, "loc": "lower center", "bbox_to_anchor": (0.5, 1)}
 COLORS = dict(zip(TARGETS, [VERMILLION, BLUE], strict=True))
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
 
 figure, axes = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
 k = np.geomspace(1, VALUES.max(), 200)
@@ -226,7 +242,9 @@ for label, s, color in [
 ]:
     law = WORDS.sum() * k**-s / special.zeta(s)
     axes[0].loglog(k, law, color=color, label=f"{label}, $s$ = {s:.2f}")
-axes[0].set(xlabel="A word occurs so often", ylabel="So many words do", ylim=(0.3, None))
+axes[0].set(
+    xlabel="A word occurs so often", ylabel="So many words do", ylim=(0.3, None)
+)
 axes[0].legend(**ABOVE)
 
 for name, color in COLORS.items():
@@ -239,7 +257,9 @@ axes[1].legend(**ABOVE)
 near = exact_mean + 5 * exact_sd * np.linspace(-1, 1, 400)
 mended = draws["mended gradient"].ravel()
 axes[2].hist(mended, bins=40, density=True, color=BLUE, alpha=0.3, label="HMC, mended")
-axes[2].plot(near, fits["mended gradient"].pdf(near), "--", color=BLUE, label="VI, mended")
+axes[2].plot(
+    near, fits["mended gradient"].pdf(near), "--", color=BLUE, label="VI, mended"
+)
 axes[2].plot(near, np.interp(near, grid, density), color="black", lw=1, label="exact")
 axes[2].set(xlabel="$s$", ylabel="Posterior density", xlim=near[[0, -1]])
 axes[2].legend(**ABOVE)

@@ -1,5 +1,7 @@
 """Custom derivatives in TensorFlow: right under every transformation, and loud otherwise."""
 
+from importlib.metadata import version as _version
+
 from sgtrick._check import check_gradient
 from sgtrick._custom_gradient import custom_gradient
 from sgtrick._custom_jvp import custom_jvp
@@ -43,3 +45,5 @@ __all__ = [
     "GradientCheckError",
     "show_versions",
 ]
+
+__version__ = _version("sgtrick")

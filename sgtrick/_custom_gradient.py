@@ -115,7 +115,7 @@ def custom_gradient(
             hessian = _hessian(name, hx, x, fx, leaves, stop)
             order = None if _given.is_zero(hx) else 1 if hx is None else 2
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
-            return _embed(name, stop(fx), leaves, hessian, order)
+            return _embed(name, stop(fx), leaves, hessian, order, not fx_gx_manually_stopped)
 
 
 def _hessian(
@@ -132,6 +132,7 @@ def _embed(
     leaves: Sequence[Leaf],
     hessian: Blocks | Product | None,
     order: int | None,
+    stopped: bool,
 ) -> Any:
     """One meaning twice: for tapes as a pullback, which takes less time, and as the formula.
 
@@ -158,7 +159,7 @@ def _embed(
     is_product = isinstance(hessian, Product)
     times, known = (hessian.times, order) if isinstance(hessian, Blocks) else (None, order and 1)
     with not_recording():
-        h = formula(fx, leaves, times, order=known)
+        h = formula(fx, leaves, times, order=known, stopped=stopped)
     return keep([fx], [fx, *xs], rule, natural=[h], in_graph=is_product)[0]
 
 

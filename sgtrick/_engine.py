@@ -150,9 +150,13 @@ class Engine:
         """
         reply, one = asked.reply, (1,) * len(batch) if self._vectorized else ()
         shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
+        plain = not (one or any(shared))
 
         def start(i: tuple[int, ...]) -> tuple[list[Any], Callable[[], Any]]:
-            member = [_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)]
+            if plain:  # the usual case, in less time
+                member = [a[(*i, ...)] for a in leaves]
+            else:
+                member = [_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)]
             return member, self._started(asked, member)
 
         places = list(itertools.product(*map(range, batch)))
@@ -211,18 +215,22 @@ class Engine:
 
     def _started(self, asked: "_Asked", leaves: Sequence[Any]) -> Callable[[], Any]:
         """Starts a call if there is an executor; returns what gives its result."""
-        own = [leaves]
-        if len(asked.functions) > 1:  # neither sees what the other does to its arguments
-            own.append([a.copy() if a.flags.writeable else a for a in leaves])
-        calls: list[Callable[[], Any]] = []
-        for f, member in zip(asked.functions, own, strict=True):
-            arguments = asked.reply.arguments(member)
-            if self._executor is None:
-                calls.append(partial(f, *arguments))
-            else:
-                asked.running.append(self._submitted(asked.reply.name, f, arguments))
-                calls.append(asked.running[-1].result)
-        return calls[0] if len(calls) == 1 else lambda: tuple(call() for call in calls)
+        if len(asked.functions) == 1:
+            return self._call(asked, asked.functions[0], leaves)
+        # Neither sees what the other does to its arguments.
+        copies = [a.copy() if a.flags.writeable else a for a in leaves]
+        f, grad = asked.functions
+        value, gradient = self._call(asked, f, leaves), self._call(asked, grad, copies)
+        return lambda: (value(), gradient())
+
+    def _call(
+        self, asked: "_Asked", f: Callable[..., Any], leaves: Sequence[Any]
+    ) -> Callable[[], Any]:
+        arguments = asked.reply.arguments(leaves)
+        if self._executor is None:
+            return partial(f, *arguments)
+        asked.running.append(self._submitted(asked.reply.name, f, arguments))
+        return asked.running[-1].result
 
     def _submitted(self, name: str, f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         try:

@@ -19,12 +19,11 @@ class HessianTimes:
 
     def __init__(self, layout: Layout, *, whole: bool) -> None:
         self._layout, self._whole, self.name = layout, whole, layout.name
-        self._places = [k for k, dtype in enumerate(layout.dtypes) if dtype is not None]
         self.paths: Sequence[str] = [
             *layout.paths,
-            *(f"v of {layout.paths[k]}" for k in self._places),
+            *(f"v of {layout.paths[k]}" for k in layout.places),
         ]
-        own = (layout.event_ndims[k] for k in self._places)
+        own = (layout.event_ndims[k] for k in layout.places)
         self.event_ndims: Sequence[int] = [*layout.event_ndims, *own]
 
     def incoming(self, arrays: Sequence[Any], dtype: Any) -> list[Any]:
@@ -40,14 +39,14 @@ class HessianTimes:
         if self._whole:
             return arguments
         flat: list[Any] = [None] * n
-        for k, v in zip(self._places, leaves[n:], strict=True):
+        for k, v in zip(self._layout.places, leaves[n:], strict=True):
             flat[k] = v
         v = self._layout.pack(flat)
         return [*arguments, v[0] if len(v) == 1 else tuple(v)]
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
         """Of the products by leaf."""
-        return [batch + events[k] for k in self._places]
+        return [batch + events[k] for k in self._layout.places]
 
     def parts(
         self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]
@@ -68,10 +67,10 @@ class HessianTimes:
                 )
             return self._layout.gradients(returned, batch, events, "the Hessian times v")
         rows = self._rows(returned)
-        vs = dict(zip(self._places, leaves[n:], strict=True))
+        vs = dict(zip(self._layout.places, leaves[n:], strict=True))
         return [
-            sum(self._product(rows[i][j], batch, events, i, j, vs[j]) for j in self._places)
-            for i in self._places
+            sum(self._product(rows[i][j], batch, events, i, j, vs[j]) for j in self._layout.places)
+            for i in self._layout.places
         ]
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:

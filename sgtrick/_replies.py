@@ -21,7 +21,8 @@ class Layout:
         event_ndims: How many dimensions of each leaf belong to one call.
         dtypes: Of the gradients by leaf; None for a leaf that has no derivatives.
         has_aux: Whether there is something beside the value.
-        gradient_dtypes: The same without None.
+        places: Which leaves have derivatives.
+        gradient_dtypes: Of the gradients by these.
         outputs: The dtypes of what comes back: value, gradients of leaves with derivatives, aux.
     """
 
@@ -37,7 +38,9 @@ class Layout:
     ) -> None:
         self.name, self.paths, self.event_ndims = name, paths, event_ndims
         self.dtypes, self.has_aux = dtypes, aux_dtype is not None
-        self.gradient_dtypes = [np.dtype(d) for d in dtypes if d is not None]
+        self.places = [k for k, dtype in enumerate(dtypes) if dtype is not None]
+        self._without = [k for k, dtype in enumerate(dtypes) if dtype is None]
+        self.gradient_dtypes = [np.dtype(dtypes[k]) for k in self.places]
         self.outputs = [np.dtype(value_dtype), *self.gradient_dtypes]
         if aux_dtype is not None:
             self.outputs.append(np.dtype(aux_dtype))
@@ -90,16 +93,18 @@ class Layout:
             TypeError: It is no array of real numbers, or is by a leaf without derivatives.
             ValueError: A wrong shape or structure.
         """
-        found = []
-        columns = zip(self.split(gradient, what), events, self.dtypes, self.paths, strict=True)
-        for part, event, dtype, path in columns:
-            if dtype is not None:
-                known = part is not None
-                found.append(self.checked(part, batch + event, what, path) if known else None)
-            elif part is not None:
+        parts = self.split(gradient, what)
+        found = [
+            None
+            if parts[k] is None
+            else self.checked(parts[k], batch + events[k], what, self.paths[k])
+            for k in self.places
+        ]
+        for k in self._without:
+            if parts[k] is not None:
                 raise TypeError(
-                    f"{what} of {self.name} by {path} must be None, got {show(part)}: {path} has a "
-                    "dtype without derivatives."
+                    f"{what} of {self.name} by {self.paths[k]} must be None, got {show(parts[k])}: "
+                    f"{self.paths[k]} has a dtype without derivatives."
                 )
         return found
 
@@ -209,8 +214,7 @@ class ValueAndGradient:
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
         """Of the value and the gradients."""
-        dtypes = self._layout.dtypes
-        return [batch, *(batch + e for e, d in zip(events, dtypes, strict=True) if d is not None)]
+        return [batch, *(batch + events[k] for k in self._layout.places)]
 
     def parts(
         self, returned: Any, batch: Shape, events: Sequence[Shape], leaves: Sequence[Any]

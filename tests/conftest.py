@@ -33,7 +33,8 @@ def pytest_collection_finish():
 def formula_alone(monkeypatch):
     """Without the pullback that most tapes take in the formula's place."""
 
-    def embed(name, fx, leaves, hessian, order):
-        return formula(fx, leaves, hessian and hessian.times, order=order) if leaves else fx
+    def embed(name, fx, leaves, hessian, order, stopped):
+        times = hessian and hessian.times
+        return formula(fx, leaves, times, order=order, stopped=stopped) if leaves else fx
 
     monkeypatch.setattr(_custom_gradient, "_embed", embed)

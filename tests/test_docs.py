@@ -1,5 +1,6 @@
 """Every Python block of README and docs runs, and prints what the text says; broken links are found."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -72,6 +73,13 @@ def test_bridgestan_has_the_signature_of_an_engine():
     assert "ndarray" in str(gradient)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_the_page(page):
+    """88 columns are shown at 1280 px without scrolling."""
+    lines = [line for block in blocks(page, "python") for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
+
+
 def test_readme_example_comes_first():
     assert (ROOT / "README.md").read_text().partition("\n```\n")[0].count("\n") < 30
 
@@ -97,3 +105,24 @@ def test_broken_links_are_found(tmp_path):
         "site/index.html: gone.png: no such file",
         "README.md: site/gone.png: no such file",
     ]
+
+
+def strings(source):
+    """The texts of a module, with `...` for what is formatted into them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"\{\d?\}", "...", node.value)
+
+
+def test_messages_of_the_troubleshooting_page_are_raised():
+    sources = sorted((ROOT / "sgtrick").rglob("*.py"))
+    raised = "\n".join(text for source in sources for text in strings(source.read_text()))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headlines = re.findall(r"^(?!No message)(.+)\n: ", page, re.MULTILINE)
+    assert len(headlines) > 30
+    for headline in headlines:
+        for fragment in headline.split("..."):
+            assert fragment.strip() in raised, headline

@@ -22,8 +22,9 @@ def formula(
     hessian_times: Callable[[list[Any]], list[Any]] | None = None,
     *,
     order: int | None,
+    stopped: bool,
 ) -> Any:
-    """Returns `fx + sum_i <gx_i + 1/2 (H z)_i, z_i>`, where the caller has stopped `fx` and `gx_i`.
+    """Returns `fx + sum_i <gx_i + 1/2 (H z)_i, z_i>`.
 
     Args:
         fx: The value, shape `B + R`.
@@ -31,12 +32,14 @@ def formula(
         hessian_times: Maps the `z_i` to the `(H z)_i`, each of the shape and dtype of its `gx_i`.
         order: Through which order derivatives are known. The next one is not finite, where the
             formula alone would have zero. None: all are.
+        stopped: Whether `fx` and `gx_i` are without derivatives, as the formula wants them.
 
     Returns:
         A tensor of the shape and dtype of `fx`, and of its value whatever the leaves hold.
     """
-    # Where z is itself a factor of gradients, the guard of the sum comes too late.
-    minus_z = [minus_zero(leaf.x, guard=True) for leaf in leaves]
+    # Where z is a factor of gradients, those of gx or of H z, the guard of the sum comes too late.
+    guard = hessian_times is not None or not stopped
+    minus_z = [minus_zero(leaf.x, guard=guard) for leaf in leaves]
     g = [leaf.gx for leaf in leaves]
     if hessian_times is not None:
         g = [g_i - hz_i / 2 for g_i, hz_i in zip(g, hessian_times(minus_z), strict=True)]

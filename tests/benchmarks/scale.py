@@ -140,7 +140,7 @@ def weak_scaling():
             f"| {fit} | {rows:,} | {one:.0f} ms | {apart:.0f} ms | {two:.0f} ms | "
             f"{100 * one / two:.0f} % |"
         )
-    print(f"\nTensorFlow {tf.__version__}.")
+    print(f"\nTensorFlow {tf.__version__}, {os.cpu_count()} cores.")
 
 
 def plot(curves, path):
