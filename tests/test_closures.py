@@ -5,6 +5,7 @@ square of it, so that each second derivative has a part that does not depend on 
 own derivative moves. The oracle is autodiff of the true function.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -102,6 +103,7 @@ def squared(f):
     return lambda x, a: f(x, a) ** 2
 
 
+@functools.cache
 def expected(by):
     return chain([reverse] * len(by), by)(squared(true))(X, A).numpy()
 
