@@ -2,15 +2,16 @@
 
 from importlib.metadata import version as _version
 
-from sgtrick._check import check_gradient
+from sgtrick._check.check_gradient import check_gradient
+from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._custom_gradient import custom_gradient
 from sgtrick._custom_jvp import custom_jvp
 from sgtrick._custom_vjp import custom_vjp
-from sgtrick._executors import MainThreadExecutor
-from sgtrick._frameworks import from_jax, from_torch
-from sgtrick._host import from_numpy
+from sgtrick._from_value_and_gradient import from_value_and_gradient
+from sgtrick._host.executors import MainThreadExecutor
+from sgtrick._host.frameworks import from_jax, from_torch
+from sgtrick._host.from_numpy import from_numpy
 from sgtrick._implicit import implicit_reparameterize, implicit_root
-from sgtrick._report import GradientCheckError, GradientReport
 from sgtrick._tricks import (
     clip_gradient,
     magic_box,
@@ -20,7 +21,7 @@ from sgtrick._tricks import (
     straight_through,
 )
 from sgtrick._versions import show_versions
-from sgtrick._with_gradient import from_value_and_gradient, with_gradient
+from sgtrick._with_gradient import with_gradient
 
 __all__ = [
     "custom_gradient",

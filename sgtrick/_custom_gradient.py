@@ -5,28 +5,30 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _devices, _given
-from sgtrick._core import embedding
-from sgtrick._core._tensorflow import here, not_recording, unconverted
+from sgtrick._core import devices, embedding, value_form
+from sgtrick._core._tensorflow.autograph import unconverted
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow.tapes import not_recording
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
+from sgtrick._core.types import Device, Structure, Tensor, TensorLike
 
 
 @unconverted
 def custom_gradient(
-    fx: Any,
-    gx: Any,
-    x: Any,
+    fx: TensorLike,
+    gx: Structure,
+    x: Structure,
     fx_gx_manually_stopped: bool = False,
     name: str | None = None,
     *,
     batch_ndims: int | None = None,
-    hx: Any = None,
-    device: Any = None,
-) -> Any:
+    hx: Structure = None,
+    device: Device = None,
+) -> Tensor:
     """Embeds values and gradients that were computed elsewhere into TensorFlow.
 
     The result is `fx`, and its Jacobian by `x` is `gx`, under every transformation of TensorFlow::
@@ -107,33 +109,38 @@ def custom_gradient(
     The name and the trick are those of `tfp.math.custom_gradient`; every call which that answers
     correctly is answered the same.
     """
-    with _devices.scope(device):
-        fx, leaves = _given.at_point(TENSORFLOW, fx, gx, x, batch_ndims)
+    with devices.scope(device):
+        fx, leaves = value_form.at_point(TENSORFLOW, fx, gx, x, batch_ndims)
         name = name or "custom_gradient"
         with tf.name_scope(name):
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             hessian = _hessian(name, hx, x, fx, leaves, stop)
-            order = None if _given.is_zero(hx) else 1 if hx is None else 2
+            order = None if value_form.is_zero(hx) else 1 if hx is None else 2
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
             return _embed(name, stop(fx), leaves, hessian, order, not fx_gx_manually_stopped)
 
 
 def _hessian(
-    name: str, hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf], stop: Callable[[Any], Any]
+    name: str,
+    hx: Structure,
+    x: Structure,
+    fx: Tensor,
+    leaves: Sequence[Leaf],
+    stop: Callable[[Any], Any],
 ) -> Blocks | Product | None:
     if callable(hx):
         return Product(name, fx, hx, x, leaves)
-    return None if hx is None or _given.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
+    return None if hx is None or value_form.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
 
 
 def _embed(
     name: str,
-    fx: Any,
+    fx: Tensor,
     leaves: Sequence[Leaf],
     hessian: Blocks | Product | None,
     order: int | None,
     stopped: bool,
-) -> Any:
+) -> Tensor:
     """One meaning twice: for tapes as a pullback, which takes less time, and as the formula.
 
     Eager execution honours pullbacks, so there the formula is not computed. A graph keeps the

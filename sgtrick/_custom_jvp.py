@@ -8,13 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves
-from sgtrick._core import _tensorflow, adjoint, ancestry, embedding, loud, mixed
+from sgtrick._core import adjoint, ancestry, calls, embedding, loud, mixed, shapes, structures
+from sgtrick._core._tensorflow import autograph
 from sgtrick._core.closures import Closure
-from sgtrick._core.override import Rule, keep
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
+from sgtrick._core.types import Args, Function, Gradient, Kwargs, Structure, Tangent, Tensor
 
 
-def custom_jvp(f: Callable[..., Any] | None = None, *, nondiff_argnums: Any = ()) -> Any:
+def custom_jvp(f: Function | None = None, *, nondiff_argnums: int | Sequence[int] = ()) -> Any:
     """Gives a function a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`.
 
     The rule is linear in the tangents, so it serves forward and reverse mode alike.
@@ -62,21 +64,22 @@ def custom_jvp(f: Callable[..., Any] | None = None, *, nondiff_argnums: Any = ()
             this is a `tf.errors.InvalidArgumentError` when it is run; around a `tf.function` and in
             XLA, the derivative is NaN.
     """
-    if not isinstance(nondiff_argnums, (list, tuple)):
-        nondiff_argnums = (nondiff_argnums,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in nondiff_argnums):
-        raise TypeError(f"nondiff_argnums must be positions, got {nondiff_argnums!r}.")
+    positions: Sequence[Any] = (
+        nondiff_argnums if isinstance(nondiff_argnums, (list, tuple)) else (nondiff_argnums,)
+    )
+    if not all(shapes.is_int(i) for i in positions):
+        raise TypeError(f"nondiff_argnums must be positions, got {positions!r}.")
     if f is None:
-        return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
-    return _arguments.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
+        return functools.partial(custom_jvp, nondiff_argnums=positions)
+    return calls.as_form(f, lambda f: _custom_jvp(f, positions), "defjvp")
 
 
-def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callable[..., Any]:
-    function = _arguments.Function(f)
+def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
+    function = calls.Callee(f)
     name = function.name
     rule: Callable[..., Any] | None = None
 
-    def call(converted: Any, args: Any, kwargs: Any) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
         if rule is None:
             raise TypeError(
                 f"{name} has no JVP rule. Define it with the decorator @{name}.defjvp: a function "
@@ -90,7 +93,8 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
         if not point.xs:
             return y
         outputs = [
-            (path, _leaves.to_tensor(y_i, path)) for path, y_i in _leaves.flatten(y, f"{name}(...)")
+            (path, structures.to_tensor(y_i, path))
+            for path, y_i in structures.flatten(y, f"{name}(...)")
         ]
         ys, at = [y_i for _, y_i in outputs], point.read()
         # Where the values have no derivatives of their own, TensorFlow would look for some in all
@@ -100,7 +104,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
         )
         made_of = closure.others(ys, point.stopped_xs) if is_live else None
 
-        def tangents_at(call: _arguments.Call, ts: Sequence[Any]) -> list[Any]:
+        def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
             before = [call.args[i] for i in nondiff]
             result = jvp(*before, point.primals(call), point.tangents(ts))
             return [
@@ -108,7 +112,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 for (path, y_i), t in zip(outputs, _tangents(result, y, name), strict=True)
             ]
 
-        def pulled(call: _arguments.Call, upstream: Sequence[Any]) -> list[Any]:
+        def pulled(call: calls.Call, upstream: Sequence[Tensor]) -> list[Gradient]:
             if _is_transposing(form, nondiff, at):
                 return _natural(point, f, upstream)
             ts = [adjoint.probe(x) for x in point.xs]
@@ -124,7 +128,7 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
             with _transposing(form, nondiff, at):
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
             fits = adjoint.holds(us, lt, found, ts)
-            zero = loud.insist(fits, _NOT_LINEAR.format(name))
+            zero = loud.zero_if(fits, _NOT_LINEAR.format(name))
             if us and not tf.executing_eagerly():  # what is not there could not be an error
                 zero = loud.along(zero, us)
                 found = [
@@ -132,30 +136,32 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
                 ]
             return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
 
-        def gradients(us: Sequence[Any], xs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+        def gradients(
+            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> list[Gradient]:
             return pulled(others.on(point.on(at, xs), passed), us)
 
-        def pull(*upstream: Any) -> list[Any]:
+        def pull(*upstream: Tensor) -> list[Gradient]:
             return pulled(at, upstream)
 
-        def push(*tangents: Any) -> list[Any]:
+        def push(*tangents: Tensor) -> list[Tangent]:
             return tangents_at(at, tangents)
 
         derivative = Rule(name, pull, push, sources=point.xs)
         if made_of is not None:
-            kept = mixed.beside(mixed.Moving(name, gradients, point.xs, made_of), ys, derivative)
+            kept = mixed.keep_own(mixed.ByPoint(name, gradients, point.xs, made_of), ys, derivative)
         elif is_live:
             kept = keep(ys, [*ys, *point.xs], embedding.beside(derivative, len(ys)))
         else:
             kept = keep(ys, point.xs, derivative)
         return tf.nest.pack_sequence_as(y, kept)
 
-    form = _tensorflow.form(call)
+    form = autograph.form(call)
 
-    def defjvp(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    def defjvp(jvp: Function) -> Function:
         """Sets the rule; a decorator."""
         nonlocal rule
-        inside = _arguments.unbound(jvp)
+        inside = calls.unbound(jvp)
         if not callable(inside):
             raise TypeError(f"jvp must be a function, got {type(jvp).__name__}: {jvp!r}.")
         rule = inside
@@ -166,8 +172,8 @@ def _custom_jvp(f: Callable[..., Any], nondiff_argnums: Sequence[int]) -> Callab
 
 
 def _point(
-    function: _arguments.Function, nondiff_argnums: Sequence[int], args: Any, kwargs: Any
-) -> tuple[list[int], _arguments.Point]:
+    function: calls.Callee, nondiff_argnums: Sequence[int], args: Args, kwargs: Kwargs
+) -> tuple[list[int], calls.Selection]:
     """The positions of arguments without derivatives, and the others."""
     name, call = function.name, function.bind(args, kwargs)
     if call.kwargs:
@@ -183,7 +189,7 @@ def _point(
             )
     nondiff = [*range(own), *sorted(own + i % count for i in nondiff_argnums)]
     argnums = [i for i in range(count) if own + i not in nondiff]
-    return nondiff, function.point(argnums, call.args, {})
+    return nondiff, function.select(argnums, call.args, {})
 
 
 _NOT_LINEAR = (
@@ -199,17 +205,17 @@ _NOT_LINEAR = (
 _NOW: ContextVar[frozenset[Any]] = ContextVar("_NOW", default=frozenset())
 
 
-def _key(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Any:
+def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> Any:
     own = [id(at.args[i]) for i in nondiff if i == 0]
     return form, *own
 
 
-def _is_transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> bool:
+def _is_transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> bool:
     return _key(form, nondiff, at) in _NOW.get()
 
 
 @contextmanager
-def _transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Iterator[None]:
+def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
     token = _NOW.set(_NOW.get() | {_key(form, nondiff, at)})
     try:
         yield
@@ -217,7 +223,7 @@ def _transposing(form: Any, nondiff: Sequence[int], at: _arguments.Call) -> Iter
         _NOW.reset(token)
 
 
-def _natural(point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[Any]) -> list[Any]:
+def _natural(point: calls.Selection, f: Function, upstream: Sequence[Tensor]) -> list[Gradient]:
     """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -228,22 +234,22 @@ def _natural(point: _arguments.Point, f: Callable[..., Any], upstream: Sequence[
     return list(found)
 
 
-def _tangents(result: Any, y: Any, name: str) -> list[Any]:
+def _tangents(result: Structure, y: Tensor, name: str) -> list[Tangent]:
     """The leaves of `tangent_out`."""
-    if not (isinstance(result, (list, tuple)) and len(result) == 2):
+    if not structures.is_pair(result):
         raise TypeError(
             f"The JVP rule of {name} must return (primal_out, tangent_out), got "
             f"{type(result).__name__}."
         )
-    return [t for _, _, t in _leaves.pair(y, result[1], f"{name}(...)", "tangent_out")]
+    return [t for _, _, t in structures.pair(y, result[1], f"{name}(...)", "tangent_out")]
 
 
-def _checked(tangent: Any, y: Any, path: str) -> Any:
+def _checked(tangent: Tensor, y: Tensor, path: str) -> Tensor:
     """A tangent like its output."""
-    tangent, y = _leaves.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
-    if tangent.dtype != y.dtype or not _leaves.is_differentiable(y.dtype):
+    tangent, y = structures.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
+    if tangent.dtype != y.dtype or not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"The tangent of {path} has dtype {tangent.dtype.name}, the output {y.dtype.name}. "
             "They must be equal and floating or complex; where there is no derivative, return None."
         )
-    return _leaves.shaped_like(tangent, y, f"The tangent of {path}", "the output")
+    return structures.shaped_like(tangent, y, f"The tangent of {path}", "the output")

@@ -2,17 +2,29 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves, _shapes, _variables
-from sgtrick._core import _tensorflow
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import calls, structures, vjp_protocol
+from sgtrick._core._tensorflow import autograph, graphs
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
+from sgtrick._core.types import (
+    Args,
+    Function,
+    Gradient,
+    Kwargs,
+    Structure,
+    Tensor,
+    TensorLike,
+    Variable,
+)
+from sgtrick._core.variables import Reader
 
 
-def custom_vjp(f: Any = None) -> Any:
+def custom_vjp(f: Function | None = None) -> Any:
     """Decorates a function that returns its value and its vector-Jacobian product.
 
     The protocol is that of `tf.custom_gradient`: `f(*args) -> (y, grad_fn)`, and
@@ -58,27 +70,27 @@ def custom_vjp(f: Any = None) -> Any:
             `tf.errors.InvalidArgumentError` when it is run; around a `tf.function` and in XLA, the
             derivative is NaN.
     """
-    return custom_vjp if f is None else _arguments.as_form(f, _custom_vjp)
+    return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
 
-def _custom_vjp(f: Any) -> Any:
-    function, read = _arguments.Function(f), _variables.Reader()
+def _custom_vjp(f: Function) -> Any:
+    function, read = calls.Callee(f), Reader()
 
-    def call(converted: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = arguments_of(f, args, kwargs)
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
+        args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
         owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
         given = tf.nest.flatten((args, kwargs))
         args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
-        leaves = leaves_of(args, kwargs)
+        leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
         returned, variables, tape = read.recorded(run, [*given, *(leaf for _, leaf in leaves)])
-        y, grad_fn = value_and_rule(f, returned)
+        y, grad_fn = vjp_protocol.value_and_rule(f, returned)
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]
         kept = Rule(function.name, rule.pull, sources=sources, tape=tape)
         return rule.pack(keep(rule.outputs, rule.inputs, kept))
 
-    return _tensorflow.form(call)
+    return autograph.form(call)
 
 
 class _Rule:
@@ -86,25 +98,25 @@ class _Rule:
 
     def __init__(
         self,
-        f: Any,
-        grad_fn: Any,
+        f: Function,
+        grad_fn: Function,
         leaves: list[tuple[str, Any]],
-        y: Any,
-        variables: list[Any],
+        y: Tensor,
+        variables: list[Variable],
     ) -> None:
         if variables and not _takes_variables(grad_fn):
             raise TypeError(
-                f"{_arguments.name_of(f)} reads the variables {[v.name for v in variables]}, so "
+                f"{calls.name_of(f)} reads the variables {[v.name for v in variables]}, so "
                 "its grad_fn must take a keyword argument `variables` and return (gradients, "
                 "variable_gradients). Or pass them as arguments."
             )
-        self._name = _arguments.name_of(f)
+        self._name = calls.name_of(f)
         self._grad_fn = grad_fn
         self._paths = [path for path, _ in leaves]
         self._variables = variables
         primals = [_component(leaf) if _is_input(leaf) else None for _, leaf in leaves]
         self._primals = [
-            x if x is not None and _leaves.is_differentiable(x.dtype) else None for x in primals
+            x if x is not None and structures.is_differentiable(x.dtype) else None for x in primals
         ]
         self.inputs = [x for x in self._primals if x is not None] + [
             tf.convert_to_tensor(v) for v in variables
@@ -112,18 +124,18 @@ class _Rule:
         self._y = tf.nest.map_structure(_to_output, y)
         self.outputs = [_component(leaf) for leaf in tf.nest.flatten(self._y)]
 
-    def pack(self, outputs: Sequence[Any]) -> Any:
+    def pack(self, outputs: Sequence[Tensor]) -> Structure:
         """Other tensors in the structure of `y`."""
         leaves = map(_with_component, tf.nest.flatten(self._y), outputs)
         return tf.nest.pack_sequence_as(self._y, list(leaves))
 
-    def pull(self, *upstream: Any) -> list[Any]:
+    def pull(self, *upstream: Tensor) -> list[Gradient]:
         """From gradients of the outputs to gradients of the inputs."""
         upstream = tuple(map(_with_component, tf.nest.flatten(self._y), upstream))
         variable_gradients: Sequence[Any] = []
         if self._variables:
             returned = self._grad_fn(*upstream, variables=self._variables)
-            if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+            if not structures.is_pair(returned):
                 raise TypeError(
                     f"grad_fn of {self._name} was given variables and must return (gradients, "
                     f"variable_gradients), got {returned!r}."
@@ -139,95 +151,39 @@ class _Rule:
         else:
             returned = self._grad_fn(*upstream)
             names = []
-        kept = gradients_of(self._primals, returned, self._paths, self._name)
+        kept = vjp_protocol.gradients_of(self._primals, returned, self._paths, self._name)
         kept += [*zip(variable_gradients, (f"variable {n}" for n in names), strict=True)]
         return [
             None if g is None else self._checked(_component(g), x, path)
             for (g, path), x in zip(kept, self.inputs, strict=True)
         ]
 
-    def _checked(self, g: Any, x: Any, path: str) -> Any:
-        check_shape(_leaves.static_shape(g), _leaves.static_shape(x), path, self._name)
+    def _checked(self, g: Tensor, x: Tensor, path: str) -> Tensor:
+        vjp_protocol.check_shape(
+            structures.static_shape(g), structures.static_shape(x), path, self._name
+        )
         return g
 
 
-def value_and_rule(f: Any, returned: Any) -> tuple[Any, Any]:
-    """Returns `(y, grad_fn)`, which is what `f` must have returned."""
-    if not (isinstance(returned, (tuple, list)) and len(returned) == 2 and callable(returned[1])):
-        raise TypeError(
-            f"{_arguments.name_of(f)} must return (y, grad_fn), the value and a function "
-            f"from the upstream gradient to the gradients of the arguments, got {returned!r}."
-        )
-    y, grad_fn = returned
-    return y, grad_fn
-
-
-def gradients_of(
-    primals: Sequence[Any], returned: Any, paths: Sequence[str], name: str
-) -> list[tuple[Any, str]]:
-    """Returns `(gradient, path)` for each argument that is not None, of what a grad_fn returned."""
-    gradients = [leaf for _, leaf in _leaves.flatten(returned)]
-    omitted = primals[len(gradients) :]
-    if len(gradients) > len(primals) or any(x is not None for x in omitted):
-        raise ValueError(
-            f"grad_fn of {name} returned {len(gradients)} gradients, expected "
-            f"{len(primals)}, one for each of: {', '.join(paths)}."
-        )
-    # strict is wrong here: what has no gradient may be left out at the end.
-    return [
-        (g, path) for g, x, path in zip(gradients, primals, paths, strict=False) if x is not None
-    ]
-
-
-def check_shape(
-    shape: _shapes.Shape | None, expected: _shapes.Shape | None, path: str, name: str
-) -> None:
-    """Insists that a gradient may have the shape of its argument."""
-    if shape is not None and expected is not None and not _shapes.compatible(shape, expected):
-        raise ValueError(
-            f"grad_fn of {name} returned a gradient of shape {_shapes.show(shape)} "
-            f"for {path}, expected {_shapes.show(expected)}."
-        )
-
-
-def arguments_of(
-    f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keywords turned into positions where `f` has these."""
-    signature = _arguments.signature_of(f) if kwargs else None
-    if signature is None:
-        return args, kwargs
-    bound = _arguments.bind(signature, args, kwargs, _arguments.name_of(f))
-    return bound.args, bound.kwargs
-
-
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """`(path, leaf)` of all arguments, keywords in their order, which `tf.nest` would sort."""
-    leaves = [*_leaves.flatten(args, "argument ")]
-    for name, value in kwargs.items():
-        leaves += _leaves.flatten(value, f"argument [{name!r}]")
-    return leaves
-
-
-def _takes_variables(grad_fn: Any) -> bool:
+def _takes_variables(grad_fn: Function) -> bool:
     parameters = inspect.signature(grad_fn).parameters
     return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _here(leaf: Any) -> Any:
+def _here(leaf: TensorLike) -> Any:
     """A tensor of the graph that is being traced, composite ones as they are.
 
     A variable is read now: when the rule runs, it may have been assigned something else.
     """
-    return _tensorflow.here(tf.convert_to_tensor(leaf)) if _leaves.is_dense(leaf) else leaf
+    return graphs.here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
 
 
-def _is_input(leaf: Any) -> bool:
+def _is_input(leaf: TensorLike) -> bool:
     """Whether someone may ask for the gradient by this argument."""
     return tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__")
 
 
-def _to_output(leaf: Any) -> Any:
+def _to_output(leaf: TensorLike) -> Tensor:
     return (
         leaf
         if tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
@@ -235,7 +191,7 @@ def _to_output(leaf: Any) -> Any:
     )
 
 
-def _component(leaf: Any) -> Any:
+def _component(leaf: TensorLike) -> Tensor:
     """The tensor by which a composite tensor (ragged) is differentiated; other tensors as such."""
     if isinstance(leaf, (tf.Tensor, tf.IndexedSlices)):
         return leaf
@@ -245,7 +201,7 @@ def _component(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf)
 
 
-def _with_component(leaf: Any, component: Any) -> Any:
+def _with_component(leaf: TensorLike, component: Any) -> Any:
     """`leaf` with another tensor in that place."""
     composite = getattr(leaf, "__composite_gradient__", None)
     if composite is None or component is None:

@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _arguments, _leaves, _shapes
-from sgtrick._core import _tensorflow, ancestry
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import ancestry, shapes, structures
+from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
+from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
 
 
 def implicit_root(
-    residual: Callable[..., Any],
-    x_star: Any,
-    *theta: Any,
+    residual: Function,
+    x_star: Structure,
+    *theta: Structure,
     batch_ndims: int = 0,
-) -> Any:
+) -> Structure:
     """The root `x_star` of `residual(x, *theta) = 0`, with its derivatives by `theta`.
 
     However the root was found, in or outside TensorFlow, the equation tells how it moves: by the
@@ -63,17 +65,17 @@ def implicit_root(
         ValueError: The residual does not have the structure or shapes of `x_star` or does not
             depend on it, or `batch_ndims` is no such count.
     """
-    if isinstance(batch_ndims, bool) or not isinstance(batch_ndims, int) or batch_ndims < 0:
+    if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(f"batch_ndims must be an int of at least 0, got {batch_ndims!r}.")
     return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"))
 
 
 def implicit_reparameterize(
-    distribution_cdf: Callable[..., Any],
-    sample: Any,
-    *params: Any,
+    distribution_cdf: Function,
+    sample: Structure,
+    *params: Structure,
     event_ndims: int = 0,
-) -> Any:
+) -> Structure:
     """A sample with its derivatives by the parameters of its distribution.
 
     The value `u = F(x, params)` of the distribution function at a sample is uniform whatever the
@@ -113,10 +115,10 @@ def implicit_reparameterize(
     """
     sample = _floating(sample, "sample")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
-    if isinstance(event_ndims, bool) or not isinstance(event_ndims, int) or event_ndims < 0:
+    if not shapes.is_int(event_ndims) or event_ndims < 0:
         raise ValueError(f"event_ndims must be an int of at least 0, got {event_ndims!r}.")
     if isinstance(rank, int) and rank < event_ndims:
-        shape = _shapes.show(_leaves.static_shape(sample))
+        shape = shapes.show(structures.static_shape(sample))
         raise ValueError(
             f"sample has shape {shape}, fewer dimensions than event_ndims={event_ndims}."
         )
@@ -125,17 +127,17 @@ def implicit_reparameterize(
 
 
 def _root(
-    residual: Callable[..., Any],
-    x_star: Any,
-    theta: Any,
-    batch_ndims: Any,
+    residual: Function,
+    x_star: Structure,
+    theta: Structure,
+    batch_ndims: Ndims | None,
     names: tuple[str, str],
-) -> Any:
+) -> Structure:
     rows = _Rows(x_star, batch_ndims, names[1])
     flat = tf.nest.flatten(theta)
-    places = [i for i, t in enumerate(flat) if _arguments.has_derivatives(t)]
+    places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
 
-    def r(x: Any, *thetas: Any) -> Any:
+    def r(x: Structure, *thetas: Structure) -> Any:
         others = list(flat)
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
@@ -143,10 +145,10 @@ def _root(
         return rows.checked(returned, f"what {names[0]} returns")
 
     x = rows.pack(rows.stars)
-    thetas = [_tensorflow.here(tf.convert_to_tensor(flat[i])) for i in places]
-    specs = [tf.TensorSpec(t.shape, t.dtype) for t in [x, *thetas]]
+    thetas = [graphs.here(tf.convert_to_tensor(flat[i])) for i in places]
+    specs = tracing.specs_of([x, *thetas])
     with tf.GradientTape() as tape:
-        traced = _tensorflow.Traced(r, specs)
+        traced = tracing.Traced(r, specs)
     if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
             f"What {names[0]} returns is not connected to its first argument, {names[1]}. "
@@ -173,19 +175,23 @@ class _Equation(NamedTuple):
 
 
 def _solved(
-    equation: _Equation, x: Any, thetas: list[Any], captured: list[Any], reads: list[Any]
+    equation: _Equation,
+    x: Tensor,
+    thetas: list[Tensor],
+    captured: list[Tensor],
+    reads: list[Tensor],
 ) -> Any:
     """The root `x`, as a function of all that the equation is made of."""
-    captured = list(map(_tensorflow.here, captured))
-    x, thetas = _tensorflow.here(x), list(map(_tensorflow.here, thetas))
-    floating = [t for t in captured if _leaves.is_differentiable(t.dtype)]
+    captured = list(map(graphs.here, captured))
+    x, thetas = graphs.here(x), list(map(graphs.here, thetas))
+    floating = [t for t in captured if structures.is_differentiable(t.dtype)]
     inputs = [*thetas, *floating, *reads]
 
-    def pull(upstream: Any) -> list[Any]:
+    def pull(upstream: Tensor) -> list[Gradient]:
         # What a graph captured before is not recorded when it is used again.
-        ts = list(map(_tensorflow.here, thetas))
-        cs = list(map(_tensorflow.here, captured))
-        fs = [t for t in cs if _leaves.is_differentiable(t.dtype)]
+        ts = list(map(graphs.here, thetas))
+        cs = list(map(graphs.here, captured))
+        fs = [t for t in cs if structures.is_differentiable(t.dtype)]
         root = _solved(equation, x, ts, cs, reads)
         j = _jacobian(lambda x: equation.r([x, *ts], cs), root)
         weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
@@ -199,12 +205,12 @@ def _solved(
     return keep([tf.stop_gradient(x)], inputs, rule)[0]
 
 
-def _solve(m: Any, b: Any) -> Any:
+def _solve(m: Tensor, b: Tensor) -> Tensor:
     """Solutions `s` of `m s = b` for matrices `[roots, n, n]`, with derivatives of every order."""
-    m, b = _tensorflow.here(m), _tensorflow.here(b)
+    m, b = graphs.here(m), graphs.here(b)
     s = tf.linalg.matvec(_inverse(tf.stop_gradient(m)), tf.stop_gradient(b))
 
-    def pull(upstream: Any) -> list[Any]:
+    def pull(upstream: Tensor) -> list[Gradient]:
         # m s = b: dm s + m ds = db
         by_b = _solve(tf.linalg.matrix_transpose(m), upstream)
         return [-by_b[..., tf.newaxis] * _solve(m, b)[..., tf.newaxis, :], by_b]
@@ -219,21 +225,22 @@ class _Rows:
         stars: The leaves of the structure, stopped.
     """
 
-    def __init__(self, x_star: Any, batch_ndims: Any, name: str) -> None:
+    def __init__(self, x_star: Structure, batch_ndims: Ndims | None, name: str) -> None:
         self._x_star, self._name = x_star, name
         self.stars = [
-            tf.stop_gradient(_floating(x, f"{name}{path}")) for path, x in _leaves.flatten(x_star)
+            tf.stop_gradient(_floating(x, f"{name}{path}"))
+            for path, x in structures.flatten(x_star)
         ]
         dtypes = sorted({x.dtype.name for x in self.stars})
         if len(dtypes) != 1:
             raise TypeError(f"{name} must be of one dtype, got {', '.join(dtypes) or 'no leaves'}.")
         if isinstance(batch_ndims, int):
             _check_batches(self.stars, batch_ndims, name)
-        shapes = [_shape(x) for x in self.stars]
-        self._count = _product(shapes[0][:batch_ndims])
-        self._sizes = [_product(shape[batch_ndims:]) for shape in shapes]
+        of_stars = [_shape(x) for x in self.stars]
+        self._count = _product(of_stars[0][:batch_ndims])
+        self._sizes = [_product(shape[batch_ndims:]) for shape in of_stars]
 
-    def pack(self, leaves: list[Any]) -> Any:
+    def pack(self, leaves: list[Any]) -> Structure:
         """From leaves to rows."""
         rows = [
             tf.reshape(leaf, [self._count, size])
@@ -251,32 +258,32 @@ class _Rows:
             leaves.append(leaf)
         return tf.nest.pack_sequence_as(self._x_star, leaves)
 
-    def checked(self, returned: Any, name: str) -> Any:
+    def checked(self, returned: Structure, name: str) -> Tensor:
         """What the residual returned, as rows."""
         leaves = []
-        pairs = _leaves.pair(self._x_star, returned, self._name, name)
+        pairs = structures.pair(self._x_star, returned, self._name, name)
         for star, (path, _, leaf) in zip(self.stars, pairs, strict=True):
-            leaf = _leaves.to_tensor(leaf, name + path)
+            leaf = structures.to_tensor(leaf, name + path)
             if leaf.dtype != star.dtype:
                 raise TypeError(
                     f"{name}{path} has dtype {leaf.dtype.name}, expected {star.dtype.name}, that "
                     f"of {self._name}{path}."
                 )
-            leaves.append(_leaves.shaped_like(leaf, star, name + path, self._name + path))
+            leaves.append(structures.shaped_like(leaf, star, name + path, self._name + path))
         return self.pack(leaves)
 
 
-def _check_batches(stars: list[Any], batch_ndims: int, name: str) -> None:
-    shapes = [shape for shape in map(_leaves.static_shape, stars) if shape is not None]
-    batches = [shape[:batch_ndims] for shape in shapes]
-    if not all(len(b) == batch_ndims and _shapes.compatible(b, batches[0]) for b in batches):
+def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
+    known = [shape for shape in map(structures.static_shape, stars) if shape is not None]
+    batches = [shape[:batch_ndims] for shape in known]
+    if not all(len(b) == batch_ndims and shapes.compatible(b, batches[0]) for b in batches):
         raise ValueError(
             f"With batch_ndims={batch_ndims}, all leaves of {name} must begin with the same "
-            f"{batch_ndims} dimensions, got {', '.join(map(_shapes.show, shapes))}."
+            f"{batch_ndims} dimensions, got {', '.join(map(shapes.show, known))}."
         )
 
 
-def _jacobian(r: Callable[[Any], Any], x: Any) -> Any:
+def _jacobian(r: Callable[[Any], Any], x: Tensor) -> Tensor:
     """That of each row, `[roots, n, n]`."""
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(x)
@@ -288,7 +295,7 @@ def _jacobian(r: Callable[[Any], Any], x: Any) -> Any:
     return tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
 
 
-def _inverse(j: Any) -> Any:
+def _inverse(j: Tensor) -> Tensor:
     """The inverses of matrices `[roots, n, n]`, NaN for those that are singular or not finite."""
     dtype = j.dtype
     work = dtype if dtype == tf.float64 else tf.float32
@@ -314,8 +321,8 @@ def _inverse(j: Any) -> Any:
     return tf.cast(tf.where(regular, inverse, np.nan), dtype)
 
 
-def _floating(value: Any, name: str) -> Any:
-    value = _leaves.to_tensor(value, name)
+def _floating(value: TensorLike, name: str) -> Tensor:
+    value = structures.to_tensor(value, name)
     if not value.dtype.is_floating:
         hint = "its real and imaginary parts" if value.dtype.is_complex else "a cast of it"
         raise TypeError(
@@ -324,7 +331,7 @@ def _floating(value: Any, name: str) -> Any:
     return value
 
 
-def _shape(x: Any) -> Any:
+def _shape(x: Tensor) -> Any:
     """A list of ints where it is known, else a tensor."""
     return x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x)
 

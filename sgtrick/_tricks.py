@@ -4,18 +4,18 @@ All of them take structures of tensors. What bends them (a mask, a factor, bound
 leaves, or a structure like theirs.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes
-from sgtrick._core import formula
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import dtypes, formula, shapes, structures
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Function, Gradient, Structure, Tensor, TensorLike
 
 
-def stop_gradient(x: Any, where: Any = None) -> Any:
+def stop_gradient(x: Structure, where: Structure = None) -> Structure:
     """Stops the gradient of all entries of `x`, or of some.
 
     The entries are selected by `tf.where`, not by multiplying with zeros and ones, so that what
@@ -51,9 +51,9 @@ def stop_gradient(x: Any, where: Any = None) -> Any:
         tf.errors.InvalidArgumentError: The same at run time, for what was unknown while tracing.
     """
 
-    def stopped(path: str, x: Any, where: Any) -> Any:
+    def stopped(path: str, x: Tensor, where: Structure) -> Tensor:
         name = f"x{path}"
-        x = _leaves.to_tensor(x, name)
+        x = structures.to_tensor(x, name)
         if where is None:
             return tf.stop_gradient(x)
         return tf.where(_mask(where, x, name), tf.stop_gradient(x), x)
@@ -61,7 +61,7 @@ def stop_gradient(x: Any, where: Any = None) -> Any:
     return _map(stopped, x, where=where)
 
 
-def straight_through(fx: Any, x: Any) -> Any:
+def straight_through(fx: Structure, x: Structure) -> Structure:
     """The value `fx` with the gradient of `x`, as if `fx` were the identity.
 
     For steps, rounding, quantised and binary layers, whose own derivative is zero almost
@@ -96,7 +96,7 @@ def straight_through(fx: Any, x: Any) -> Any:
         ValueError: Structures or shapes differ.
     """
     leaves = []
-    for path, x_leaf, value in _leaves.pair(x, fx, gx_name="fx"):
+    for path, x_leaf, value in structures.pair(x, fx, gx_name="fx"):
         point = _differentiable(x_leaf, f"x{path}")
         value = _differentiable(value, f"fx{path}", like=point)
         if value.dtype.is_complex != point.dtype.is_complex:
@@ -104,13 +104,13 @@ def straight_through(fx: Any, x: Any) -> Any:
                 f"fx{path} has dtype {value.dtype.name}, x{path} {point.dtype.name}. Both must be "
                 "complex, or neither."
             )
-        value = _leaves.shaped_like(value, point, f"fx{path}", f"x{path}")
+        value = structures.shaped_like(value, point, f"fx{path}", f"x{path}")
         minus_z = tf.cast(formula.minus_zero(point), value.dtype)
         leaves.append(formula.with_linear(tf.stop_gradient(value), [minus_z]))
     return tf.nest.pack_sequence_as(fx, leaves)
 
 
-def scale_gradient(x: Any, factor: Any) -> Any:
+def scale_gradient(x: Structure, factor: Structure) -> Structure:
     """The value `x` with its gradient multiplied by `factor`.
 
     `stop(x) + stop(factor) * (x - stop(x))`, in which only the last `x` has a derivative.
@@ -141,7 +141,7 @@ def scale_gradient(x: Any, factor: Any) -> Any:
         ValueError: `factor` does not broadcast to `x`, or has another structure.
     """
 
-    def scaled(path: str, x: Any, factor: Any) -> Any:
+    def scaled(path: str, x: Tensor, factor: Structure) -> Tensor:
         name = f"x{path}"
         x = _differentiable(x, name)
         factor = TENSORFLOW.to_dtype(factor, x.dtype.name, "factor", f"{name} is {x.dtype.name}")
@@ -153,7 +153,7 @@ def scale_gradient(x: Any, factor: Any) -> Any:
     return _map(scaled, x, factor=factor)
 
 
-def reverse_gradient(x: Any) -> Any:
+def reverse_gradient(x: Structure) -> Structure:
     """The value `x` with its gradient reversed: `stop(x) - (x - stop(x))`.
 
     What comes before ascends the loss that what comes after descends, as in domain-adversarial
@@ -181,7 +181,7 @@ def reverse_gradient(x: Any) -> Any:
     return scale_gradient(x, -1)
 
 
-def clip_gradient(x: Any, lo: Any, hi: Any) -> Any:
+def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
     """The value `x` with its gradient clipped, entry by entry, to `[lo, hi]`.
 
     What clips is the upstream gradient itself, in which clipping is not linear: no formula in
@@ -214,7 +214,7 @@ def clip_gradient(x: Any, lo: Any, hi: Any) -> Any:
         NotImplementedError: In forward mode.
     """
 
-    def clipped(path: str, x: Any, lo: Any, hi: Any) -> Any:
+    def clipped(path: str, x: Tensor, lo: Structure, hi: Structure) -> Tensor:
         name = f"x{path}"
         x = _differentiable(x, name)
         if x.dtype.is_complex:
@@ -238,7 +238,7 @@ def clip_gradient(x: Any, lo: Any, hi: Any) -> Any:
     return _map(clipped, x, lo=lo, hi=hi)
 
 
-def magic_box(log_prob: Any) -> Any:
+def magic_box(log_prob: Structure) -> Structure:
     """DiCE's operator: 1 in value, whose gradients of every order are those of the probability.
 
     `exp(log_prob - stop(log_prob))` is the ratio of the probability to itself: an expectation over
@@ -270,7 +270,7 @@ def magic_box(log_prob: Any) -> Any:
         TypeError: A dtype that is not floating.
     """
 
-    def boxed(path: str, log_prob: Any) -> Any:
+    def boxed(path: str, log_prob: Tensor) -> Tensor:
         log_prob = _differentiable(log_prob, f"log_prob{path}")
         if log_prob.dtype.is_complex:
             raise TypeError(f"log_prob{path} has dtype {log_prob.dtype.name}, expected a real one.")
@@ -285,8 +285,8 @@ _FORWARD = (
 )
 
 
-def _clip(x: Any, lo: Any, hi: Any) -> Any:
-    def pull(upstream: Any) -> list[Any]:
+def _clip(x: Tensor, lo: Structure, hi: Structure) -> Tensor:
+    def pull(upstream: Tensor) -> list[Gradient]:
         # An upstream of IndexedSlices may hold an entry in several parts: their sum is clipped.
         upstream = tf.convert_to_tensor(upstream)
         g = tf.clip_by_value(upstream, lo, hi)
@@ -296,11 +296,11 @@ def _clip(x: Any, lo: Any, hi: Any) -> Any:
     return keep([x], [x], rule)[0]
 
 
-def _map(f: Callable[..., Any], x: Any, **options: Any) -> Any:
+def _map(f: Function, x: Structure, **options: Any) -> Structure:
     """Returns `f(path, leaf, *options)` in the structure of `x`."""
-    leaves = list(_leaves.flatten(x))
+    leaves = list(structures.flatten(x))
     columns = [
-        [o for _, _, o in _leaves.pair(x, option, gx_name=name)]
+        [o for _, _, o in structures.pair(x, option, gx_name=name)]
         if tf.nest.is_nested(x) and tf.nest.is_nested(option)
         else [option] * len(leaves)
         for name, option in options.items()
@@ -309,23 +309,19 @@ def _map(f: Callable[..., Any], x: Any, **options: Any) -> Any:
     return tf.nest.pack_sequence_as(x, mapped)
 
 
-def _differentiable(value: Any, name: str, like: Any = None) -> Any:
+def _differentiable(value: TensorLike, name: str, like: Tensor | None = None) -> Tensor:
     """A tensor that has derivatives; a bare Python float takes the precision of `like`."""
     dtype = like.dtype if like is not None and type(value) is float else None
-    value = _leaves.to_tensor(value, name, dtype=dtype)
-    if not _leaves.is_differentiable(value.dtype):
-        raise TypeError(
-            f"{name} has dtype {value.dtype.name}, which has no derivatives. Cast it to a floating "
-            "dtype."
-        )
+    value = structures.to_tensor(value, name, dtype=dtype)
+    dtypes.check_differentiable(value.dtype.name, name)
     return value
 
 
-def _mask(where: Any, x: Any, name: str) -> Any:
+def _mask(where: Structure, x: Tensor, name: str) -> Tensor:
     """The bool mask, of the shape of `x`, that a mask or index means."""
     if type(where) is int or isinstance(where, (slice, tuple, type(...))):
         return _mask_of_index(where, x, name)
-    where = _leaves.to_tensor(where, "where")
+    where = structures.to_tensor(where, "where")
     if where.dtype == tf.bool:
         return _like(where, x, "where", name)
     if where.dtype.is_integer:
@@ -336,7 +332,7 @@ def _mask(where: Any, x: Any, name: str) -> Any:
     )
 
 
-def _mask_of_index(index: Any, x: Any, name: str) -> Any:
+def _mask_of_index(index: Any, x: Tensor, name: str) -> Tensor:
     if isinstance(index, tuple) and any(isinstance(i, bool) for i in index):
         raise TypeError(f"where={index!r}: an index is no bool. Pass a mask as a list or tensor.")
     positions = tf.reshape(tf.range(tf.size(x)), tf.shape(x))
@@ -345,19 +341,19 @@ def _mask_of_index(index: Any, x: Any, name: str) -> Any:
             n = tf.cast(tf.shape(x)[0], index.dtype)
             there = tf.reduce_all((-n <= index) & (index < n))
             message = f"where is out of bounds for {name}. Their shapes, in this order:"
-            index = _leaves.insist(there, index, message, x)
+            index = structures.checked(there, index, message, x)
             chosen = tf.gather(positions, tf.where(index < 0, index + n, index))
         else:
             chosen = positions[index]
     except (TypeError, ValueError, IndexError, tf.errors.InvalidArgumentError) as error:
-        shape = _shapes.show(_leaves.static_shape(x))
+        shape = shapes.show(structures.static_shape(x))
         raise ValueError(f"where is no index of {name}, of shape {shape}: {error}") from error
     chosen = tf.reshape(chosen, [-1, 1])
     nowhere, true = tf.fill([tf.size(x)], False), tf.fill([tf.size(chosen)], True)
     return tf.reshape(tf.tensor_scatter_nd_update(nowhere, chosen, true), tf.shape(x))
 
 
-def _like(value: Any, x: Any, name: str, x_name: str) -> Any:
+def _like(value: Tensor, x: Tensor, name: str, x_name: str) -> Tensor:
     """Returns `value` in the shape of `x`."""
     try:
         fits = tf.broadcast_static_shape(value.shape, x.shape).is_compatible_with(x.shape)
@@ -365,8 +361,8 @@ def _like(value: Any, x: Any, name: str, x_name: str) -> Any:
         fits = False
     if not fits:
         raise ValueError(
-            f"{name} has shape {_shapes.show(_leaves.static_shape(value))}, which does not "
-            f"broadcast to that of {x_name}, {_shapes.show(_leaves.static_shape(x))}."
+            f"{name} has shape {shapes.show(structures.static_shape(value))}, which does not "
+            f"broadcast to that of {x_name}, {shapes.show(structures.static_shape(x))}."
         )
     # Where the rank of x is unknown, broadcast_to claims the static shape of what it was given.
     return tf.reshape(tf.broadcast_to(value, tf.shape(x)), tf.shape(x))

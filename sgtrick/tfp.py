@@ -15,7 +15,8 @@ import tensorflow_probability as tfp
 from tensorflow_probability import bijectors as tfb
 from tensorflow_probability import distributions as tfd
 
-from sgtrick import _leaves, _shapes
+from sgtrick._core import shapes, structures
+from sgtrick._core.types import Function, Tensor, TensorLike
 
 __all__ = ["Factor", "LogDensity"]
 
@@ -70,7 +71,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
         with tf.name_scope(name) as name:
             if not _is_reference(log_factor):
                 dtype = tf.float32 if type(log_factor) is int else None
-                log_factor = _leaves.to_tensor(log_factor, "log_factor", dtype=dtype)
+                log_factor = structures.to_tensor(log_factor, "log_factor", dtype=dtype)
             dtype = tf.as_dtype(log_factor.dtype)
             if not dtype.is_floating:
                 raise TypeError(
@@ -103,11 +104,11 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
     def _event_shape_tensor(self) -> Any:
         return tf.constant([0])
 
-    def _log_prob(self, x: Any) -> Any:
+    def _log_prob(self, x: Tensor) -> Any:
         if not x.shape[-1:].is_compatible_with([0]):
             raise ValueError(
                 f"The event of the factor {self.name!r} is empty, so its value must have a shape "
-                f"[..., 0] such as tf.zeros([0]), got {_show(x.shape)}."
+                f"[..., 0] such as tf.zeros([0]), got {_shown(x.shape)}."
             )
         # A sum over nothing is zero. It has the sample shape, and gives x a gradient.
         return self._log_factor + tf.reduce_sum(tf.cast(x[..., :0], self.dtype), -1)
@@ -164,7 +165,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         event_shape: Any,
         dtype: Any,
         bijector: Any = None,
-        sample_fn: Callable[..., Any] | None = None,
+        sample_fn: Function | None = None,
         validate_args: bool = False,
         allow_nan_stats: bool = True,
         name: str = "LogDensity",
@@ -209,7 +210,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
     def _batch_shape_tensor(self) -> Any:
         return tf.shape(self._densities(self._point()))
 
-    def _log_prob(self, x: Any) -> Any:
+    def _log_prob(self, x: Tensor) -> Any:
         if x.shape.rank is None:
             x = self._with_event(x)
             return self._checked(x, self._densities(x))
@@ -218,7 +219,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         if x.shape.rank < event_ndims or not event.is_compatible_with(self.event_shape):
             raise ValueError(
                 f"The value of {self.name!r} must have a shape that ends with its event_shape "
-                f"{_show(self.event_shape)}, got {_show(x.shape)}."
+                f"{_shown(self.event_shape)}, got {_shown(x.shape)}."
             )
         if not event.is_fully_defined():
             x = self._with_event(x)
@@ -228,35 +229,37 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 batch = tf.broadcast_static_shape(batch, self.batch_shape)
         if not y.shape.is_compatible_with(batch):
             raise ValueError(
-                f"log_prob_fn of {self.name!r} returned the shape {_show(y.shape)} for a value of "
-                f"shape {_show(x.shape)}, expected {_show(batch)}. It must sum over the event, of "
-                f"shape {_show(self.event_shape)}, and keep all other dimensions."
+                f"log_prob_fn of {self.name!r} returned the shape {_shown(y.shape)} for a value "
+                f"of shape {_shown(x.shape)}, expected {_shown(batch)}. It must sum over the "
+                f"event, of shape {_shown(self.event_shape)}, and keep all other dimensions."
             )
         known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
         return y if known else self._checked(x, y)
 
-    def _with_event(self, x: Any) -> Any:
+    def _with_event(self, x: Tensor) -> Tensor:
         """Returns `x`, whose last dimensions are checked when it is run."""
         event = tf.shape(x)[tf.maximum(tf.rank(x) - self.event_shape.rank, 0) :]
         message = (
             f"The value of {self.name!r} must have a shape that ends with its event_shape "
-            f"{_show(self.event_shape)}, got:"
+            f"{_shown(self.event_shape)}, got:"
         )
-        return _leaves.insist(_leaves.equal_shapes(event, self.event_shape_tensor()), x, message)
+        return structures.checked(
+            structures.equal_shapes(event, self.event_shape_tensor()), x, message
+        )
 
-    def _checked(self, x: Any, y: Any) -> Any:
+    def _checked(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns `y`, whose shape is checked when it is run: before, something was not known."""
         expected = tf.shape(x)[: tf.rank(x) - self.event_shape.rank]
         if self.batch_shape.rank != 0:
             expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
         message = (
             f"log_prob_fn of {self.name!r} must sum over the event, of shape "
-            f"{_show(self.event_shape)}, and keep all other dimensions. The shapes of what it "
+            f"{_shown(self.event_shape)}, and keep all other dimensions. The shapes of what it "
             "returned, and of the value:"
         )
-        return _leaves.insist(_leaves.equal_shapes(tf.shape(y), expected), y, message, x)
+        return structures.checked(structures.equal_shapes(tf.shape(y), expected), y, message, x)
 
-    def _densities(self, x: Any) -> Any:
+    def _densities(self, x: Tensor) -> Any:
         y = self._log_prob_fn(x)
         if not tf.is_tensor(y):
             raise TypeError(
@@ -281,14 +284,14 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
                 )
             shape = tf.concat([[n], self.batch_shape_tensor(), self.event_shape_tensor()], 0)
             return tf.broadcast_to(self._point(), shape)
-        x = _leaves.to_tensor(
+        x = structures.to_tensor(
             self._sample_fn([n], seed=tfp.random.sanitize_seed(seed)), "what sample_fn returns"
         )
         expected = tf.TensorShape([tf.get_static_value(n)]) + self.batch_shape + self.event_shape
         if x.dtype != self.dtype or not x.shape.is_compatible_with(expected):
             raise ValueError(
-                f"sample_fn of {self.name!r} returned {x.dtype.name} of shape {_show(x.shape)}, "
-                f"expected {self.dtype.name} of shape {_show(expected)}: sample, batch and event."
+                f"sample_fn of {self.name!r} returned {x.dtype.name} of shape {_shown(x.shape)}, "
+                f"expected {self.dtype.name} of shape {_shown(expected)}: sample, batch and event."
             )
         return tf.stop_gradient(x)
 
@@ -322,7 +325,7 @@ def _asked_for_structure_alone() -> bool:
 _ASKING = {"_get_static_distribution_attributes", "_get_single_sample_distributions"}
 
 
-def _is_reference(value: Any) -> bool:
+def _is_reference(value: TensorLike) -> bool:
     """Whether the value is to be read when it is used: variables, Keras' and deferred tensors."""
     return hasattr(value, "assign") or isinstance(value, tf.Module)
 
@@ -339,5 +342,5 @@ def _static(event_shape: Any) -> Any:
     return shape
 
 
-def _show(shape: Any) -> str:
-    return _shapes.show(None if shape.rank is None else tuple(shape))
+def _shown(shape: Any) -> str:
+    return shapes.show(None if shape.rank is None else tuple(shape))

@@ -13,7 +13,8 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from sgtrick import _comparison, _differences, check_gradient
+from sgtrick import check_gradient
+from sgtrick._check import comparison, finite_differences
 
 ROOT = Path(__file__).parents[1]
 MODES = pytest.mark.parametrize("mode", ["full", "random"])
@@ -292,7 +293,7 @@ class TestWrong:
         f, x = tf.function(wrong_in({1: 0.1, 617: 0.1})), constant(np.ones(1000))
         for seed in range(5):  # 2**-10 each for being missed
             assert report(f, x, mode="random", seed=seed).worst.verdict == "wrong"
-        monkeypatch.setattr(_comparison, "DIRECTIONS", 1)
+        monkeypatch.setattr(comparison, "DIRECTIONS", 1)
         verdicts = [report(f, x, mode="random", seed=s).worst.verdict for s in range(40)]
         assert set(verdicts) == {"wrong", "ok"}
         assert 10 <= verdicts.count("ok") <= 30  # three standard deviations
@@ -422,9 +423,9 @@ class TestPrecision:
                 u = rate * (x + t) + shift
                 return np.array([np.sin(u) + noise * np.sin(1e12 * u)]), t
 
-            steps = _differences.sweep(abs(x), abs(x), None)
+            steps = finite_differences.sweep(abs(x), abs(x), None)
             value = f(0.0)[0]
-            found = _differences.differentiate(f, value, steps, 2e-16 * np.abs(value))
+            found = finite_differences.differentiate(f, value, steps, 2e-16 * np.abs(value))
             truth = rate * np.cos(rate * x + shift)
             assert abs(found.derivative[0] - truth) < found.error[0]
 

@@ -11,9 +11,9 @@ import sgtrick.keras
 import sgtrick.tfp
 
 NEEDS = {
-    "sgtrick._frameworks": ("jax", "torch"),
-    "sgtrick._jax": ("jax",),
-    "sgtrick._torch": ("torch",),
+    "sgtrick._host.frameworks": ("jax", "torch"),
+    "sgtrick._host.jax": ("jax",),
+    "sgtrick._host.torch": ("torch",),
 }
 MODULES = [m.name for m in pkgutil.walk_packages(sgtrick.__path__, "sgtrick.")]
 

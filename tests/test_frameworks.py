@@ -10,7 +10,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from sgtrick import _frameworks
+import sgtrick._host.frameworks
 
 tfd = tfp.distributions
 
@@ -179,6 +179,6 @@ def test_a_thousand_calls(framework):
 def test_the_examples_of_the_docstrings():
     for package in ("torch", "jax"):
         pytest.importorskip(package)
-    failed, attempted = doctest.testmod(_frameworks)
+    failed, attempted = doctest.testmod(sgtrick._host.frameworks)
     assert not failed
     assert attempted

@@ -15,10 +15,10 @@ import tensorflow_probability as tfp
 
 import engines
 import sgtrick
+import sgtrick._host.from_numpy
 from matrix import CELLS, Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS, POINTS
-from sgtrick import _host
 
 tfd = tfp.distributions
 
@@ -917,7 +917,7 @@ def test_the_engine_s_message_ends_what_graphs_raise():
         == "RuntimeError: engine raised ArithmeticError: the solver did not converge"
     )
     assert lines[last - 1] == "  x = [0., 0.]"
-    assert "_engine.py" not in "".join(lines[last - 12 : last])  # nor our own frames before it
+    assert "engine.py" not in "".join(lines[last - 12 : last])  # nor our own frames before it
 
 
 def normal_log_prob(x):
@@ -1036,6 +1036,6 @@ class TestInside:
 
 
 def test_the_example_of_the_docstring():
-    failed, attempted = doctest.testmod(_host)
+    failed, attempted = doctest.testmod(sgtrick._host.from_numpy)
     assert not failed
     assert attempted

@@ -1,7 +1,11 @@
-"""What `import sgtrick` brings along."""
+"""What `import sgtrick` brings along, and which module imports which."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "sgtrick"
 
 CODE = """
 import sys, tensorflow
@@ -26,3 +30,45 @@ def test_no_more_than_tensorflow_does():
     imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert "sgtrick" in imported
     assert ON_DEMAND.isdisjoint(imported)
+
+
+# Each layer and those that it may import from; what users import may import all.
+LAYERS = {"_core": {"_core"}, "_host": {"_core", "_host"}}
+
+
+def imports():
+    """`(module, imported module)` of all within the package."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sgtrick"):
+                for alias in node.names:
+                    name = Path(*node.module.split(".")[1:], alias.name)
+                    is_module = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+                    yield path.relative_to(PACKAGE), name if is_module else name.parent
+
+
+def test_arrows_point_one_way():
+    """The core knows no hosts and no forms, hosts know no forms, and no form knows a checker."""
+    found = list(imports())
+    assert len(found) > 100
+    for module, imported in found:
+        allowed = LAYERS.get(module.parts[0])
+        assert allowed is None or imported.parts[0] in allowed, f"{module} imports {imported}"
+        if imported.parts[0] == "_check":
+            assert module.parts[0] in ("_check", "__init__.py"), f"{module} imports {imported}"
+
+
+def test_no_module_imports_itself():
+    """By way of others, that is. Keras' backends are looked up when they are used."""
+    arrows = {}
+    for module, imported in imports():
+        if module.parts[0] != "keras":
+            arrows.setdefault(str(module.with_suffix("")), set()).add(str(imported))
+
+    def visit(module, above):
+        assert module not in above, f"a cycle: {[*above, module]}"
+        for imported in arrows.get(module, ()):
+            visit(imported, [*above, module])
+
+    for module in arrows:
+        visit(module, [])

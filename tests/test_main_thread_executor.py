@@ -163,7 +163,7 @@ def test_an_interrupt_ends_run_and_the_function():
     """While it waits for work, and while it works."""
     script = f"""
         import os, signal, threading, time
-        from sgtrick._executors import MainThreadExecutor
+        from sgtrick._host.executors import MainThreadExecutor
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
         for works in (False, True):

@@ -6,15 +6,20 @@ A failure here names what a new version of TensorFlow has taken away or changed.
 import gc
 import importlib
 import inspect
+import re
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
-from sgtrick._core import _tensorflow
+from sgtrick._core._tensorflow import graphs, host_calls, overrides, tapes, tracing
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -65,6 +70,20 @@ def test_is_there(path):
         pytest.fail(f"TensorFlow {tf.__version__} no longer has {path}: {e}")
 
 
+def test_nothing_else_touches_private_names():
+    package = Path(sgtrick.__file__).parent
+    names = [path.rpartition(".")[2] for path in PLACES if "tensorflow.python" not in path]
+    names += ["_get_function", "_handle_data", "_indirect_captures", "_parent_trackable"]
+    private = re.compile("|".join(["tensorflow.python", "__internal__", *names]))
+    touching = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if private.search(path.read_text())
+    }
+    assert touching
+    assert all(path.startswith("_core/_tensorflow/") for path in touching), touching
+
+
 def traced(f, *shapes):
     """The graph of a function of floats."""
     specs = [tf.TensorSpec(shape, tf.float64) for shape in shapes or [[]]]
@@ -74,7 +93,7 @@ def traced(f, *shapes):
 class TestRecording:
     def test_an_operation_with_two_derivatives(self):
         """`record_operation` takes a pullback and, after it, the function for forward mode."""
-        parameters = list(inspect.signature(_tensorflow.record.record_operation).parameters)
+        parameters = list(inspect.signature(record.record_operation).parameters)
         assert parameters[4:5] == ["forward_function"], (
             "record_operation no longer takes a forward_function: overrides cannot be kept in "
             "forward mode"
@@ -82,7 +101,7 @@ class TestRecording:
         x, y = tf.constant(1.0), tf.constant(2.0)
         with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc, tf.GradientTape() as tape:
             tape.watch(x)
-            _tensorflow.record_override([y], [x], lambda u: [3 * u], lambda t: [5 * t])
+            tapes.record_override([y], [x], lambda u: [3 * u], lambda t: [5 * t])
         assert tape.gradient(y, x).numpy() == 3
         assert acc.jvp(y).numpy() == 5, "record_operation ignores its forward_function"
 
@@ -90,26 +109,26 @@ class TestRecording:
         @tf.function
         def run(x):
             with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
-                with _tensorflow.not_recording():
+                with tapes.not_recording():
                     y = x + 1
-                _tensorflow.record_override([y], [x], lambda u: [3 * u], lambda t: [5 * t])
+                tapes.record_override([y], [x], lambda u: [3 * u], lambda t: [5 * t])
             return acc.jvp(y)
 
         assert run(tf.constant(1.0)).numpy() == 5, "record_operation in a graph loses its JVP"
 
     def test_nobody_records(self):
-        assert not _tensorflow.somebody_records()
+        assert not tapes.somebody_records()
         with tf.GradientTape():
-            assert _tensorflow.somebody_records()
-        assert not _tensorflow.somebody_records()
+            assert tapes.somebody_records()
+        assert not tapes.somebody_records()
 
     def test_suspended(self):
         x = tf.constant(2.0)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(x)
-            with _tensorflow.not_recording():
+            with tapes.not_recording():
                 before = x * 3
-                with _tensorflow.recording():
+                with tapes.recording():
                     resumed = x * 5
                 after = x * 7
         found = [tape.gradient(y, x) for y in (before, resumed, after)]
@@ -120,16 +139,16 @@ class TestRecording:
 
     def test_accumulators_silence_tapes(self):
         x, y = tf.constant(1.0), tf.constant(2.0)
-        assert not _tensorflow.tapes_are_silenced()
+        assert not tapes.tapes_are_silenced()
         seen = []
 
         def push(t):
-            seen.append(_tensorflow.tapes_are_silenced())
-            seen.append(_tensorflow.apart(_tensorflow.tapes_are_silenced))
+            seen.append(tapes.tapes_are_silenced())
+            seen.append(tapes.apart(tapes.tapes_are_silenced))
             return [t]
 
         with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
-            _tensorflow.record_override([y], [x], lambda u: [u], push)
+            tapes.record_override([y], [x], lambda u: [u], push)
         acc.jvp(y)
         assert seen[:2] == [True, False], "a tape's state is no longer that of its thread"
 
@@ -141,13 +160,13 @@ class TestWhoAsked:
         answers = []
 
         def pull(u):
-            answers.append([_tensorflow.asked_for(t) for t in (x, other)])
+            answers.append([tapes.asked_for(t) for t in (x, other)])
             return [u, u]
 
         with tf.GradientTape(persistent=True) as tape:
             tape.watch([x, other])
-            _tensorflow.record_override([y], [x, other], pull, lambda *ts: [ts[0]])
-        assert not _tensorflow.asked_for(x)
+            tapes.record_override([y], [x, other], pull, lambda *ts: [ts[0]])
+        assert not tapes.asked_for(x)
         for sources in (x, [other], {"a": [x], "b": (other, v)}):
             tape.gradient(y, sources)
         assert answers == [[True, False], [False, True], [True, True]], (
@@ -169,8 +188,8 @@ class TestRegistry:
         graph = tf.Graph()
         with graph.as_default():
             x = tf.constant(1.0)
-            meaning = _tensorflow.Override(lambda u: [7 * u], lambda batch: [])
-            (y,) = _tensorflow.override([x + 1], [x], meaning)
+            meaning = overrides.Override(lambda u: [7 * u], lambda batch: [])
+            (y,) = overrides.override([x + 1], [x], meaning)
             (g,) = tf.gradients(y, x)
             assert self.count() == before + 1, "tf.RegisterGradient no longer fills _registry"
             with tf.compat.v1.Session() as session:
@@ -190,7 +209,7 @@ class TestPfor:
             called.append(pfor_input.op.type)
             (x,) = pfor_input.inputs
             assert x.is_stacked, "pfor's inputs no longer say whether they are stacked"
-            return [_tensorflow.pfor_lib.wrap(100 * x.t, True)]
+            return [pfor_lib.wrap(100 * x.t, True)]
 
         def f(x):
             y = tf.raw_ops.PreventGradient(input=x, message="no rule of TensorFlow's")
@@ -211,8 +230,8 @@ class TestPfor:
                 found = pfor._convert_helper(other)
                 assert found.is_stacked
                 assert not pfor._convert_helper(shared).is_stacked
-                stacked = _tensorflow.pfor_lib._stack(shared, pfor.loop_len_vector)
-                return [_tensorflow.pfor_lib.wrap(found.t + stacked.t, True)]
+                stacked = pfor_lib._stack(shared, pfor.loop_len_vector)
+                return [pfor_lib.wrap(found.t + stacked.t, True)]
 
             y.op.pfor_converter = convert
             return y
@@ -228,7 +247,7 @@ class TestPfor:
             return [2 * x]
 
         def f(x):
-            return _tensorflow.host_call(callback, [x], [tf.float32])[0]
+            return host_calls.host_call(callback, [x], [tf.float32])[0]
 
         y = tf.vectorized_map(f, tf.ones([4, 3]), fallback_to_while_loop=False)
         assert y.numpy().tolist() == [[2.0] * 3] * 4
@@ -238,7 +257,7 @@ class TestPfor:
 class TestGraphs:
     def test_gradients_of_another_graph(self):
         """`_GradientsHelper` takes the graph to differentiate in, with the gradient elsewhere."""
-        parameters = inspect.signature(_tensorflow.gradients_util._GradientsHelper).parameters
+        parameters = inspect.signature(gradients_util._GradientsHelper).parameters
         assert "src_graph" in parameters, "_GradientsHelper no longer takes src_graph"
         forward = {}
 
@@ -255,9 +274,7 @@ class TestGraphs:
         graph = tf.__internal__.FuncGraph("gradient")
         with graph.as_default():
             u = tf.constant(1.0, tf.float64)
-            (found,) = _tensorflow.gradients_in(
-                forward["graph"], [forward["y"]], [forward["x"]], [u]
-            )
+            (found,) = tracing.gradients_in(forward["graph"], [forward["y"]], [forward["x"]], [u])
             assert found.graph is graph, "_GradientsHelper no longer builds in the current graph"
 
     def test_captures(self):
@@ -271,8 +288,8 @@ class TestGraphs:
             def inner(z):
                 captured = y + 0
                 placeholder = captured.op.inputs[0]
-                outer["found"] = _tensorflow.captured_from(placeholder) is y
-                outer["argument"] = _tensorflow.captured_from(z)
+                outer["found"] = graphs.captured_from(placeholder) is y
+                outer["argument"] = graphs.captured_from(z)
                 return captured
 
             return inner(x)
@@ -290,7 +307,7 @@ class TestGraphs:
             def grad_fn(u):
                 inner = tf.identity(x)
                 source = inner.op.inputs[0]
-                outside = _tensorflow.captured_from(source)
+                outside = graphs.captured_from(source)
                 found.append((source.op.type, outside is not None))
                 return u * 2 * inner
 
@@ -313,11 +330,11 @@ class TestGraphs:
     def test_the_age_of_an_operation(self):
         def f(x):
             y = x + 1
-            before = _tensorflow.version()
+            before = graphs.version()
             z = y + 1
-            assert _tensorflow.was_made_since(z.op, before), "Operation._id is behind Graph.version"
-            assert not _tensorflow.was_made_since(y.op, before), "Operation._id is ahead"
-            assert not _tensorflow.was_made_since(x.op, before)
+            assert graphs.was_made_since(z.op, before), "Operation._id is behind Graph.version"
+            assert not graphs.was_made_since(y.op, before), "Operation._id is ahead"
+            assert not graphs.was_made_since(x.op, before)
             return z
 
         traced(f)
@@ -325,7 +342,7 @@ class TestGraphs:
     def test_other_captures(self):
         """A traced function is called with other tensors than it captured."""
         a, b = tf.constant(3.0), tf.constant(5.0)
-        function = _tensorflow.Traced(lambda x: a * x, [tf.TensorSpec([], tf.float32)])
+        function = tracing.Traced(lambda x: a * x, [tf.TensorSpec([], tf.float32)])
         assert [t is a for t in function.captured] == [True]
         assert function([tf.constant(2.0)], [b]).numpy() == 10
         assert function([tf.constant(2.0)], [a]).numpy() == 6
@@ -339,7 +356,7 @@ class TestGraphs:
     def test_other_captures_in_a_graph(self):
         @tf.function
         def run(a, b):
-            function = _tensorflow.Traced(lambda x: a * x, [tf.TensorSpec([], tf.float32)])
+            function = tracing.Traced(lambda x: a * x, [tf.TensorSpec([], tf.float32)])
             with tf.GradientTape() as tape:
                 tape.watch(b)
                 y = function([tf.constant(2.0)], [b])
@@ -351,10 +368,10 @@ class TestGraphs:
         inner = tf.function(lambda x: x + 1)
         graph = traced(lambda x: inner(x))
         (call,) = (op for op in graph.get_operations() if "PartitionedCall" in op.type)
-        called = _tensorflow.called_function(call)
+        called = graphs.called_function(call)
         assert called is not None, "a graph no longer has _get_function, or that no graph"
         assert "AddV2" in [op.type for op in called.get_operations()]
-        assert _tensorflow.called_function(graph.inputs[0].op) is None
+        assert graphs.called_function(graph.inputs[0].op) is None
 
     def test_what_has_no_gradient(self):
         def f(x):
@@ -365,7 +382,7 @@ class TestGraphs:
                 (tf.raw_ops.Bitcast(input=x, type=tf.float64), True),
                 (tf.function(tf.sin)(x), False),
             ):
-                assert _tensorflow.has_no_gradient(y.op) == has_none, y.op.type
+                assert graphs.has_no_gradient(y.op) == has_none, y.op.type
             return x
 
         traced(f)
@@ -377,7 +394,7 @@ class TestGraphs:
                 tf.numpy_function(np.sin, [x], tf.float64, stateful=False),
                 tf.py_function(tf.sin, [x], tf.float64),
             ]
-            assert [y.op.type for y in ys] == list(_tensorflow.HOST_CALLS)
+            assert [y.op.type for y in ys] == list(graphs.HOST_CALLS)
             return ys
 
         traced(f)
@@ -385,18 +402,18 @@ class TestGraphs:
     def test_tensors_are_the_same_by_name(self):
         def f(x):
             op = tf.identity(x).op
-            assert _tensorflow.identity_of(op.inputs[0]) == _tensorflow.identity_of(x)
+            assert graphs.identity_of(op.inputs[0]) == graphs.identity_of(x)
             return x
 
         traced(f)
         a, b = tf.constant(1.0), tf.constant(1.0)
-        assert _tensorflow.identity_of(a) != _tensorflow.identity_of(b)
+        assert graphs.identity_of(a) != graphs.identity_of(b)
 
     def test_xla_is_known_while_tracing(self):
         seen = []
 
         def f(x):
-            seen.append(_tensorflow.in_xla(tf.compat.v1.get_default_graph()))
+            seen.append(graphs.in_xla(tf.compat.v1.get_default_graph()))
             return x
 
         for compiled in (False, True):
@@ -407,7 +424,7 @@ class TestGraphs:
 def test_a_function_that_cannot_be_stored(tmp_path):
     @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
     def f(x):
-        _tensorflow.forbid_saving(tf.compat.v1.get_default_graph(), "because_of_the_host")
+        host_calls.forbid_saving(tf.compat.v1.get_default_graph(), "because_of_the_host")
         return x
 
     module = tf.Module()

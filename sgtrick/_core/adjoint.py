@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow
+from sgtrick._core._tensorflow import tracing
+from sgtrick._core.types import Tensor
 
 
-def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[Any]) -> Any:
+def holds(
+    us: Sequence[Tensor], lt: Sequence[Any], lu: Sequence[Tensor], ts: Sequence[Tensor]
+) -> Tensor:
     """Whether `<us, lt> = <lu, ts>` to within rounding; true where the sums are not finite.
 
     Args:
@@ -27,7 +30,7 @@ def holds(us: Sequence[Any], lt: Sequence[Any], lu: Sequence[Any], ts: Sequence[
     """
     left, right = _pairs(us, lt), _pairs(lu, ts)
     tensors = [t for pair in [*left, *right] for t in pair]
-    return _tensorflow.as_one(_Balance(len(left)), *tensors)
+    return tracing.as_one(_Balance(len(left)), *tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,7 @@ class _Balance:
 
     count: int
 
-    def __call__(self, *tensors: Any) -> Any:
+    def __call__(self, *tensors: Tensor) -> Any:
         terms = [_term(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
         if not terms:
             return tf.constant(True)
@@ -52,11 +55,11 @@ class _Balance:
         return fits | tf.math.is_nan(tf.stop_gradient(difference))
 
 
-def is_multiple(many: Sequence[Any], ones: Sequence[Any], factor: int) -> Any:
+def is_multiple(many: Sequence[Tensor], ones: Sequence[Tensor], factor: int) -> Tensor:
     """Whether `many` are `factor` times `ones`, to within rounding; true where they are NaN."""
     if len(many) != len(ones):
         return tf.constant(False)
-    return _tensorflow.as_one(_Multiple(factor), *many, *ones)
+    return tracing.as_one(_Multiple(factor), *many, *ones)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ class _Multiple:
 
     factor: int
 
-    def __call__(self, *tensors: Any) -> Any:
+    def __call__(self, *tensors: Tensor) -> Any:
         n = len(tensors) // 2
         fits = []
         for m, o in zip(tensors[:n], tensors[n:], strict=True):
@@ -77,7 +80,7 @@ class _Multiple:
         return tf.reduce_all(tf.stack(fits))
 
 
-def probe(like: Any) -> Any:
+def probe(like: Tensor) -> Tensor:
     """A direction that no structure favours: fixed pseudo-random numbers of the size of 1."""
     dtype = like.dtype
     size = like.shape.num_elements()
@@ -100,7 +103,7 @@ def _numbers(dtype: Any) -> Any:
     return np.random.default_rng(0).normal(size=1009).astype(dtype.as_numpy_dtype)
 
 
-def _pairs(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _pairs(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     """Those of which neither is None, which is zero."""
     return [
         (tf.convert_to_tensor(p), tf.convert_to_tensor(q))
@@ -109,7 +112,7 @@ def _pairs(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Any, Any]]:
     ]
 
 
-def _term(p: Any, q: Any) -> Any:
+def _term(p: Tensor, q: Tensor) -> Tensor:
     return tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
 
 

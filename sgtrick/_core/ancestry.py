@@ -1,28 +1,27 @@
 """What a tensor of a graph is made of, by walking back along its operations."""
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import tensorflow as tf
 
-from sgtrick import _leaves
-from sgtrick._core import _tensorflow
+from sgtrick._core import structures
+from sgtrick._core._tensorflow import graphs
+from sgtrick._core.types import Operation, Tape, Tensor
 
 
-def is_connected(tensor: Any, sources: Sequence[Any], others: Sequence[Any] = ()) -> bool:
+def is_connected(tensor: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
     """Whether TensorFlow can differentiate a tensor with respect to one of `sources`.
 
     Loops and branches count as connected to all that they take. Ways through `others` do not count.
     """
-    wanted = {_tensorflow.identity_of(t) for s in sources for t in _same(s)}
-    until = set(map(_tensorflow.identity_of, others))
+    wanted = {graphs.identity_of(t) for s in sources for t in _same(s)}
+    until = set(map(graphs.identity_of, others))
     return any(
-        _tensorflow.identity_of(t) in wanted
-        for t in _walk(tensor, differentiably=True, until=until)
+        graphs.identity_of(t) in wanted for t in _walk(tensor, differentiably=True, until=until)
     )
 
 
-def is_connected_by(tape: Any, tensor: Any, sources: Sequence[Any]) -> bool:
+def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether an eager tensor of which another one is made is connected with one of `sources`.
 
     Args:
@@ -35,45 +34,45 @@ def is_connected_by(tape: Any, tensor: Any, sources: Sequence[Any]) -> bool:
     return any(
         any(g is not None for g in tape.gradient(t, sources))
         for t in _walk(tensor, differentiably=True)
-        if _tensorflow.operation(t) is None
+        if graphs.operation(t) is None
     )
 
 
-def _same(tensor: Any) -> Iterator[Any]:
+def _same(tensor: Tensor) -> Iterator[Tensor]:
     """Yields a tensor and those that it is another name of, within this graph and outside."""
     while tensor is not None:
         yield tensor
-        op = _tensorflow.operation(tensor) if isinstance(tensor, tf.Tensor) else None
+        op = graphs.operation(tensor) if isinstance(tensor, tf.Tensor) else None
         if op is None:
             return
-        outside = _tensorflow.captured_from(tensor)
+        outside = graphs.captured_from(tensor)
         tensor = outside if op.type != "Identity" else op.inputs[0]
 
 
-def has_sources(tensor: Any, others: Sequence[Any], before: int) -> bool:
+def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
     """Whether a tensor may have a derivative other than through `others`.
 
     Constants count that were there before the graph had a later version: somebody may watch them.
     """
-    until = set(map(_tensorflow.identity_of, others))
+    until = set(map(graphs.identity_of, others))
     for t in _walk(tensor, differentiably=True, until=until):
-        op = _tensorflow.operation(t)
+        op = graphs.operation(t)
         if op is None:
             return True
-        if _tensorflow.identity_of(t) in until:
+        if graphs.identity_of(t) in until:
             continue
-        if op.type == "Const" and not _tensorflow.was_made_since(op, before):
+        if op.type == "Const" and not graphs.was_made_since(op, before):
             return True
         # A placeholder, what is read from a variable, or from a list of tensors.
-        begins = not any(_leaves.is_differentiable(i.dtype) for i in op.inputs)
-        if begins and (op.type == "Placeholder" or not _tensorflow.has_no_gradient(op)):
+        begins = not any(structures.is_differentiable(i.dtype) for i in op.inputs)
+        if begins and (op.type == "Placeholder" or not graphs.has_no_gradient(op)):
             return True
     return False
 
 
 def begins(
-    ys: Sequence[Any], point: Sequence[Any], before: int
-) -> tuple[list[Any], dict[Any, str]]:
+    ys: Sequence[Tensor], point: Sequence[Tensor], before: int
+) -> tuple[list[Tensor], dict[Hashable, str]]:
     """What tensors of a graph are made of that was there before, or outside, besides the point.
 
     Args:
@@ -85,75 +84,78 @@ def begins(
         The tensors as a function that uses them sees them; and by the identity of each handle of a
         variable how it is used, "read" or "gathered".
     """
-    seen = set(map(_tensorflow.identity_of, point))
-    tensors: list[Any] = []
-    handles: dict[Any, str] = {}
+    seen = set(map(graphs.identity_of, point))
+    tensors: list[Tensor] = []
+    handles: dict[Hashable, str] = {}
     stack = [(y, "read") for y in ys]
     while stack:
         t, use = stack.pop()
-        key = _tensorflow.identity_of(t)
+        key = graphs.identity_of(t)
         if t.dtype == tf.resource:
-            if _tensorflow.holds_floats(t) and handles.get(key) != "gathered":
+            if graphs.holds_floats(t) and handles.get(key) != "gathered":
                 handles[key] = use
             continue
-        if key in seen or not (_leaves.is_differentiable(t.dtype) or t.dtype == tf.variant):
+        if key in seen or not (structures.is_differentiable(t.dtype) or t.dtype == tf.variant):
             continue
         seen.add(key)
-        op = _tensorflow.operation(t)
-        outside = None if op is None else _tensorflow.captured_from(t)
-        if op is None or outside is not None or not _tensorflow.was_made_since(op, before):
-            if _leaves.is_differentiable(t.dtype):
+        op = graphs.operation(t)
+        outside = None if op is None else graphs.captured_from(t)
+        if op is None or outside is not None or not graphs.was_made_since(op, before):
+            if structures.is_differentiable(t.dtype):
                 tensors.append(t if outside is None else outside)
-        elif not _tensorflow.has_no_gradient(op):
+        elif not graphs.has_no_gradient(op):
             use = "gathered" if op.type.startswith("ResourceGather") else "read"
             stack.extend((i, use) for i in op.inputs)
     return tensors, handles
 
 
-def is_made_of(tensor: Any, sources: Sequence[Any]) -> bool:
+def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether a tensor takes no numbers from elsewhere than `sources`.
 
     False where a constant of floating dtype, a captured tensor, a variable or the host has a part.
     """
-    wanted = set(map(_tensorflow.identity_of, sources))
+    wanted = set(map(graphs.identity_of, sources))
     for t in _walk(tensor, differentiably=False, until=wanted):
-        op = _tensorflow.operation(t)
-        if op is None or op.type in _tensorflow.HOST_CALLS or t.dtype == tf.resource:
+        op = graphs.operation(t)
+        if op is None or op.type in graphs.HOST_CALLS or t.dtype == tf.resource:
             return False
-        begins = not op.inputs and _leaves.is_differentiable(t.dtype)
-        if begins and _tensorflow.identity_of(t) not in wanted:
+        begins = not op.inputs and structures.is_differentiable(t.dtype)
+        if begins and graphs.identity_of(t) not in wanted:
             return False
     return True
 
 
-def _walk(tensor: Any, *, differentiably: bool, until: Collection[Any] = ()) -> Iterator[Any]:
+def _walk(
+    tensor: Tensor, *, differentiably: bool, until: Collection[Hashable] = ()
+) -> Iterator[Tensor]:
     """Yields the tensor and all that it is computed from, into functions and outer graphs."""
-    seen: set[Any] = set()
+    seen: set[Hashable] = set()
     # A tensor, and the calls in whose functions it stands, the innermost last.
-    stack: list[tuple[Any, tuple[Any, ...]]] = [(tensor, ())]
+    stack: list[tuple[Tensor, tuple[Operation, ...]]] = [(tensor, ())]
     while stack:
         t, calls = stack.pop()
-        key = _tensorflow.identity_of(t)
-        if key in seen or (differentiably and not _leaves.is_differentiable(t.dtype)):
+        key = graphs.identity_of(t)
+        if key in seen or (differentiably and not structures.is_differentiable(t.dtype)):
             continue
         seen.add(key)
         yield t
         if key in until:
             continue
-        op = _tensorflow.operation(t)
+        op = graphs.operation(t)
         if op is None:  # an eager tensor
             continue
-        called = _tensorflow.called_function(op)
+        called = graphs.called_function(op)
         if called is not None:
             stack.append((called.outputs[t.value_index], (*calls, op)))
             continue
-        outside = _tensorflow.captured_from(t)
+        outside = graphs.captured_from(t)
         if outside is not None:
             stack.append((outside, calls))
             continue
-        if op.type == "Placeholder" and calls and t.graph is _tensorflow.called_function(calls[-1]):
-            index = [p.name for p in t.graph.inputs].index(t.name)
+        around = graphs.called_function(calls[-1]) if calls else None
+        if op.type == "Placeholder" and around is not None and t.graph is around:
+            index = [p.name for p in around.inputs].index(t.name)
             stack.append((calls[-1].inputs[index], calls[:-1]))
             continue
-        if not (differentiably and _tensorflow.has_no_gradient(op)):
+        if not (differentiably and graphs.has_no_gradient(op)):
             stack.extend((i, calls) for i in op.inputs)

@@ -5,24 +5,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves
-from sgtrick._core import _tensorflow, adjoint, ancestry
+from sgtrick._core import adjoint, ancestry, structures
+from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.mixed import Others
+from sgtrick._core.types import Tangent, Tensor
 
 
 class Closure:
     """A call of a function, watched for what it is made of."""
 
-    def __init__(self, f: Callable[[], Any], passed: Sequence[Any]) -> None:
+    def __init__(self, f: Callable[[], Any], passed: Sequence[Tensor]) -> None:
         """Calls `f`, to which the tensors `passed` are passed.
 
         Attributes:
             result: What it returned.
             before: The version of the graph before.
         """
-        self._f, self._passed, self.before = f, list(passed), _tensorflow.version()
+        self._f, self._passed, self.before = f, list(passed), graphs.version()
         self._tape: Any = None
-        if tf.executing_eagerly() and not _tensorflow.somebody_records():
+        if tf.executing_eagerly() and not tapes.somebody_records():
             self.result = f()
             return
         self._tape = tf.GradientTape(persistent=True)
@@ -30,16 +31,16 @@ class Closure:
             self._tape.watch(self._passed)
             self.result = f()
 
-    def others(self, ys: Sequence[Any], point: Sequence[Any]) -> Others | None:
+    def others(self, ys: Sequence[Tensor], point: Sequence[Tensor]) -> Others | None:
         """What values of the result are made of besides the point, None if of nothing."""
         if self._tape is None:
             return None
         variables = [
-            v for v in self._tape.watched_variables() if _leaves.is_differentiable(v.dtype)
+            v for v in self._tape.watched_variables() if structures.is_differentiable(v.dtype)
         ]
-        ys = [y for y in ys if _leaves.is_differentiable(y.dtype)]
+        ys = [y for y in ys if structures.is_differentiable(y.dtype)]
         if tf.executing_eagerly():
-            if not (self._passed or variables or _tensorflow.is_recorded(ys)):
+            if not (self._passed or variables or tapes.is_recorded(ys)):
                 return None
             sources = [*self._passed, *variables]
             return Others(
@@ -51,7 +52,7 @@ class Closure:
         tensors, handles = ancestry.begins(ys, point, self.before)
         if not tensors and not handles and not self._passed:
             return None
-        known = {_tensorflow.identity_of(_tensorflow.as_used(v.handle)): v for v in variables}
+        known = {graphs.identity_of(graphs.as_used(v.handle)): v for v in variables}
         # The gradients of tables that are gathered from are slices, which zeros would fill.
         read = [v for key, v in known.items() if handles.get(key) == "read"]
         if len(read) == len(handles):
@@ -60,19 +61,19 @@ class Closure:
 
     def _covers(
         self,
-        ys: Sequence[Any],
-        sources: Sequence[Any],
-        point: Sequence[Any],
-        us: Sequence[Any],
-        ts: Sequence[Any],
-    ) -> Any:
+        ys: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        point: Sequence[Tensor],
+        us: Sequence[Tensor | None],
+        ts: Sequence[Tangent],
+    ) -> Tensor | bool:
         """The dot-product test of the values' own derivatives.
 
         In derivatives of higher order it fails without a reason, and what decides is whether there
         are tensors that the function closes over at all.
         """
         us = [u for u in us if u is not None]
-        with tf.init_scope(), _tensorflow.not_recording():
+        with tf.init_scope(), tapes.not_recording():
             probes = [adjoint.probe(y) for y in ys]
             found = self._tape.gradient(list(ys), list(sources), probes)
             found = [None if g is None else tf.convert_to_tensor(g) for g in found]
@@ -80,24 +81,24 @@ class Closure:
             # Forward mode fails over a function that captures what is new to it.
             probes = [tf.constant(p.numpy()) for p in probes]
             found = [None if g is None else tf.constant(g.numpy()) for g in found]
-        with _tensorflow.not_recording():
+        with tapes.not_recording():
             fits = adjoint.holds(probes, us, found, ts)
         if not tf.executing_eagerly() or fits:
             return fits
         return not self._closes_over_tensors(point)
 
-    def _closes_over_tensors(self, point: Sequence[Any]) -> bool:
+    def _closes_over_tensors(self, point: Sequence[Tensor]) -> bool:
         """Whether the call uses tensors other than its arguments, as far as can be seen."""
         try:
-            captured = _tensorflow.trace(lambda: [self._f(), None][1], []).graph.captures
+            captured = tracing.trace(lambda: [self._f(), None][1], []).graph.captures
         except Exception:  # code that only runs eagerly
             return True
-        known = set(map(_tensorflow.identity_of, [*self._passed, *point]))
+        known = set(map(graphs.identity_of, [*self._passed, *point]))
         return any(
-            _leaves.is_differentiable(t.dtype) and _tensorflow.identity_of(t) not in known
+            structures.is_differentiable(t.dtype) and graphs.identity_of(t) not in known
             for t, _ in captured
         )
 
 
-def _is_zero(us: Sequence[Any], _: Sequence[Any]) -> Any:
+def _is_zero(us: Sequence[Tensor | None], _: Sequence[Any]) -> Tensor:
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(u, 0)) for u in us if u is not None]))

@@ -5,19 +5,22 @@ missing is the Jacobian's own derivative, which is a Hessian or an error.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow, loud
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import loud
+from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
+from sgtrick._core.types import Gradient, Tangent, Tensor
 
 
 def embed(
-    name: str, y: Any, xs: Sequence[Any], jacobians: Callable[[], Sequence[Leaf | None]]
-) -> Any:
+    name: str, y: Tensor, xs: Sequence[Tensor], jacobians: Callable[[], Sequence[Leaf | None]]
+) -> Tensor:
     """Returns `y`, its own derivatives included, with Jacobians with respect to `xs`.
 
     Args:
@@ -34,10 +37,10 @@ def embed(
 def beside(rule: Rule, count: int = 1) -> Rule:
     """The rule of `count` values whose own derivatives are added to those of `rule`."""
 
-    def pull(*upstream: Any) -> list[Any]:
+    def pull(*upstream: Tensor) -> list[Gradient]:
         return [*upstream, *rule.pull(*upstream)]
 
-    def push(*tangents: Any) -> list[Any]:
+    def push(*tangents: Tensor) -> list[Tangent]:
         assert callable(rule.push)
         return [
             a if t is None else t if a is None else a + t
@@ -47,19 +50,21 @@ def beside(rule: Rule, count: int = 1) -> Rule:
     return rule._replace(pull=pull, push=push)
 
 
-def of_jacobians(name: str, y: Any, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:
+def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:
     """The rule of a value `y` with these Jacobians."""
 
-    def pull(upstream: Any) -> list[Any]:
+    def pull(upstream: Tensor) -> list[Gradient]:
         return [leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians()]
 
-    def push(*tangents: Any) -> list[Any]:
+    def push(*tangents: Tensor) -> list[Tangent]:
         return [TENSORFLOW.push(jacobians(), tangents, y)]
 
     return Rule(name, pull, push)
 
 
-def embed_constant(name: str, y: Any, leaves: Sequence[Leaf], hessian: "Hessian | str") -> Any:
+def embed_constant(
+    name: str, y: Tensor, leaves: Sequence[Leaf], hessian: "Hessian | str"
+) -> Tensor:
     """Returns `y` with gradients that came with it, without a derivative of their own.
 
     Args:
@@ -84,23 +89,24 @@ def embed_constant(name: str, y: Any, leaves: Sequence[Leaf], hessian: "Hessian 
 class Hessian(Protocol):
     """A Hessian by what it multiplies."""
 
-    def pull(self, *z: Any) -> Sequence[Any]:
+    def pull(self, *z: Tensor) -> list[Gradient]:
         """From what multiplies the gradients to what it makes of the points: `z -> H' z`."""
 
-    def push(self, *tangents: Any) -> Sequence[Any]:
+    def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients: `t -> H t`."""
 
 
-def differentiable(name: str, gxs: Sequence[Any], xs: Sequence[Any], hessian: Hessian) -> list[Any]:
+def differentiable(
+    name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], hessian: Hessian
+) -> list[Tensor]:
     """Returns gradients that were computed elsewhere, with a Hessian as their derivative."""
-    specs = [tf.TensorSpec(gx.shape, gx.dtype) for gx in gxs]
-    again = _tensorflow.carried(hessian.pull, specs, xs[0])
-    xs = [_tensorflow.here(x) for x in xs]
+    again = tracing.carried(hessian.pull, tracing.specs_of(gxs), xs[0])
+    xs = [graphs.here(x) for x in xs]
 
-    def pull(*z: Any) -> list[Any]:
+    def pull(*z: Tensor) -> list[Gradient]:
         return [*z, *again(*z)]
 
-    def push(*tangents: Any) -> list[Any]:
+    def push(*tangents: Tensor) -> list[Tangent]:
         along, points = tangents[: len(gxs)], tangents[len(gxs) :]
         return [t + ht for t, ht in zip(along, hessian.push(*points), strict=True)]
 
@@ -108,15 +114,15 @@ def differentiable(name: str, gxs: Sequence[Any], xs: Sequence[Any], hessian: He
     return keep(gxs, [*gxs, *xs], rule)
 
 
-def refused(name: str, gxs: Sequence[Any], xs: Sequence[Any], message: str) -> list[Any]:
+def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str) -> list[Tensor]:
     """Returns tensors that were computed elsewhere, and an error for their derivative."""
-    xs = [_tensorflow.here(x) for x in xs]
+    xs = [graphs.here(x) for x in xs]
 
-    def pull(*z: Any) -> list[Any]:
+    def pull(*z: Tensor) -> list[Gradient]:
         return [*z, *(loud.failure(x, message, z) for x in xs)]
 
-    def push(*tangents: Any) -> list[Any]:
-        zero = loud.insist_on_zeros(tangents[len(gxs) :], message)
+    def push(*tangents: Tensor) -> list[Tangent]:
+        zero = loud.zero_if_still(tangents[len(gxs) :], message)
         return [t + tf.cast(zero, t.dtype) for t in tangents[: len(gxs)]]
 
     rule = Rule(name, pull, push, lost=[False] * (len(gxs) + len(xs)))

@@ -10,20 +10,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core._tensorflow import unconverted
+from sgtrick._core._tensorflow.autograph import unconverted
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
+from sgtrick._core.types import Tensor
 
 
 @unconverted
 def formula(
-    fx: Any,
+    fx: Tensor,
     leaves: Sequence[Leaf],
     hessian_times: Callable[[list[Any]], list[Any]] | None = None,
     *,
     order: int | None,
     stopped: bool,
-) -> Any:
+) -> Tensor:
     """Returns `fx + sum_i <gx_i + 1/2 (H z)_i, z_i>`.
 
     Args:
@@ -50,7 +51,7 @@ def formula(
     return with_linear(fx, terms)
 
 
-def _unknown_beyond(order: int, t: Any) -> Any:
+def _unknown_beyond(order: int, t: Tensor) -> Tensor:
     """Returns `t + t^(order + 1/2)`, for a `t` that is zero.
 
     The power adds nothing to derivatives through `order`. To the next one it adds what is not
@@ -63,13 +64,13 @@ def _unknown_beyond(order: int, t: Any) -> Any:
     return t + t ** (order + 0.5)
 
 
-def minus_zero(x: Any, *, guard: bool = False) -> Any:
+def minus_zero(x: Tensor, *, guard: bool = False) -> Tensor:
     """Returns `-z = stop(x) - x`; NaN where `x` is not finite, or with `guard` cut off there."""
     minus_z = tf.stop_gradient(x) - x
     return _zero_or_guarded(minus_z) if guard else minus_z
 
 
-def with_linear(y: Any, minus_terms: Sequence[Any]) -> Any:
+def with_linear(y: Tensor, minus_terms: Sequence[Tensor]) -> Tensor:
     """Returns `y - sum(minus_terms)` for terms that are zero: the value of `y` to the last bit.
 
     The derivative of an entry with a NaN is cut off.
@@ -79,7 +80,7 @@ def with_linear(y: Any, minus_terms: Sequence[Any]) -> Any:
     return h
 
 
-def _zero_or_guarded(t: Any) -> Any:
+def _zero_or_guarded(t: Tensor) -> Tensor:
     """A tensor that is zero by construction, cut off where it came out NaN."""
     if t.dtype.is_complex:
         return tf.where(tf.equal(t, 0), t, tf.zeros([], t.dtype))

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick import _given
-from sgtrick._core import adjoint, embedding, loud
-from sgtrick._core._tensorflow import here
-from sgtrick._core.override import Rule, keep
+from sgtrick._core import adjoint, embedding, loud, value_form
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._leaves import Leaf
+from sgtrick._core.types import Gradient, Tangent, Tensor
 
 _THIRD = (
     "A third derivative of {0} was asked for, which was given a value, a gradient and a Hessian. "
@@ -25,8 +26,8 @@ _THIRD = (
 def symmetric(
     name: str,
     times: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
-    at: Sequence[Any],
-    xs: Sequence[Any],
+    at: Sequence[Tensor],
+    xs: Sequence[Tensor],
 ) -> "Symmetric":
     """A Hessian by a function for its product with a vector, which nothing differentiates.
 
@@ -37,21 +38,21 @@ def symmetric(
         xs: The points.
     """
 
-    def product(at: Sequence[Any], xs: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
+    def product(at: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
         at, xs = [here(t) for t in at], [here(x) for x in xs]
 
-        def pull(*z: Any) -> list[Any]:
+        def pull(*z: Tensor) -> list[Gradient]:
             return [*product(at, xs, z), *(loud.failure(x, _THIRD.format(name), z) for x in xs)]
 
-        def push(*tangents: Any) -> list[Any]:
-            zero = loud.insist_on_zeros(tangents[len(xs) :], _THIRD.format(name))
+        def push(*tangents: Tensor) -> list[Tangent]:
+            zero = loud.zero_if_still(tangents[len(xs) :], _THIRD.format(name))
             pushed = product(at, xs, tangents[: len(xs)])
             return [t + tf.cast(zero, t.dtype) for t in pushed]
 
         inputs = [*vs, *xs]
         return keep(times(at, vs), inputs, Rule(name, pull, push, lost=[False] * len(inputs)))
 
-    def at_the_point(*vs: Any) -> list[Any]:
+    def at_the_point(*vs: Tensor) -> list[Tensor]:
         return product(at, xs, vs)
 
     return Symmetric(at_the_point, at_the_point)
@@ -64,14 +65,14 @@ class Symmetric(NamedTuple):
     push: Callable[..., Sequence[Any]]
 
 
-class Blocks(_given.Blocks):
+class Blocks(value_form.Blocks):
     """Blocks, of which only the symmetric part counts, as in `1/2 <H z, z>`."""
 
     def __init__(self, name: str, *given: Any) -> None:
         super().__init__(TENSORFLOW, *given)
         self._name = name
 
-    def pull(self, *z: Any) -> list[Any]:
+    def pull(self, *z: Tensor) -> list[Gradient]:
         """From what multiplies the gradients to what it makes of the points."""
         pulled = []
         for leaf, column in zip(self._leaves, zip(*self._known(), strict=True), strict=True):
@@ -80,7 +81,7 @@ class Blocks(_given.Blocks):
             pulled.append(tf.add_n([tf.zeros_like(leaf.x), *terms]))
         return pulled
 
-    def push(self, *tangents: Any) -> list[Any]:
+    def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
         return self.times(tangents, self._known())
 
@@ -98,14 +99,14 @@ class Blocks(_given.Blocks):
         return [[block and block._replace(gx=next(known)) for block in row] for row in rows]
 
 
-class Product(_given.Product):
+class Product(value_form.Product):
     """A function for the product, which the gradients' own derivative is made of."""
 
-    def __init__(self, name: str, fx: Any, *given: Any) -> None:
+    def __init__(self, name: str, fx: Tensor, *given: Any) -> None:
         super().__init__(TENSORFLOW, *given)
         self._name, self._fx = name, fx
 
-    def push(self, *tangents: Any) -> list[Any]:
+    def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
         ts = [tf.cast(t, leaf.x.dtype) for t, leaf in zip(tangents, self._leaves, strict=True)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -116,12 +117,12 @@ class Product(_given.Product):
             # It called the host, or is no product: H is symmetric, and a constant is not.
             ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
             fits = adjoint.holds(ws, products, self.times(ws), ts)
-            zero = loud.insist(fits, self.not_connected)
+            zero = loud.zero_if(fits, self.not_connected)
             products = [p + tf.cast(zero, p.dtype) for p in products]
         xs = [leaf.x for leaf in self._leaves]
         return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
 
-    def pull(self, *z: Any) -> list[Any]:
+    def pull(self, *z: Tensor) -> list[Gradient]:
         """From what multiplies the gradients to what it makes of the points: `H` is symmetric."""
         if self._fx.shape.rank == self._leaves[0].batch_ndims:
             products = self.push(*map(TENSORFLOW.conj, z))
@@ -136,7 +137,7 @@ class Product(_given.Product):
             products = self.push(*v)
         found = tape.gradient(products, v, output_gradients=list(z))
         fits = adjoint.holds(z, products, found, v)
-        zero = loud.insist(fits, self.not_connected)
+        zero = loud.zero_if(fits, self.not_connected)
         return [
             tf.zeros_like(v_i) if g is None else g + tf.cast(zero, g.dtype)
             for g, v_i in zip(found, v, strict=True)

@@ -8,7 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import _tensorflow
+from sgtrick._core import structures
+from sgtrick._core._tensorflow import tapes, tracing
+from sgtrick._core.types import Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
 _NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
@@ -43,7 +45,9 @@ def noted() -> Iterator[list[str]]:
         _NOTED.reset(token)
 
 
-def failure(like: Any, message: str, through: Sequence[Any], unless: Any = False) -> Any:
+def failure(
+    like: Tensor, message: str, through: Sequence[Tensor], unless: Tensor | bool = False
+) -> Tensor:
     """NaN like a tensor, for who differentiates with respect to it; an error where one can be sent.
 
     Tapes call pullbacks, and graphs are traced, for derivatives that nobody asked for. In graphs
@@ -61,19 +65,29 @@ def failure(like: Any, message: str, through: Sequence[Any], unless: Any = False
     """
     if tf.executing_eagerly() and unless:
         return tf.zeros_like(like)
-    if tf.executing_eagerly() and _MAY_RAISE.get() and _tensorflow.asked_for(like):
+    if tf.executing_eagerly() and _MAY_RAISE.get() and tapes.asked_for(like):
         raise LookupError(message)
     _note(message)
     nan = tf.constant(float("nan"), tf.float64)
     if unless is not False:
         nan = tf.where(unless, tf.zeros_like(nan), nan)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
-        nan = _tensorflow.as_one(_Finite(message), nan)
+        nan = tracing.as_one(_Finite(message), nan)
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
     return tf.fill(shape, tf.cast(nan * _total(through), like.dtype))
 
 
-def insist(holds: Any, message: str) -> Any:
+def failures(
+    likes: Sequence[Tensor], message: str, through: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The same for each of several tensors; None for those without derivatives."""
+    return [
+        failure(like, message, through) if structures.is_differentiable(like.dtype) else None
+        for like in likes
+    ]
+
+
+def zero_if(holds: Tensor, message: str) -> Tensor:
     """Zero, a float64; an error with this message where `holds` is false, in XLA NaN.
 
     Raises:
@@ -85,11 +99,11 @@ def insist(holds: Any, message: str) -> Any:
         return tf.constant(0.0, tf.float64)
     if tf.executing_eagerly() and not holds:
         _note(message)
-    return _tensorflow.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
+    return tracing.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
 
 
-def along(zero: Any, through: Sequence[Any]) -> Any:
-    """What `insist` returned, times a sum of `through`: it stays NaN where that is differentiated.
+def along(zero: Tensor, through: Sequence[Tensor]) -> Tensor:
+    """What `zero_if` returned, times a sum of `through`: it stays NaN where that is differentiated.
 
     Forward mode around a function takes derivatives of gradients with respect to what they are
     linear in, and in these a constant would be lost.
@@ -97,7 +111,7 @@ def along(zero: Any, through: Sequence[Any]) -> Any:
     return tf.math.multiply_no_nan(_total(through), zero)
 
 
-def _total(through: Sequence[Any]) -> Any:
+def _total(through: Sequence[Tensor]) -> Tensor:
     return tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
 
 
@@ -107,7 +121,7 @@ class _Finite:
 
     message: str
 
-    def __call__(self, number: Any) -> Any:
+    def __call__(self, number: Tensor) -> Any:
         return tf.debugging.check_numerics(number, self.message)
 
 
@@ -117,16 +131,16 @@ class _Zero:
 
     message: str | None
 
-    def __call__(self, holds: Any) -> Any:
+    def __call__(self, holds: Tensor) -> Any:
         zero, nan = tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64)
         number = tf.where(holds, zero, nan)
         return number if self.message is None else _Finite(self.message)(number)
 
 
-def insist_on_zeros(tangents: Sequence[Any], message: str) -> Any:
+def zero_if_still(tangents: Sequence[Tensor], message: str) -> Tensor:
     """The same where any of the tangents is not zero, as those of what does not move."""
     still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents]
-    return insist(tf.reduce_all(tf.stack(still)), message)
+    return zero_if(tf.reduce_all(tf.stack(still)), message)
 
 
 def _note(message: str) -> None:

@@ -1,23 +1,22 @@
 """The operations that TensorFlow supplies to the value form, unknown shapes and ranks included."""
 
-from typing import Any
-
 import tensorflow as tf
 
-from sgtrick import _leaves, _shapes
-from sgtrick._backend import Backend
+from sgtrick._core import shapes, structures
+from sgtrick._core.backend import Backend
+from sgtrick._core.types import Ndims, Tensor
 
 
-def _rank(t: Any) -> Any:
+def _rank(t: Tensor) -> Ndims:
     """An int where it is known, else a tensor."""
     return tf.rank(t) if t.shape.rank is None else t.shape.rank
 
 
-def _conj(t: Any) -> Any:
+def _conj(t: Tensor) -> Tensor:
     return tf.math.conj(t) if t.dtype.is_complex else t
 
 
-def _times(c: Any, z: Any) -> Any:
+def _times(c: Tensor, z: Tensor) -> Tensor:
     """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
     if not c.dtype.is_complex:
         return tf.math.multiply_no_nan(c, z)
@@ -27,13 +26,13 @@ def _times(c: Any, z: Any) -> Any:
     return tf.complex(_times(a, re) - _times(b, im), _times(a, im) + _times(b, re))
 
 
-def _sum(t: Any, first: Any, last: Any) -> Any:
+def _sum(t: Tensor, first: Ndims, last: Ndims) -> Tensor:
     if not (isinstance(first, int) and isinstance(last, int)):
         return tf.reduce_sum(t, tf.range(first, last))
     return tf.reduce_sum(t, list(range(first, last))) if first < last else t
 
 
-def _insert_ones(t: Any, axis: Any, count: Any) -> Any:
+def _insert_ones(t: Tensor, axis: Ndims, count: Ndims) -> Tensor:
     if isinstance(count, int) and (count == 0 or (isinstance(axis, int) and axis == 0)):
         return t  # leading ones are implied
     if isinstance(axis, int) and isinstance(count, int) and t.shape.is_fully_defined():
@@ -43,20 +42,20 @@ def _insert_ones(t: Any, axis: Any, count: Any) -> Any:
     return tf.reshape(t, tf.concat([shape[:axis], tf.ones([count], tf.int32), shape[axis:]], 0))
 
 
-def _swap(t: Any, i: Any, j: Any) -> Any:
+def _swap(t: Tensor, i: Ndims, j: Ndims) -> Tensor:
     rank = tf.rank(t)
     front, middle = tf.range(rank - i - j), tf.range(rank - i - j, rank - j)
     return tf.transpose(t, tf.concat([front, tf.range(rank - j, rank), middle], 0))
 
 
 def _check_at_run_time(
-    fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names
-) -> tuple[Any, Any]:
-    """The contract of `_shapes` in graph ops: returns `gx` and `len(B)`."""
+    fx: Tensor, gx: Tensor, x: Tensor, batch_ndims: Ndims | None, names: shapes.Names
+) -> tuple[Tensor, Ndims]:
+    """The contract of `shapes` in graph ops: returns `gx` and `len(B)`."""
     b = batch_ndims
     if not tf.is_tensor(b):  # as that of another leaf is, whose rank is not known
-        shapes = _leaves.static_shape(fx), _leaves.static_shape(gx), _leaves.static_shape(x)
-        b = _shapes.infer_batch_ndims(*shapes, b, names)
+        known = structures.static_shape(fx), structures.static_shape(gx), structures.static_shape(x)
+        b = shapes.infer_batch_ndims(*known, b, names)
     fx_shape, gx_shape, x_shape = tf.shape(fx), tf.shape(gx), tf.shape(x)
     if b is None:
         b = tf.where(tf.equal(tf.rank(gx), tf.rank(x)), tf.rank(fx), 0)
@@ -67,14 +66,14 @@ def _check_at_run_time(
         gx = tf.broadcast_to(gx, gx_shape)
     fits = (
         tf.equal(tf.size(fx_shape[:b]), b)
-        & _leaves.equal_shapes(fx_shape[:b], x_shape[:b])
-        & _leaves.equal_shapes(gx_shape, tf.concat([fx_shape, x_shape[b:]], 0))
+        & structures.equal_shapes(fx_shape[:b], x_shape[:b])
+        & structures.equal_shapes(gx_shape, tf.concat([fx_shape, x_shape[b:]], 0))
     )
     message = (
         f"The shapes of {names.gx}, {names.fx} and {names.x}, in this order, do not fit together. "
         "With batch, range and domain shapes B, R and D they must be B + R + D, B + R and B + D:"
     )
-    gx = _leaves.insist(fits, gx, message, fx, x)
+    gx = structures.checked(fits, gx, message, fx, x)
     if isinstance(b, int):
         gx.set_shape(fx.shape.concatenate(x.shape[b:]))
     return gx, b
@@ -82,9 +81,9 @@ def _check_at_run_time(
 
 TENSORFLOW = Backend(
     name="TensorFlow",
-    to_tensor=_leaves.to_tensor,
+    to_tensor=structures.to_tensor,
     dtype_of=lambda t: t.dtype.name,
-    shape_of=_leaves.static_shape,
+    shape_of=structures.static_shape,
     rank=_rank,
     as_dtype=tf.cast,
     real=tf.math.real,
@@ -98,5 +97,5 @@ TENSORFLOW = Backend(
     sum=_sum,
     pack=tf.nest.pack_sequence_as,
     check_at_run_time=_check_at_run_time,
-    shaped_like=_leaves.shaped_like,
+    shaped_like=structures.shaped_like,
 )

@@ -6,8 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from sgtrick import _arguments, _dtypes
-from sgtrick import _custom_vjp as _vjp
+from sgtrick._core import calls, dtypes, vjp_protocol
 from sgtrick.keras import _structures
 from sgtrick.keras._tensors import KERAS
 
@@ -22,10 +21,10 @@ class Rule:
     def __init__(
         self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_bound: bool
     ) -> None:
-        args, kwargs = _vjp.arguments_of(f, args, kwargs)
+        args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
         self._owner, args = args[:is_bound], args[is_bound:]  # of a method, which has no gradient
-        leaves = _vjp.leaves_of(args, kwargs)
-        self.__name__ = _arguments.name_of(f)
+        leaves = vjp_protocol.leaves_of(args, kwargs)
+        self.__name__ = calls.name_of(f)
         self._f, self._keywords = f, list(kwargs)
         self._call = (args, list(kwargs.values()))
         self._paths = [path for path, _ in leaves]
@@ -38,7 +37,7 @@ class Rule:
         """Returns the outputs at `xs`, and what pulls back from them to `xs`."""
         with _Uses() as uses:
             self._y, pull = self._at(xs)
-        uses.insist_on_none(self.__name__)
+        uses.check_none(self.__name__)
         return _outputs(self._y), pull
 
     def again(self, *xs: Any) -> tuple[list[Any], Any]:
@@ -54,10 +53,10 @@ class Rule:
         ]
         args, values = _structures.pack(self._call, leaves)
         kwargs = dict(zip(self._keywords, values, strict=True))
-        y, grad = _vjp.value_and_rule(self._f, self._f(*self._owner, *args, **kwargs))
+        y, grad = vjp_protocol.value_and_rule(self._f, self._f(*self._owner, *args, **kwargs))
 
         def pull(*us: Any) -> list[Any]:
-            kept = _vjp.gradients_of(self._primals, grad(*us), self._paths, self.__name__)
+            kept = vjp_protocol.gradients_of(self._primals, grad(*us), self._paths, self.__name__)
             return [
                 self._checked(g, x, path) for (g, path), x in zip(kept, self.inputs, strict=True)
             ]
@@ -79,7 +78,7 @@ class Rule:
         if g is None:
             return None
         g = _tensor(g)
-        _vjp.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, self.__name__)
+        vjp_protocol.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, self.__name__)
         return KERAS.cast(g, KERAS.dtype_of(x))
 
 
@@ -91,7 +90,7 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
         self._read: list[Any] = []
         self._assigned: list[Any] = []
 
-    def insist_on_none(self, name: str) -> None:
+    def check_none(self, name: str) -> None:
         """Refuses variables, of which no rule gives the gradients."""
         if self._read:
             raise TypeError(
@@ -123,7 +122,7 @@ def _value_of(leaf: Any) -> Any:
 
 
 def _is_input(leaf: Any) -> bool:
-    return ops.is_tensor(leaf) and _dtypes.is_differentiable(KERAS.dtype_of(leaf))
+    return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
 
 
 def _tensor(leaf: Any) -> Any:

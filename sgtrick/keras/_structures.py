@@ -5,12 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick import _leaves
+from sgtrick._core import structures
 
 
 def leaves(structure: Any) -> list[Any]:
     """The leaves in the order of `tf.nest.flatten`."""
-    return [leaf for _, leaf in _leaves.flatten(structure)]
+    return [leaf for _, leaf in structures.flatten(structure)]
 
 
 def pack(structure: Any, leaves: Sequence[Any]) -> Any:
@@ -26,7 +26,7 @@ def _packed(structure: Any, rest: Iterator[Any]) -> Any:
         children = [_packed(child, rest) for child in structure]
         named = hasattr(structure, "_fields")
         return type(structure)(*children) if named else type(structure)(children)
-    if _leaves.is_object(structure):
+    if structures.is_object(structure):
         flat = tf.nest.flatten(structure)
         return tf.nest.pack_sequence_as(structure, [next(rest) for _ in flat])
     return next(rest)

@@ -5,13 +5,13 @@ from typing import Any
 
 import keras
 
-from sgtrick import _leaves
+from sgtrick._core import structures
 from sgtrick.keras._tensors import KERAS
 
 
 def any_symbolic(structure: Any) -> bool:
     """Whether a leaf is a tensor of the functional API."""
-    return any(isinstance(leaf, keras.KerasTensor) for _, leaf in _leaves.flatten(structure))
+    return any(isinstance(leaf, keras.KerasTensor) for _, leaf in structures.flatten(structure))
 
 
 def _spec(value: Any, name: str, *, dtype: str | None = None) -> keras.KerasTensor:

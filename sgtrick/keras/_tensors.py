@@ -6,8 +6,8 @@ from typing import Any
 
 from keras import backend, ops
 
-from sgtrick import _leaves, _shapes
-from sgtrick._backend import Backend
+from sgtrick._core import shapes, structures
+from sgtrick._core.backend import Backend
 from sgtrick.keras import _backends, _structures
 
 
@@ -15,10 +15,10 @@ def _to_tensor(value: Any, name: str, *, dtype: str | None = None) -> Any:
     try:
         return ops.convert_to_tensor(value, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _leaves.no_tensor(value, name, error) from error
+        raise structures.no_tensor(value, name, error) from error
 
 
-def _shape_of(t: Any) -> _shapes.Shape | None:
+def _shape_of(t: Any) -> shapes.Shape | None:
     shape = t.shape  # on tensorflow, where rules are called with them, of unknown rank too
     return None if getattr(shape, "rank", 0) is None else tuple(shape)
 
@@ -41,14 +41,14 @@ def _sum(t: Any, first: int, last: int) -> Any:
     return ops.sum(t, tuple(range(first, last))) if first < last else t
 
 
-def _check(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: _shapes.Names) -> tuple[Any, Any]:
+def _check(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: shapes.Names) -> tuple[Any, Any]:
     """Symbolic tensors, of which more is known at the call, are checked as far as they go."""
-    shapes = tuple(fx.shape), tuple(gx.shape), tuple(x.shape)
-    return gx, _shapes.infer_batch_ndims(*shapes, batch_ndims, names)
+    known = tuple(fx.shape), tuple(gx.shape), tuple(x.shape)
+    return gx, shapes.infer_batch_ndims(*known, batch_ndims, names)
 
 
 def _shaped_like(t: Any, like: Any, name: str, like_name: str) -> Any:
-    _shapes.check_equal(_shape_of(t), _shape_of(like), name, like_name)
+    shapes.check_equal(_shape_of(t), _shape_of(like), name, like_name)
     return t
 
 

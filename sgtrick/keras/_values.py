@@ -7,8 +7,8 @@ import keras
 from keras import ops
 
 import sgtrick
-from sgtrick import _given
-from sgtrick._leaves import Leaf
+from sgtrick._core import value_form
+from sgtrick._core.structures import Leaf
 from sgtrick.keras import _backends
 from sgtrick.keras._symbolic import SYMBOLIC, any_symbolic
 from sgtrick.keras._tensors import KERAS
@@ -80,7 +80,7 @@ def custom_gradient(
     if _backends.is_tensorflow():
         options = {"batch_ndims": batch_ndims, "hx": hx}
         return sgtrick.custom_gradient(fx, gx, x, fx_gx_manually_stopped, name, **options)
-    fx, leaves = _given.at_point(KERAS, fx, gx, x, batch_ndims)
+    fx, leaves = value_form.at_point(KERAS, fx, gx, x, batch_ndims)
     product = _product(hx, x, fx, leaves)
     if fx_gx_manually_stopped:
         return _unstopped(fx, leaves, product)
@@ -92,12 +92,12 @@ def _product(hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf]) -> _backends.Prod
     """Returns `z -> H z`, to be differentiated by the backend."""
     if hx is None:
         return None
-    if _given.is_zero(hx):
+    if value_form.is_zero(hx):
         return lambda _: [ops.zeros_like(leaf.gx) for leaf in leaves]
     if not callable(hx):
-        blocks = _given.Blocks(KERAS, hx, x, fx, leaves, ops.stop_gradient)
+        blocks = value_form.Blocks(KERAS, hx, x, fx, leaves, ops.stop_gradient)
         return lambda z: blocks.times(z, blocks.symmetric())
-    product = _given.Product(KERAS, hx, x, leaves)
+    product = value_form.Product(KERAS, hx, x, leaves)
 
     def times(z: list[Any]) -> list[Any]:
         if not _backends.native().depends(product.times, z):
@@ -147,7 +147,7 @@ class CustomGradient(keras.Operation):  # type: ignore[misc]
 
     def compute_output_spec(self, fx: Any, gx: Any, x: Any, hx: Any) -> Any:
         del hx  # its blocks are checked at the call
-        fx, _ = _given.at_point(SYMBOLIC, fx, gx, x, self._batch_ndims)
+        fx, _ = value_form.at_point(SYMBOLIC, fx, gx, x, self._batch_ndims)
         return keras.KerasTensor(fx.shape, fx.dtype)
 
     def get_config(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from sgtrick import _arguments
+from sgtrick._core import calls
 from sgtrick.keras import _backends
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._symbolic import any_symbolic
@@ -71,12 +71,12 @@ def custom_vjp(f: Any = None) -> Any:
     if _backends.is_tensorflow():
         h = tf.autograph.experimental.do_not_convert(h)
     # A plain function: Keras stores functions by name, and nothing else that can be called.
-    return _named(_arguments.imitate(h, f), f)
+    return _named(calls.imitate(h, f), f)
 
 
 def _named(h: Any, f: Any) -> Any:
     """`h` with the name of `f`, and one by which Keras finds what it stored."""
-    h.__name__ = _arguments.name_of(f)
+    h.__name__ = calls.name_of(f)
     if h.__name__ == "<lambda>":  # of which Keras stores the code, which would be that of h
         h.__name__ = "custom_vjp(<lambda>)"
     return h

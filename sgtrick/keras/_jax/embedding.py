@@ -8,7 +8,7 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from sgtrick._leaves import Leaf
+from sgtrick._core.structures import Leaf
 from sgtrick.keras import _backends
 from sgtrick.keras._jax.batches import instantiated
 from sgtrick.keras._tensors import KERAS

@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from sgtrick import _dtypes
+from sgtrick._core import dtypes
 from sgtrick.keras._jax.batches import batch_size, in_front, instantiated
 
 
@@ -19,8 +19,8 @@ def with_vjp(
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
     # The derivative may be taken after the trace in which f was called has ended. So f is traced
     # now, and the tracers of that trace that it closes over become arguments.
-    forward, ys = jax.make_jaxpr(lambda *xs: f(*xs)[0], return_shape=True)(*xs)
-    smooth = [_dtypes.is_differentiable(y.dtype.name) for y in ys]
+    primal, ys = jax.make_jaxpr(lambda *xs: f(*xs)[0], return_shape=True)(*xs)
+    smooth = [dtypes.is_differentiable(y.dtype.name) for y in ys]
     outs = tuple(_aval(y) for y, s in zip(ys, smooth, strict=True) if s)
 
     def pulled(xs: Sequence[Any], us: Sequence[Any]) -> list[Any]:
@@ -37,7 +37,7 @@ def with_vjp(
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
     def h(constants: Any, xs: Any) -> Any:
-        return list(jaxpr_as_fun(ClosedJaxpr(forward.jaxpr, list(constants[0])))(*xs))
+        return list(jaxpr_as_fun(ClosedJaxpr(primal.jaxpr, list(constants[0])))(*xs))
 
     def rule(primals: Any, tangents: Any) -> Any:
         (constants, xs), (by_constants, z) = primals, tangents
@@ -52,7 +52,7 @@ def with_vjp(
         return values, dy
 
     h.defjvp(rule, symbolic_zeros=True)
-    return list(h((list(forward.consts), list(backward.consts)), list(xs)))
+    return list(h((list(primal.consts), list(backward.consts)), list(xs)))
 
 
 # The transpose of `pull`, linear in z: `pushed(*constants, *z)` with params

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from sgtrick._leaves import Leaf
+from sgtrick._core.structures import Leaf
 from sgtrick.keras import _backends
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes
@@ -20,7 +20,7 @@ def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) ->
     batch_ndims = [leaf.batch_ndims for leaf in leaves]
     if modes.compiling():  # which takes no second derivatives
         return _CompiledEmbedded.apply(_Known(_as_they_are, batch_ndims), fx, *gs, *xs)
-    modes.insist_on_one_forward_mode()
+    modes.check_one_forward_mode()
     if product is None:
         known = _without_second
     elif _one_level(xs):

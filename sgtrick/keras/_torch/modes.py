@@ -20,11 +20,11 @@ def compiling() -> bool:
     return True
 
 
-def insist_on_one_forward_mode() -> None:
+def check_one_forward_mode() -> None:
     """Raises where the tangents of an autograd function would themselves get none."""
     levels = torch._C._functorch.get_interpreter_stack() or []
-    forward = torch._C._functorch.TransformType.Jvp
-    if sum(level.key() == forward for level in levels) > 1:
+    jvp = torch._C._functorch.TransformType.Jvp
+    if sum(level.key() == jvp for level in levels) > 1:
         raise NotImplementedError(
             "torch loses the derivatives of custom functions in forward mode over forward mode. "
             "Use torch.func.jacfwd over torch.func.jacrev, as torch.func.hessian does."

@@ -17,7 +17,7 @@ def times(c: Any, z: Any) -> Any:
     """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
     if torch.compiler.is_compiling():
         return _CompiledTimes.apply(c, z)
-    modes.insist_on_one_forward_mode()
+    modes.check_one_forward_mode()
     return _Times.apply(c, z)
 
 

@@ -20,7 +20,7 @@ def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
         if any(y.requires_grad for y in outputs):
             raise refusal
         return list(_CompiledPulled.apply(f.again, *xs))
-    modes.insist_on_one_forward_mode()
+    modes.check_one_forward_mode()
     transformed = modes.transformed()
     with torch.no_grad(), _Outside(xs) as outside:
         ys, pull = f(*xs)
@@ -80,19 +80,19 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
 class _Call:
     """A rule of which nothing depends on what is not an argument."""
 
-    def __init__(self, f: Rule, outside: list[int], at_once: Any) -> None:
-        self._f, self._outside, self._at_once = f, outside, at_once
+    def __init__(self, f: Rule, outside: list[int], evaluated: Any) -> None:
+        self._f, self._outside, self._evaluated = f, outside, evaluated
 
     def outputs(self, xs: Any, constants: Any) -> Any:
-        if self._at_once is not None:
-            return self._at_once[0]
+        if self._evaluated is not None:
+            return self._evaluated[0]
         with _Outside(xs, dict(zip(self._outside, constants, strict=True))):
             return self._f(*xs)[0]
 
     def pull(self, xs: Any, constants: Any, us: Any) -> Any:
-        if self._at_once is not None:
+        if self._evaluated is not None:
             # With a graph, for higher derivatives, it has to be computed from these xs.
-            pull = self._f(*xs)[1] if torch.is_grad_enabled() else self._at_once[1]
+            pull = self._f(*xs)[1] if torch.is_grad_enabled() else self._evaluated[1]
             return pull(*us)
         with _Outside(xs, dict(zip(self._outside, constants, strict=True))) as inside:
             pull = self._f(*xs)[1]

@@ -1,0 +1,1 @@
+"""Embedded derivatives against numerical ones."""

@@ -1,0 +1,404 @@
+"""The derivatives of one function, embedded and numerical, entry by entry or along directions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick._check import finite_differences
+from sgtrick._check.leaves import (
+    Array,
+    Named,
+    OfLeaves,
+    _show_index,
+    concatenate,
+    entries_of,
+    random_signs,
+    tape_gradients,
+    unit_roundoff,
+    unit_upstreams,
+    wide,
+)
+from sgtrick._check.refusals import gradients_unless_refused
+from sgtrick._check.report import Entry
+from sgtrick._core.types import Tensor
+
+DIRECTIONS = 10  # of the random mode
+
+
+VISIBLE = 0.005  # differences this accurate tell a gradient that is off by 1 %
+
+
+def derivative(function: OfLeaves, random: np.random.Generator | None) -> OfLeaves:
+    """The gradient as a function: all rows of the Jacobian, or the one of a random projection."""
+    seed = None if random is None else int(random.integers(2**32))
+
+    def gradient(inputs: Named) -> Named:
+        xs = [x for _, x in inputs]
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(xs)
+            ys = function(inputs)
+        if seed is None:
+            upstreams = list(unit_upstreams(ys))
+        else:
+            upstreams = [("projection", random_signs(np.random.default_rng(seed), ys))]
+        scalar = seed is None and len(upstreams) == 1
+        found = []
+        for label, upstream in upstreams:
+            gradients = tape_gradients(tape, ys, xs, upstream)
+            for (name, x), g in zip(inputs, gradients, strict=True):
+                g = tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
+                found.append((name if scalar else f"{label} by {name}", g))
+        return found
+
+    return gradient
+
+
+class Comparison:
+    """The gradient of a function at one point beside its differences.
+
+    Attributes:
+        entries: In the order of the Jacobian.
+        evaluations: How often the function was called.
+        notes: What else is to be known.
+    """
+
+    def __init__(
+        self,
+        function: OfLeaves,
+        inputs: Named,
+        order: int,
+        eps: Any,
+        rtol: float | None,
+        atol: float | None,
+        random: np.random.Generator | None,
+    ) -> None:
+        self._function, self._order, self._eps = function, order, eps
+        self.entries: list[Entry] = []
+        self.evaluations = 0
+        self.notes: list[str] = []
+        self._narrow: str | None = None  # why the differences are not in float64
+
+        with tf.GradientTape(persistent=True) as self._tape:
+            self._xs = [x for _, x in inputs]
+            self._tape.watch(self._xs)
+            self._ys = self._call(inputs)
+        self._unit = max(unit_roundoff(t) for t in [*self._xs, *(y for _, y in self._ys)])
+        self._rtol = max(1e-6, self._unit**0.5) if rtol is None else rtol
+        self._atol = atol
+        self._names = [name for name, _ in inputs]
+        self._point = [np.asarray(x) for x in self._xs]
+        self._value = concatenate(self._ys)
+        self._check_finite()
+        self._roundoff = np.concatenate(
+            [np.full(y.shape.num_elements(), unit_roundoff(y)) for _, y in self._ys]
+        )
+        if self._unit > np.finfo(np.float64).eps:
+            self._widen()
+        self._check_repeatable()
+        self._sizes = [np.abs(wide(x)).max(initial=0.0) or 1.0 for x in self._point]
+        if random is None:
+            self._compare_entries()
+        else:
+            self._compare_directions(random)
+        self._check_repeatable()
+        self._note_precision()
+
+    def _compare_entries(self) -> None:
+        """Every entry of the Jacobian."""
+        pulled = [self._pulled(u) for _, u in unit_upstreams(self._ys)]
+        gradients, refusals = [g for g, _ in pulled], [why for _, why in pulled]
+        jacobians = []
+        values = [name for name, *_ in entries_of(self._ys)]
+        for leaf, name in enumerate(self._names):
+            column = [row[leaf] for row in gradients]
+            connected = any(g is not None for g in column)
+            shape = self._point[leaf].shape
+            jacobian = np.stack(
+                [np.zeros(shape) if g is None else wide(tf.convert_to_tensor(g)) for g in column]
+            )
+            jacobians.append(jacobian.reshape(len(values), -1))
+            estimates = [(i, self._along_entry(leaf, i)) for i in np.ndindex(*shape)]
+            largest = np.fmax.reduce(
+                [np.abs(e.derivative) for _, e in estimates], axis=0, initial=0.0
+            )
+            for index, estimate in estimates:
+                by = name + _show_index(index)
+                self._judge(
+                    [by] if len(values) == 1 else [f"{value} by {by}" for value in values],
+                    jacobian[(slice(None), *index)],
+                    estimate,
+                    scale=largest,
+                    value=np.abs(self._value) / max(self._sizes[leaf], 1.0),
+                    connected=connected,
+                    refusals=refusals,
+                )
+            self._note_unconnected(name, connected)
+        if self._order == 2:
+            self._note_asymmetry(np.concatenate(jacobians, axis=1))
+
+    def _compare_directions(self, random: np.random.Generator) -> None:
+        """Derivatives of random projections of the value along random directions."""
+        # Every entry moves in proportion to its size, so that none leaves the others behind.
+        sizes = [
+            np.where(x == 0, min(size, 1.0), np.abs(wide(x)))
+            for x, size in zip(self._point, self._sizes, strict=True)
+        ]
+        largest = max(size.max(initial=0.0) for size in sizes)
+        reached = [False] * len(self._names)
+        for i in range(DIRECTIONS):
+            signs = random_signs(random, list(zip(self._names, self._xs, strict=True)))
+            direction = [s / largest * v for s, v in zip(sizes, signs, strict=True)]
+            # Weighted, lest values of one size drown those of another.
+            weights = [np.abs(wide(y)).max(initial=0.0) or 1.0 for _, y in self._ys]
+            u = [v / w for v, w in zip(random_signs(random, self._ys), weights, strict=True)]
+            gradients, refusal = self._pulled(u)
+            reached = [r or g is not None for r, g in zip(reached, gradients, strict=True)]
+            parts = [
+                (v * wide(tf.convert_to_tensor(g))).ravel()
+                for v, g in zip(direction, gradients, strict=True)
+                if g is not None
+            ]
+            terms = np.concatenate([np.zeros(1), *parts])
+            norm = float(np.linalg.norm(terms))
+            projection = np.concatenate([v.ravel() for v in u])
+            estimate = self._along(
+                lambda step, v=direction: self._shifted(step, v), largest, largest, projection
+            )
+            self._judge(
+                [f"direction {i}"],
+                terms.sum(keepdims=True),
+                estimate,
+                scale=np.array([norm]),
+                value=np.abs(projection * self._value).sum(keepdims=True) / max(largest, 1.0),
+                connected=any(reached),
+                refusals=[refusal],
+                of_terms=norm,
+            )
+        for name, connected in zip(self._names, reached, strict=True):
+            self._note_unconnected(name, connected)
+
+    def _judge(
+        self,
+        names: Sequence[str],
+        embedded: Array,
+        estimate: finite_differences.Estimate,
+        *,
+        scale: Array,
+        value: Array,
+        connected: bool,
+        refusals: Sequence[str],
+        of_terms: float = 0.0,
+    ) -> None:
+        """Appends the entries for the derivatives `[m]` along one line.
+
+        Args:
+            names: Of the entries.
+            embedded: What the tape returns.
+            estimate: What the differences say.
+            scale: Of the derivatives that are rounded together with these.
+            value: Size of the values over that of `x`; what changes by less than a millionth of it
+                is constant as far as can be seen.
+            connected: Whether there was a gradient.
+            refusals: What was said by who refused to give these derivatives, where they are NaN.
+            of_terms: Of what is summed up in `embedded`, to which `rtol` applies too.
+        """
+        larger = np.fmax(np.abs(embedded), np.abs(estimate.derivative))
+        size = np.fmax(larger, of_terms)
+        atol = 16 * self._unit * scale if self._atol is None else self._atol
+        tolerance = self._rtol * size + atol
+        visible = np.fmax(tolerance, VISIBLE * np.fmax(np.fmax(size, scale), 1e-6 * value))
+        verdicts = _verdicts(embedded, estimate, tolerance, visible)
+        absolutes = np.abs(embedded - estimate.derivative)
+        with np.errstate(invalid="ignore"):  # of what is not finite
+            relatives = np.divide(
+                absolutes, larger, out=np.zeros_like(larger), where=absolutes != 0
+            )
+        for i, (name, verdict) in enumerate(zip(names, verdicts, strict=True)):
+            remark = "" if connected else "no gradient"
+            if verdict == "kink":
+                remark = f"{estimate.left[i]:.3g} | {estimate.right[i]:.3g}"
+            if refusals[i] and np.isnan(embedded[i]):
+                verdict, remark = "refused", refusals[i]
+            self.entries.append(
+                Entry(
+                    order=self._order,
+                    name=name,
+                    embedded=float(embedded[i]) + 0.0,  # no minus zero
+                    numerical=float(estimate.derivative[i]),
+                    uncertainty=float(estimate.error[i]),
+                    absolute=float(absolutes[i]),
+                    relative=float(relatives[i]),
+                    allowed=float(tolerance[i] + estimate.error[i]),
+                    verdict=verdict,
+                    remark=remark,
+                    steps=estimate.steps,
+                    differences=estimate.differences[:, i],
+                )
+            )
+
+    def _along_entry(self, leaf: int, index: tuple[int, ...]) -> finite_differences.Estimate:
+        """The derivatives of all values by one entry of `x`."""
+        start = self._point[leaf][index]
+
+        def move(step: float) -> tuple[list[Any], float]:
+            moved = list(self._point)
+            moved[leaf] = moved[leaf].copy()
+            moved[leaf][index] = start + np.asarray(step, moved[leaf].dtype)
+            return moved, float(moved[leaf][index]) - float(start)
+
+        size = self._sizes[leaf]
+        return self._along(move, size, abs(float(start)) or min(size, 1.0), None)
+
+    def _shifted(self, step: float, direction: Sequence[Array]) -> tuple[list[Any], float]:
+        moved = [
+            np.asarray(x + step * v, x.dtype) for x, v in zip(self._point, direction, strict=True)
+        ]
+        return moved, step
+
+    def _along(
+        self, move: Any, size: float, position: float, projection: Array | None
+    ) -> finite_differences.Estimate:
+        def project(values: Array) -> Array:
+            return values if projection is None else np.sum(projection * values, keepdims=True)
+
+        def at(step: float) -> tuple[Array, float]:
+            moved, taken = move(step)
+            tensors = [tf.constant(x) for x in moved]
+            values = self._call(list(zip(self._names, tensors, strict=True)))
+            return project(concatenate(values)), taken
+
+        rounding = self._roundoff * np.abs(self._value)
+        if projection is not None:
+            rounding = np.sqrt(np.sum((projection * rounding) ** 2, keepdims=True))
+        steps = finite_differences.sweep(size, position, self._eps)
+        return finite_differences.differentiate(at, project(self._value), steps, rounding)
+
+    def _pulled(self, upstream: Sequence[Tensor]) -> tuple[list[Any], str]:
+        """The gradients, NaN where they are refused, and what was said by who refused them."""
+
+        def pull() -> Any:
+            return tape_gradients(self._tape, self._ys, self._xs, upstream)
+
+        def again() -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(self._xs)
+                ys = self._call(list(zip(self._names, self._xs, strict=True)))
+            return tape_gradients(tape, ys, self._xs, upstream)
+
+        return gradients_unless_refused(pull, again, self._xs)
+
+    def _call(self, inputs: Named) -> Named:
+        self.evaluations += 1
+        return self._function(inputs)
+
+    def _widen(self) -> None:
+        """Goes over to float64 for the differences, where the function can."""
+        narrow = ", ".join(sorted({t.dtype.name for t in [*self._xs, *(y for _, y in self._ys)]}))
+        inputs = [
+            (name, tf.cast(x, tf.float64)) for name, x in zip(self._names, self._xs, strict=True)
+        ]
+        try:
+            outputs = self._call(inputs)
+            value = concatenate(outputs)
+        except Exception as error:  # whatever a function that knows one dtype raises
+            why = f"in float64 it raises {type(error).__name__}"
+        else:
+            if any(y.dtype != tf.float64 for _, y in outputs):
+                why = "it does not return float64 for float64"
+            elif value.shape != self._value.shape or not np.allclose(
+                value, self._value, 0, 0.01 * np.abs(self._value).max()
+            ):
+                why = "its value in float64 is another"
+            else:
+                self._point, self._value = [np.asarray(x) for _, x in inputs], value
+                self._roundoff = np.full_like(self._roundoff, np.finfo(np.float64).eps)
+                self.notes.append(
+                    f"embedded gradient in {narrow}, differences in float64 (rtol {self._rtol:.1g})"
+                )
+                return
+        self._narrow = f"f was evaluated in {narrow}, since {why}"
+
+    def _note_precision(self) -> None:
+        """Says what can be decided without float64."""
+        if self._narrow is None:
+            return
+        errors = [
+            e.uncertainty / max(abs(e.numerical), abs(e.embedded))
+            for e in self.entries
+            if np.isfinite(e.uncertainty) and (e.numerical or e.embedded)
+        ]
+        seen = (
+            f"; there, half of the entries show errors above {np.median(errors):.0e}"
+            if errors
+            else ""
+        )
+        self.notes.append(f"{self._narrow}{seen} (rtol {self._rtol:.1g})")
+
+    def _note_unconnected(self, name: str, connected: bool) -> None:
+        if not connected:
+            self.notes.append(f"No gradient by {name}: the tape returns None, compared as zero.")
+
+    def _note_asymmetry(self, hessian: Array) -> None:
+        """Says where the two mixed derivatives that should be one differ the most."""
+        n = hessian.shape[1]
+        hessians = hessian.reshape(-1, n, n)  # of each entry of the value
+        size = np.fmax(np.abs(hessians), np.abs(np.swapaxes(hessians, 1, 2)))
+        atol = 16 * self._unit * size.max(initial=0.0) if self._atol is None else self._atol
+        excess = np.abs(hessians - np.swapaxes(hessians, 1, 2)) - self._rtol * size - atol
+        if not np.any(excess > 0):  # NaN is judged elsewhere
+            return
+        k, i, j = np.unravel_index(np.nanargmax(excess), excess.shape)
+        rows = [name for name, *_ in entries_of(self._ys)]
+        columns = [name for name, *_ in entries_of(list(zip(self._names, self._xs, strict=True)))]
+        first, second = (
+            f"{rows[k * n + a]} by {columns[b]} is {hessians[k, a, b]:.8g}"
+            for a, b in ((i, j), (j, i))
+        )
+        self.notes.append(f"The embedded Hessian is not symmetric: {first}, {second}.")
+
+    def _check_finite(self) -> None:
+        for (name, *_), value in zip(entries_of(self._ys), self._value, strict=True):
+            if not np.isfinite(value):
+                raise ValueError(
+                    f"{name}, which f returns, is {value} at x, so it has no derivative there. "
+                    "Check the gradient at an x where f is finite."
+                )
+
+    def _check_repeatable(self) -> None:
+        tensors = [tf.constant(x) for x in self._point]
+        again = concatenate(self._call(list(zip(self._names, tensors, strict=True))))
+        # Sums over threads differ in the last digits.
+        slack = 1e3 * self._roundoff * np.abs(self._value).max(initial=0.0)
+        off = ~(np.abs(again - self._value) <= slack)
+        if off.any():
+            i = int(np.argmax(off))
+            name = [name for name, *_ in entries_of(self._ys)][i]
+            raise ValueError(
+                f"f is not deterministic: at the same x, {name} was first {self._value[i]:.8g} and "
+                f"then {again[i]:.8g}. Fix its seed (tf.random.stateless_*) or its state."
+            )
+
+
+def _verdicts(
+    embedded: Array, estimate: finite_differences.Estimate, tolerance: Array, visible: Array
+) -> list[str]:
+    numerical, error = estimate.derivative, estimate.error
+    low = np.minimum(estimate.left, estimate.right)
+    high = np.maximum(estimate.left, estimate.right)
+    with np.errstate(invalid="ignore"):
+        absolute = np.abs(embedded - numerical)
+        allowed = tolerance + error
+        kink = estimate.kink & (high - low > 4 * tolerance)
+        between = (embedded >= low - allowed) & (embedded <= high + allowed)
+        wrong = np.isfinite(error) & ~np.isfinite(embedded)
+        # Twice: an estimate that is off by as much as its own error is no proof.
+        wrong |= (absolute > allowed) & (absolute > 2 * error)
+        ok = (absolute <= allowed) & (error <= visible)
+    return [
+        str(verdict)
+        for verdict in np.select(
+            [kink & between, kink | wrong, ok], ["kink", "wrong", "ok"], "cannot tell"
+        )
+    ]

@@ -1,0 +1,60 @@
+"""Leaves with their names: their entries, gradients, directions and rounding."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick._core.types import Tape, Tensor
+
+Named = list[tuple[str, Any]]  # leaves with their paths
+OfLeaves = Callable[[Named], Named]
+Array = np.ndarray[Any, Any]
+
+
+def wide(tensor: Tensor) -> Array:
+    """A tensor or array as a float64 array."""
+    return np.asarray(tensor).astype(np.float64)
+
+
+def tape_gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Sequence[Tensor]) -> Any:
+    """The gradients of the `ys` whose upstream is not None."""
+    used = [(y, u) for (_, y), u in zip(ys, upstream, strict=True) if u is not None]
+    upstreams = [tf.constant(u, y.dtype) for y, u in used]
+    return tape.gradient([y for y, _ in used], xs, upstreams)
+
+
+def unit_upstreams(ys: Named) -> Iterator[tuple[str, list[Any]]]:
+    """Yields for every entry of the value its name and the upstream that picks it."""
+    for name, leaf, index in entries_of(ys):
+        upstream: list[Any] = [None] * len(ys)
+        upstream[leaf] = np.zeros(ys[leaf][1].shape)
+        upstream[leaf][index] = 1.0
+        yield name, upstream
+
+
+def entries_of(named: Named) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Yields the name of every entry, its leaf and its index there."""
+    for leaf, (name, tensor) in enumerate(named):
+        for index in np.ndindex(*tensor.shape):
+            yield name + _show_index(index), leaf, index
+
+
+def _show_index(index: tuple[int, ...]) -> str:
+    return str(list(index)) if index else ""
+
+
+def random_signs(random: np.random.Generator, named: Named) -> list[Array]:
+    """For every entry 1 or -1."""
+    return [random.choice([-1.0, 1.0], size=tuple(tensor.shape)) for _, tensor in named]
+
+
+def concatenate(named: Named) -> Array:
+    """All entries in one vector."""
+    return np.concatenate([wide(tensor).ravel() for _, tensor in named])
+
+
+def unit_roundoff(tensor: Tensor) -> float:
+    """The distance from 1 to the next number of the tensor's dtype."""
+    return float(np.spacing(np.ones((), tensor.dtype.as_numpy_dtype)))

@@ -1,0 +1,77 @@
+"""Derivatives that a function refuses to give, and what it says of them.
+
+Refusals come as exceptions; as NaN where somebody else asked, around a `tf.function` and in XLA.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick._core import loud
+from sgtrick._core.types import Tensor
+
+Pull = Callable[[], Any]
+
+
+def gradients_unless_refused(
+    pull: Pull, again: Pull, xs: Sequence[Tensor]
+) -> tuple[list[Any], str]:
+    """The gradients with respect to `xs`, NaN where they are refused, and why.
+
+    Args:
+        pull: Asks for the gradients.
+        again: The same with a new forward pass, in which no function need be a graph.
+        xs: What the gradients are like.
+    """
+    found, why = _asked(pull)
+    if found is not None and all(_is_finite(g) for g in found if g is not None):
+        return found, ""
+    with _eagerly(), loud.noted() as messages:
+        try:
+            told, native = _asked(again)
+        except RuntimeError:  # some functions run in a graph alone
+            told, native = None, ""
+    if messages and told is not None:
+        return told, " ".join(messages)
+    if found is not None:  # not finite, and nobody said so
+        return found, ""
+    nans = [tf.fill(tf.shape(x), tf.constant(float("nan"), x.dtype)) for x in xs]
+    return nans, " ".join(messages) or native or why
+
+
+def _asked(pull: Pull) -> tuple[list[Any] | None, str]:
+    """The gradients, or the message of the error in their place."""
+    try:
+        return pull(), ""
+    except NotImplementedError as error:
+        return None, str(error)
+    except LookupError as error:
+        if type(error) is not LookupError:  # a wrong key or index in the user's code
+            raise
+        return None, str(error)
+    except tf.errors.InvalidArgumentError as error:
+        return None, _without_nodes(error.message)
+
+
+def _without_nodes(message: str) -> str:
+    """What an operation said, without TensorFlow's names of nodes around it."""
+    message = re.sub(r"\{\{(function_)?node .*?\}\}", "", message)
+    return re.split(r" : Tensor had|\n\t ?\[\[", message)[0].rpartition("\n\n")[2].strip()
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient))))
+
+
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    """A scope in which every `tf.function` is an ordinary function, that can say what is wrong."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)

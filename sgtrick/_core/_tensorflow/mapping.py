@@ -1,0 +1,92 @@
+"""What `tf.vectorized_map` makes of operations that bring their own converter."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops.parallel_for import pfor as pfor_lib
+
+from sgtrick._core._tensorflow.graphs import captured_from, identity_of
+from sgtrick._core._tensorflow.tapes import not_recording
+from sgtrick._core.types import Graph, Tensor
+
+
+class Vectorized(NamedTuple):
+    """The inputs of an operation for all members of a batch.
+
+    Attributes:
+        inputs: For each input of the operation a tensor and whether it has a batch dimension in
+            front; without, it is the same for all members.
+        take: The same for any other tensor of the operation's graph.
+        stack: Gives a tensor that is the same for all members a batch dimension.
+        graph: The operation's graph.
+        outputs: The operation's outputs, for one member.
+    """
+
+    inputs: Sequence[tuple[Tensor, bool]]
+    take: Callable[[Tensor], tuple[Tensor, bool]]
+    stack: Callable[[Tensor], Tensor]
+    graph: Graph
+    outputs: Sequence[Tensor]
+
+
+def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]) -> list[Any]:
+    """What `tf.vectorized_map` makes of an operation whose first outputs `vectorize` returns.
+
+    Its other outputs are the last of its inputs.
+    """
+    op, pfor = pfor_input.op, pfor_input.pfor
+
+    def take(tensor: Tensor) -> tuple[Tensor, bool]:
+        if isinstance(tensor, ops.EagerTensor) or tensor.graph is not op.graph:
+            if _depends_on_member(tensor):
+                raise OutOfReachError
+            return tensor, False
+        found = pfor._convert_helper(tensor)
+        return found.t, bool(found.is_stacked)
+
+    def stack(tensor: Tensor) -> Any:
+        return pfor_lib._stack(tensor, pfor.loop_len_vector).t
+
+    inputs = [(found.t, bool(found.is_stacked)) for found in pfor_input.inputs]
+    outputs = vectorize(Vectorized(inputs, take, stack, op.graph, op.outputs))
+    count = len(outputs)
+    return [pfor_lib.wrap(t, True) for t in outputs] + [
+        pfor_lib.wrap(*found) for found in inputs[count:]
+    ]
+
+
+class OutOfReachError(Exception):
+    """A tensor of a mapped function that is not of the graph that is being converted."""
+
+
+def _depends_on_member(tensor: Tensor) -> bool:
+    """Whether a tensor differs between the members of what `tf.vectorized_map` maps."""
+    stack, seen = [tensor], set()
+    while stack:
+        t = stack.pop()
+        if isinstance(t, ops.EagerTensor) or identity_of(t) in seen:
+            continue
+        seen.add(identity_of(t))
+        if t.op.type == "PlaceholderWithDefault" and t.dtype == tf.int32:  # the member's number
+            return True
+        if t.op.type in ("Shape", "ShapeN", "Size", "Rank"):  # the same for all members
+            continue
+        outside = captured_from(t)
+        stack.extend(t.op.inputs if outside is None else [outside])
+    return False
+
+
+def unconvertible(y: Tensor, message: str) -> Tensor:
+    """Returns `y`; who differentiates it gets an error with this message.
+
+    `tf.vectorized_map` has no rule for the operation, and gets one here.
+    """
+    with not_recording():
+        prevented = tf.raw_ops.PreventGradient(input=y, message=message)
+    if not tf.executing_eagerly():
+        prevented.op.pfor_converter = lambda pfor_input: pfor_lib.wrap(
+            unconvertible(pfor_input.stacked_input(0), message), True
+        )
+    return prevented

@@ -1,0 +1,121 @@
+"""Tapes and accumulators: what they record, where, and for whom."""
+
+import concurrent.futures
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import forwardprop_util, record
+
+from sgtrick._core.types import Pullback, Pushforward, Tensor
+
+T = TypeVar("T")
+
+
+def somebody_records() -> bool:
+    """Whether a tape or an accumulator is active, so that eager results have to be recorded."""
+    return bool(record.could_possibly_record())
+
+
+def is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tape or an accumulator knows a derivative of one of some eager tensors."""
+    if record.should_record_backprop(list(tensors)):
+        return True
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
+
+
+def not_recording() -> contextlib.AbstractContextManager[None]:
+    """A scope in which no tape and no accumulator sees operations."""
+    return record.stop_recording()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """A scope in which tapes record, also where TensorFlow has suspended them.
+
+    `tf.recompute_grad` runs functions while recording is suspended. A rule that is traced there
+    may hold a tape of its own, which would record nothing.
+    """
+    suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if suspended:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if suspended:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def record_override(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], pull: Pullback, push: Pushforward
+) -> None:
+    """Tells all tapes and accumulators the derivatives of `outputs` with respect to `inputs`.
+
+    Args:
+        outputs: Tensors that nothing has recorded.
+        inputs: Tensors.
+        pull: From one upstream gradient for each output to one gradient or None for each input.
+        push: From one tangent for each input, None for those without derivatives, to one tangent
+            or None for each output.
+    """
+    record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
+
+
+def apart(f: Callable[[], T]) -> T:
+    """Calls a function where no tape and no accumulator is active, for they are a thread's own.
+
+    While an accumulator computes a JVP, it silences all tapes that are younger than itself.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def run() -> T:
+        with contextlib.nullcontext() if graph is None else graph.as_default():
+            return f()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+def unsuspended(f: Callable[[], T]) -> T:
+    """Calls a function whose own tapes have to record, where TensorFlow may have suspended them."""
+    return apart(f) if pywrap_tfe.TFE_Py_TapeSetIsStopped() else f()
+
+
+def tapes_are_silenced() -> bool:
+    """Whether a tape that begins now would record nothing, since an accumulator is at work."""
+    a, b = _ends()
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(a)
+        record.record_operation("sgtrick", [b], [a], lambda upstream: [upstream])
+        return not record.should_record_backprop([b])
+
+
+@functools.cache
+def _ends() -> tuple[Tensor, Tensor]:
+    with tf.init_scope():
+        return tf.constant(0.0), tf.constant(0.0)
+
+
+def unrecorded(x: Tensor) -> Tensor:
+    """The value of a tensor, which no tape and no accumulator connects with it."""
+    with not_recording():
+        return tf.stop_gradient(x)
+
+
+def asked_for(x: Tensor) -> bool:
+    """Whether the tape that calls a pullback now was asked for the gradient of `x` itself.
+
+    A tape calls pullbacks on all paths from its target, whether they lead to what was asked for
+    or not, and tells no pullback which. The call of `GradientTape.gradient` knows.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "gradient" and "sources" in frame.f_locals:
+            sources = tf.nest.flatten(frame.f_locals["sources"])
+            return any(s is x or getattr(s, "handle", s) is x for s in sources)
+        frame = frame.f_back
+    return False

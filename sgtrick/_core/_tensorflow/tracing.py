@@ -1,0 +1,142 @@
+"""Functions traced as graphs, and called from other graphs than they were made for."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import forwardprop_util
+from tensorflow.python.ops import gradients_util
+
+from sgtrick._core._tensorflow.graphs import as_used, here, operation
+from sgtrick._core._tensorflow.tapes import apart, not_recording, recording
+from sgtrick._core.types import Function, Gradient, Graph, Spec, Tensor
+
+
+def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
+    """What is known of tensors while tracing."""
+    return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+
+
+def trace(f: Function, specs: Sequence[Spec]) -> Any:
+    """`f` as a concrete function for tensors like `specs`."""
+    with recording():
+        return tf.function(f, autograph=False).get_concrete_function(*specs)
+
+
+class Traced:
+    """A function traced as part of a graph, to be called with other tensors than it captured.
+
+    Attributes:
+        captured: The tensors from outside that it uses.
+        inputs: The placeholders of its arguments.
+        outputs: The tensors that it returns.
+    """
+
+    def __init__(self, f: Function, specs: Sequence[Spec], graph: Graph | None = None) -> None:
+        with contextlib.nullcontext() if graph is None else graph.as_default():
+            self._function = trace(f, specs)
+        self.captured = list(self._function.captured_inputs)
+        self.inputs = self._function.graph.inputs[: len(specs)]
+        self.outputs = self._function.graph.outputs
+
+    def __call__(self, arguments: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
+        """Calls the function with `captured` in the place of the tensors that it captured."""
+        self._function.set_external_captures(list(captured))
+        try:
+            return self._function(*arguments)  # type: ignore[no-any-return]
+        finally:
+            self._function.set_external_captures(self.captured)
+
+
+def carried(f: Function, specs: Sequence[Spec], owner: Tensor) -> Function:
+    """`f`, so that it can be called where the tensors that it uses are out of reach.
+
+    A gradient graph is differentiated in another one, which can take tensors of the former, and
+    none of the forward graph.
+
+    Args:
+        f: Takes and returns tensors.
+        specs: Of what it takes.
+        owner: A tensor of the graph to which those belong that `f` uses.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or (operation(owner) is not None and owner.graph is graph):
+        return f
+    traced = Traced(f, specs)
+    captured = list(map(here, traced.captured))
+    return lambda *arguments: traced(arguments, captured)
+
+
+def call_apart(f: Function, arguments: Sequence[Any]) -> Any:
+    """Returns `f(*arguments)`, traced apart and called here, where it is recorded as a whole."""
+    specs = specs_of(arguments)
+
+    def run() -> tuple[Any, list[Any], list[Any]]:
+        traced = Traced(f, specs)
+        variables = [t for t in traced.captured if t.dtype == tf.resource]
+        moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
+
+        # Forward mode over a function fails if what the function captures has a tangent.
+        def explicit(*tensors: Tensor) -> Any:
+            some = iter(tensors[len(specs) :])
+            captured = [
+                t if t.dtype in (tf.resource, tf.variant) else next(some) for t in traced.captured
+            ]
+            return traced(tensors[: len(specs)], captured)
+
+        return (
+            trace(explicit, [*specs, *specs_of(moving)]),
+            moving,
+            variables,
+        )
+
+    function, moving, variables = apart(run)
+    if forwardprop_util.pack_tangents([as_used(t) for t in variables]).tangents:
+        raise NotImplementedError(_VARIABLES_MOVE)
+    return function(*arguments, *moving)
+
+
+# TensorFlow would leave out, without a word, how they move.
+_VARIABLES_MOVE = (
+    "Forward mode with respect to a variable, over forward mode through a rule that reads it. Pass "
+    "the variable as an argument, or differentiate by tf.GradientTape in one of the two."
+)
+
+
+def as_one(f: Function, *tensors: Tensor) -> Tensor:
+    """`f(*tensors)` without derivatives, in a graph as one operation that runs only if it is used.
+
+    What is stateful in `f`, as an operation that may raise, would run in any case in a function. A
+    call that is declared not to be stateful is left out with all that is in it. What it calls is
+    traced once for each `f`, which has to be hashable, and for each shape and dtype.
+    """
+    if tf.executing_eagerly():
+        return f(*tensors)
+    function = _one(f, tuple(specs_of(tensors)))
+    function.add_to_graph(tf.compat.v1.get_default_graph())
+    (spec,) = function.outputs
+    with not_recording():
+        (y,) = tf.raw_ops.PartitionedCall(args=list(tensors), Tout=[spec.dtype], f=function)
+        y = tf.stop_gradient(y) if spec.dtype.is_floating else y
+    y.set_shape(spec.shape)
+    return y
+
+
+@functools.lru_cache(1024)
+def _one(f: Function, specs: tuple[Spec, ...]) -> Any:
+    with tf.init_scope():
+        return trace(f, specs)
+
+
+def gradients_in(
+    graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor]
+) -> list[Gradient]:
+    """`tf.gradients` of tensors of a graph which need not be the one that is being traced."""
+    with recording():
+        return list(
+            gradients_util._GradientsHelper(
+                list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph
+            )
+        )

@@ -1,0 +1,122 @@
+"""Linear maps and checked arguments of the value form, once for all frameworks of tensors."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sgtrick._core import dtypes, shapes
+from sgtrick._core.structures import Leaf
+from sgtrick._core.types import Ndims, Structure, Tensor, TensorLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The operations that a framework supplies, and what the value form makes of them.
+
+    dtypes are names. Ranks and numbers of dimensions are ints, or tensors where they are unknown.
+    """
+
+    name: str
+    # (value, name, *, dtype=None): errors name the argument
+    to_tensor: Callable[..., Tensor]
+    dtype_of: Callable[[Tensor], str]
+    # what is known of it
+    shape_of: Callable[[Tensor], shapes.Shape | None]
+    rank: Callable[[Tensor], Ndims]
+    as_dtype: Callable[[Tensor, str], Tensor]
+    real: Callable[[Tensor], Tensor]
+    conj: Callable[[Tensor], Tensor]
+    zeros_like: Callable[[Tensor], Tensor]
+    # of several tensors
+    add: Callable[[Sequence[Tensor]], Tensor]
+    # (c, z), like c: zero where z is, even if c is not finite
+    times: Callable[[Tensor, Tensor], Tensor]
+    broadcast_to: Callable[[Tensor, Any], Tensor]
+    # (t, axis, count): before axis
+    insert_ones: Callable[[Tensor, Ndims, Ndims], Tensor]
+    # (t, i, j): the last j dimensions with the i before
+    swap: Callable[[Tensor, Ndims, Ndims], Tensor]
+    # (t, first, last): over dimensions, the last one not
+    sum: Callable[[Tensor, Ndims, Ndims], Tensor]
+    # leaves in a structure
+    pack: Callable[[Structure, Sequence[Any]], Structure]
+    # (fx, gx, x, batch_ndims, names): gx and batch_ndims
+    check_at_run_time: Callable[..., tuple[Tensor, Ndims]]
+    # (t, like, name, like_name): t, checked to have that shape
+    shaped_like: Callable[..., Tensor]
+
+    def cast(self, t: Tensor, dtype: str) -> Tensor:
+        """Takes the real part without complaint."""
+        came = self.dtype_of(t)
+        if came == dtype:
+            return t
+        if dtypes.is_complex(came) and not dtypes.is_complex(dtype):
+            t = self.real(t)
+        return self.as_dtype(t, dtype)
+
+    def inner(self, c: Tensor, z: Tensor, batch_ndims: Ndims) -> Tensor:
+        """Returns `<c, z>` over the domain of `z`, its dimensions after the batch.
+
+        Shapes `B + E + D` and `B + D` give `B + E`. Zero entries of `z` count as zero and pull
+        zero upstream back to zero, even where `c` is not finite.
+        """
+        rank, z_rank = self.rank(c), self.rank(z)
+        z = self.insert_ones(self.cast(z, self.dtype_of(c)), batch_ndims, rank - z_rank)
+        return self.sum(self.times(c, z), rank - (z_rank - batch_ndims), rank)
+
+    def linear(self, leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: str) -> list[Tensor]:
+        """Returns the terms `<gx_i, z_i>`; a leaf that is None has none."""
+        return [
+            self.cast(self.inner(leaf.gx, z_i, leaf.batch_ndims), dtype)
+            for leaf, z_i in zip(leaves, z, strict=True)
+            if leaf is not None
+        ]
+
+    def push(self, leaves: Sequence[Leaf | None], z: Sequence[Any], like: Tensor) -> Any:
+        """Returns `sum_i <gx_i, z_i>`, of the shape and dtype of `like`."""
+        return self.add([self.zeros_like(like), *self.linear(leaves, z, self.dtype_of(like))])
+
+    def transpose(self, leaf: Leaf, upstream: Tensor) -> Tensor:
+        """The transpose of `z -> <gx, z>`: `B + R` to `B + D`, contracting the range."""
+        gx, b = leaf.gx, leaf.batch_ndims
+        domain_ndims = self.rank(leaf.x) - b
+        last = self.rank(gx) - domain_ndims
+        u = self.insert_ones(self.cast(upstream, self.dtype_of(gx)), last, domain_ndims)
+        pulled = self.sum(self.times(self.conj(gx), u), b, last)
+        return self.cast(pulled, self.dtype_of(leaf.x))
+
+    def to_dtype(self, value: TensorLike, dtype: str, name: str, why: str) -> Tensor:
+        """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part."""
+        # A bare Python number would lose digits by way of float32.
+        value = self.to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
+        dtypes.check_cast(self.dtype_of(value), dtype, name, why)
+        return self.as_dtype(value, dtype)
+
+    def leaf(
+        self,
+        path: str,
+        x: Tensor,
+        gx: Tensor,
+        fx: Tensor,
+        batch_ndims: Ndims | None,
+        names: shapes.Names,
+    ) -> Leaf:
+        """Converts a leaf of `x` and the Jacobian of the tensor `fx` by it: checks the contract.
+
+        Raises:
+            TypeError: A dtype without derivatives, or a complex derivative of something real.
+            ValueError: The shapes do not fit together.
+        """
+        x = self.to_tensor(x, names.x)
+        fx_dtype, x_dtype = self.dtype_of(fx), self.dtype_of(x)
+        dtype = dtypes.of_jacobian(fx_dtype, x_dtype, names)
+        why = f"{names.fx} is {fx_dtype}, {names.x} {x_dtype}"
+        gx = self.to_dtype(gx, dtype, names.gx, why)
+        known = self.shape_of(fx), self.shape_of(gx), self.shape_of(x)
+        stated = batch_ndims is None or isinstance(batch_ndims, int)
+        if not (stated and shapes.is_known(*known)):
+            return Leaf(path, x, *self.check_at_run_time(fx, gx, x, batch_ndims, names))
+        batch_ndims = shapes.infer_batch_ndims(*known, batch_ndims, names)
+        if self.rank(gx) < self.rank(x):
+            gx = self.broadcast_to(gx, x.shape)  # rank 0: the same partial for every entry
+        return Leaf(path, x, gx, batch_ndims)

@@ -1,0 +1,281 @@
+"""Calls of a function, in which the differentiated arguments are found by position or name."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick._core import shapes, structures
+from sgtrick._core._tensorflow import tapes
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core.structures import Leaf
+from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Argnums, Function, Kwargs, Tensor
+
+
+@dataclasses.dataclass(frozen=True)  # of a named tuple, AutoGraph would not convert __call__
+class Call:
+    """The arguments of one call: keywords turned into positions, defaults filled in."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, f: Function) -> Any:
+        """Calls `f`."""
+        return f(*self.args, **self.kwargs)
+
+    def leaves(self) -> list[Any]:
+        """The leaves of all arguments."""
+        return [leaf for _, leaf in structures.flatten([*self.args, *self.kwargs.values()])]
+
+    def replace(self, keys: Sequence[int | str], values: Sequence[Any]) -> "Call":
+        """The same call with other arguments there."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for key, value in zip(keys, values, strict=True):
+            if isinstance(key, int):
+                args[key] = value
+            else:
+                kwargs[key] = value
+        return Call(tuple(args), kwargs)
+
+
+class Selection:
+    """The arguments by which a call is differentiated, apart from those that keep autodiff.
+
+    Attributes:
+        call: The call.
+        xs: Their leaves that have derivatives, as tensors.
+        stopped_xs: The same without a derivative.
+        stopped: The call with these in their place.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        keys: Sequence[int | str],
+        parameters: Sequence[str],
+        differentiated: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self.call, self._keys = call, keys
+        self._arguments = [call.args[k] if isinstance(k, int) else call.kwargs[k] for k in keys]
+        self._parameters = parameters
+        leaves = [
+            leaf
+            for parameter, argument in zip(parameters, self._arguments, strict=True)
+            for leaf in structures.flatten(argument, parameter)
+        ]
+        self._nested = any(tf.nest.is_nested(argument) for argument in self._arguments)
+        differentiated = differentiated or structures.has_derivatives
+        self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
+        self._flat = [leaf for _, leaf in leaves]
+        self.xs = [here(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
+        self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
+        self.stopped = self.at(self.stopped_xs)
+
+    def others(self) -> "Selection":
+        """The other arguments of the stopped call, as far as someone may ask for their gradient."""
+        call = self.stopped
+        keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
+        return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded)
+
+    def on(self, call: Call, xs: Sequence[Tensor]) -> Call:
+        """Another call with leaves in the place of `xs`."""
+        return call.replace(self._keys, self._pack(xs, self._flat))
+
+    def read(self) -> Call:
+        """The call with the present values of variables, which may be assigned later."""
+        call = self.at(self.xs)
+        if len(self._keys) == len(self.call.args) + len(self.call.kwargs):
+            return call
+        return Call(
+            *tf.nest.map_structure(
+                lambda leaf: (
+                    here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
+                ),
+                (call.args, call.kwargs),
+            )
+        )
+
+    def check_numbers(self, name: str) -> None:
+        """Raises if the arguments hold something, but nothing that could ever have derivatives."""
+        if self._flat and not any(map(structures.is_number, self._flat)):
+            raise TypeError(
+                f"argnums selects {', '.join(self._parameters)} of {name}, by which there is no "
+                f"derivative: {', '.join(type(leaf).__name__ for leaf in self._flat)}. Name the "
+                "arguments by which the gradient is."
+            )
+
+    def at(self, xs: Sequence[Tensor]) -> Call:
+        """The call with other leaves in the place of `xs`."""
+        return self.call.replace(self._keys, self._pack(xs, self._flat))
+
+    def primals(self, call: Call) -> tuple[Any, ...]:
+        """The arguments in question of a call that `at` returned."""
+        return tuple(call.args[k] if isinstance(k, int) else call.kwargs[k] for k in self._keys)
+
+    def tangents(self, z: Sequence[Any]) -> tuple[Any, ...]:
+        """`z` in the structure of the arguments, with None where there is no derivative."""
+        return tuple(self._pack(z, [None] * len(self._flat)))
+
+    def _pack(self, values: Sequence[Any], others: Sequence[Tensor]) -> list[Any]:
+        flat = list(others)
+        for i, value in zip(self._places, values, strict=True):
+            flat[i] = value
+        return list(tf.nest.pack_sequence_as(self._arguments, flat)) if self._nested else flat
+
+    def jacobians(
+        self, gradients: Sequence[Any], y: Tensor, batch_ndims: int | None
+    ) -> list[Leaf | None]:
+        """Returns for each of `xs` a checked `Leaf`, or None where it has no gradient."""
+        found = []
+        xs = iter(self.xs)
+        for parameter, argument, gradient in zip(
+            self._parameters, self._arguments, gradients, strict=True
+        ):
+            by = f"the gradient by {parameter}"
+            for path, x, gx in structures.pair(argument, gradient, parameter, by):
+                names = shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
+                if structures.has_derivatives(x):
+                    x = next(xs)
+                    leaf = gx is not None and TENSORFLOW.leaf(path, x, gx, y, batch_ndims, names)
+                    found.append(leaf or None)
+                elif gx is not None:
+                    raise TypeError(
+                        f"{names.x} has no derivatives, but {names.gx} is not None. Return None "
+                        f"there, or pass {names.x} as a tensor of a floating dtype."
+                    )
+        return found
+
+
+class Callee:
+    """A function whose signature is looked up once.
+
+    Attributes:
+        f: The function itself.
+        name: What errors call it.
+        own: How many of the positional arguments are the instance or class: 1 for a method.
+    """
+
+    def __init__(self, f: Function) -> None:
+        self.f = f
+        self.name = name_of(f)
+        self._signature = signature_of(f)
+        self._parameters = list(self._signature.parameters.values()) if self._signature else []
+        kinds = {parameter.kind for parameter in self._parameters}
+        self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        # The instance that a method is called on is no argument of it.
+        self.own = int(bool(self._parameters) and self._parameters[0].name in ("self", "cls"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.f(*args, **kwargs)
+
+    def bind(self, args: Sequence[Any], kwargs: Kwargs) -> Call:
+        """The arguments as the function receives them."""
+        complete = self._positional and not kwargs and len(args) == len(self._parameters)
+        if self._signature is None or complete:
+            return Call(tuple(args), dict(kwargs))
+        bound = bind(self._signature, args, kwargs, self.name)
+        bound.apply_defaults()
+        return Call(bound.args, bound.kwargs)
+
+    def takes(self, keyword: str) -> bool:
+        """Whether there is a parameter of this name that can be passed by keyword."""
+        return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
+
+    def select(self, argnums: Argnums, args: Sequence[Any], kwargs: Kwargs) -> Selection:
+        """The arguments of a call that `argnums`, ints or parameter names, select.
+
+        Raises:
+            TypeError: `argnums` holds something else, or the call does not fit the signature.
+            ValueError: There is no such argument.
+        """
+        call = self.bind(args, kwargs)
+        parameters = [parameter.name for parameter in self._parameters]
+        keys, names = [], []
+        for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
+            if not (shapes.is_int(key) or isinstance(key, str)):
+                raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
+            if isinstance(key, int) and key >= 0:
+                key += self.own
+            if isinstance(key, str) and key in parameters and key not in call.kwargs:
+                key = parameters.index(key)  # a positional parameter by its name
+            count = len(call.args)
+            there = key in call.kwargs if isinstance(key, str) else self.own - count <= key < count
+            if not there:
+                raise ValueError(
+                    f"argnums has {key!r}, but the call of {self.name} has {count - self.own} "
+                    f"positional arguments and the keywords {list(call.kwargs)}; its parameters "
+                    f"are {parameters}."
+                )
+            if isinstance(key, int):
+                key %= count
+            if key in keys:
+                raise ValueError(f"argnums={argnums!r} names an argument of {self.name} twice.")
+            keys.append(key)
+            named = isinstance(key, int) and key < len(parameters)
+            names.append(
+                key if isinstance(key, str) else parameters[key] if named else f"args[{key}]"
+            )
+        return Selection(call, keys, names)
+
+
+def imitate(form: Any, f: Callable[..., Any]) -> Any:
+    """`functools.update_wrapper` without `__wrapped__`; returns `form`.
+
+    Where a function with `__wrapped__` is itself an argument of a `tf.function`, TensorFlow passes
+    the wrapped one on, and the custom derivative would be lost without a word.
+    """
+    # Attributes of a form that f already is would replace those of this one.
+    functools.update_wrapper(form, f, updated=())
+    del form.__wrapped__
+    signature = signature_of(f)
+    if signature is not None:
+        form.__signature__ = signature
+    return form
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
+    """Returns `make(f)`, under a class method or static method if `f` is one."""
+    if not isinstance(f, (classmethod, staticmethod)):
+        form = imitate(make(f), f)
+        if form.__name__ == "<lambda>":  # of which Keras stores the code, which is that of the form
+            form.__name__ = "sgtrick(<lambda>)"
+        return form
+    inside = as_form(f.__func__, make)
+    method = type(f)(inside)
+    for attribute in attributes:
+        setattr(method, attribute, getattr(inside, attribute))
+    return method
+
+
+def unbound(f: Any) -> Any:
+    """What a class method or static method is made of, as a class body sees it; else `f`."""
+    return f.__func__ if isinstance(f, (classmethod, staticmethod)) else f
+
+
+def name_of(f: Any) -> str:
+    """What errors call a function."""
+    return str(getattr(f, "__name__", type(f).__name__))
+
+
+def bind(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Kwargs, name: str
+) -> inspect.BoundArguments:
+    """`signature.bind`, whose errors say of which function."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+
+
+def signature_of(f: Function) -> inspect.Signature | None:
+    """The signature of `f`, None where it has none that Python can see."""
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):  # some builtins have none
+        return None

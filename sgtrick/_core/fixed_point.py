@@ -1,0 +1,119 @@
+"""Calls whose value is computed at a fixed point, and what they are given there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from sgtrick._core import ancestry, calls, embedding, mixed, structures
+from sgtrick._core.closures import Closure
+from sgtrick._core.override import keep
+from sgtrick._core.tensors import TENSORFLOW
+from sgtrick._core.types import Argnums, Args, Gradient, Kwargs, Structure, Tensor
+
+
+class ValueAtPoint(NamedTuple):
+    """A call whose value was computed at a fixed point.
+
+    Attributes:
+        name: What errors call the function.
+        point: The arguments by which there are gradients.
+        others: The others.
+        closure: The call itself.
+    """
+
+    name: str
+    point: calls.Selection
+    others: calls.Selection
+    closure: Closure
+
+    def embed(
+        self,
+        y: Tensor,
+        at: calls.Call,
+        known: Callable[[], list[Any]],
+        evaluated: Callable[[calls.Call], list[Any]],
+    ) -> Tensor:
+        """The value with its gradients; what else it depends on keeps autodiff.
+
+        Args:
+            y: The value.
+            at: The call, read when it was made.
+            known: The gradients of this call.
+            evaluated: Those of another call.
+        """
+        xs = self.point.xs
+        if not xs:
+            return y
+        rule = embedding.of_jacobians(self.name, y, known)
+        if not tf.executing_eagerly() and not ancestry.has_sources(
+            y, self.point.stopped_xs, self.closure.before
+        ):
+            # TensorFlow would look for the derivatives of all of f, for nobody.
+            return keep([y], xs, rule)[0]
+        others = self.closure.others([y], self.point.stopped_xs)
+        if others is None:
+            return keep([y], [y, *xs], embedding.beside(rule)._replace(sources=xs))[0]
+
+        def gradients(
+            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> list[Gradient]:
+            leaves = evaluated(self.at(at, xs, passed))
+            return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
+
+        moving = mixed.ByPoint(self.name, gradients, xs, others)
+        return mixed.keep_own(moving, [y], rule._replace(sources=xs))[0]
+
+    def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
+        """A call at another point, and with others in their place."""
+        return self.others.on(self.point.on(call, xs), passed)
+
+
+def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> calls.Selection:
+    """The arguments that `argnums` selects, some of which may have derivatives."""
+    point = f.select(argnums, args, kwargs)
+    if not point.xs:
+        point.check_numbers(f.name)
+    return point
+
+
+def check_function(f: Any, name: str) -> None:
+    """Insists that what is passed as `name` can be called, perhaps as a method."""
+    if not callable(f) and not hasattr(f, "__get__"):
+        raise TypeError(f"{name} must be a function, got {type(f).__name__}: {f!r}.")
+
+
+def checked_value(y: Structure, name: str) -> Tensor:
+    """The value that the function `name` returned, one tensor that has derivatives."""
+    if isinstance(y, (tuple, list)):  # which would be stacked
+        raise TypeError(
+            f"{name} must return one tensor, got a {type(y).__name__} of {len(y)}. For several "
+            "outputs there are sgtrick.custom_jvp and sgtrick.custom_vjp."
+        )
+    y = structures.to_tensor(y, f"what {name} returns")
+    if not structures.is_differentiable(y.dtype):
+        raise TypeError(
+            f"{name} returned dtype {y.dtype.name}, which has no derivatives. Cast it to a "
+            "floating dtype."
+        )
+    return y
+
+
+def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Any:
+    """One gradient for one argument, a tuple of them for a tuple `argnums`."""
+    if not isinstance(argnums, (list, tuple)):
+        return (gradients,)
+    if not (isinstance(gradients, (list, tuple)) and len(gradients) == len(argnums)):
+        raise ValueError(
+            f"{name} must return a tuple of {len(argnums)} gradients, one for each of "
+            f"argnums={argnums!r}, got {type(gradients).__name__}"
+            + (f" of {len(gradients)}." if isinstance(gradients, (list, tuple)) else ".")
+        )
+    return gradients
+
+
+def pair_of(result: Structure, what: str) -> Any:
+    """What a function returned, which must be a pair."""
+    if not structures.is_pair(result):
+        raise TypeError(f"{what}, got {type(result).__name__}: {result!r}.")
+    return result

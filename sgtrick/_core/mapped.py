@@ -1,0 +1,83 @@
+"""An override that `tf.vectorized_map` maps: the override of the batch, with the mapped pullback.
+
+What the pullback uses of the forward pass is found by tracing it, and then taken from the batch as
+well.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from sgtrick._core import loud, structures
+from sgtrick._core._tensorflow import mapping, tracing
+from sgtrick._core.absent import Dense, present
+from sgtrick._core.lost import is_lost, values_of
+from sgtrick._core.rule import Rule
+from sgtrick._core.types import Gradient, Tensor
+
+
+def of_batch(
+    rule: Rule, count: int, batch: mapping.Vectorized
+) -> tuple[list[Tensor], list[Tensor], Rule]:
+    """The outputs for all members, the inputs, and the rule of the former.
+
+    Args:
+        rule: That of one member.
+        count: Of its outputs, which are the first inputs of its operation.
+        batch: The operation for all members.
+    """
+    # In the place of an output without derivatives stands None.
+    live = [y if structures.is_differentiable(y.dtype) else None for y in batch.outputs[:count]]
+    ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
+    inputs = batch.inputs[count:]
+    xs = [x for x, _ in inputs]
+    is_lost_by_member = [False] * len(inputs)
+
+    def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
+        gradients = rule.pull(*us)
+        for i, g in enumerate(gradients):
+            if g is not None:
+                is_lost_by_member[i] = is_lost(values_of(g), rule.sources or (), present(us))
+        return gradients
+
+    dense = Dense(pull_member, live)
+    with loud.not_raising():
+        member = tracing.Traced(dense, tracing.specs_of(present(live)), batch.graph)
+    try:
+        captured = [batch.take(t) for t in member.captured]
+    except mapping.OutOfReachError:
+        return ys, xs, _out_of_reach(rule.name, xs)
+
+    def pull(*upstream: Tensor | None) -> list[Gradient]:
+        def one(arguments: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+            us, stacked = arguments
+            some = iter(stacked)
+            return member(us, [next(some) if is_stacked else t for t, is_stacked in captured])
+
+        us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
+        with loud.not_raising():
+            mapped = tf.vectorized_map(one, (us, [t for t, is_stacked in captured if is_stacked]))
+        gradients = dense.restored(mapped)
+        for i, (g, (x, is_stacked)) in enumerate(zip(gradients, inputs, strict=True)):
+            if g is not None:
+                g = g if is_stacked else tf.reduce_sum(g, 0)
+                g.set_shape(x.shape)
+                gradients[i] = g
+        return list(gradients)
+
+    push = rule.push if isinstance(rule.push, str) else None
+    return ys, xs, Rule(rule.name, pull, push, lost=is_lost_by_member)
+
+
+def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
+    """An error for who differentiates the batched outputs."""
+    message = (
+        f"tf.vectorized_map over a function whose gradient function calls {name}, of which the "
+        "gradient function uses a tensor that the first one computed and did not pass. Pass it as "
+        "an argument, or map with tf.map_fn."
+    )
+
+    def pull(*upstream: Tensor | None) -> list[Gradient]:
+        return loud.failures(xs, message, present(upstream))
+
+    return Rule(name, pull, message, lost=[False] * len(xs))

@@ -1,0 +1,135 @@
+"""The shape contract between a value, its Jacobian and the point, and its errors.
+
+With batch shape `B`, range `R` and domain `D`:
+
+    fx: B + R        x: B + D        gx: B + R + D
+
+Only `len(B)`, the number of batch dimensions, is ever in doubt, so it is all that is inferred here.
+Shapes are tuples in which None is an unknown dimension; None in a shape's place is an unknown rank.
+Nothing here knows of TensorFlow.
+"""
+
+from typing import NamedTuple, TypeGuard
+
+Shape = tuple[int | None, ...]
+
+
+class Names(NamedTuple):
+    """What the caller calls the value, the Jacobian and the point: `fx`, `gx['a']`, `x['a']`."""
+
+    fx: str
+    gx: str
+    x: str
+
+
+def infer_batch_ndims(
+    fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int | None, names: Names
+) -> int | None:
+    """Returns `len(B)`, checking every dimension that is known.
+
+    `gx` with the rank of `x` is the gradient of each batch member, so all of `fx` is batch; `gx`
+    with the ranks of `fx` and `x` together is the full Jacobian of a function without a batch.
+
+    Args:
+        fx: Shape of the value, `B + R`.
+        gx: Shape of the Jacobian, `B + R + D`. Rank 0 is accepted for a scalar `fx`: the same
+            partial derivative for every entry of `x`.
+        x: Shape of the point, `B + D`.
+        batch_ndims: `len(B)` where the caller states it, None to infer it.
+        names: For errors.
+
+    Returns:
+        `len(B)`, or None where it hangs on a rank that is not known yet.
+
+    Raises:
+        ValueError: The shapes fit no reading, or not the stated one, which may be no number.
+    """
+    inferred = batch_ndims
+    if inferred is not None and (not isinstance(inferred, int) or inferred < 0):
+        raise ValueError(f"batch_ndims must be None or an int of at least 0, got {batch_ndims!r}.")
+    if inferred is None:
+        if fx == ():
+            inferred = 0
+        elif fx is None or gx is None or x is None:
+            return None
+        else:
+            inferred = len(fx) if len(gx) == len(x) else 0
+    if not _fits(fx, gx, x, inferred):
+        raise ValueError(
+            f"The shapes {names.fx} {show(fx)}, {names.gx} {show(gx)} and {names.x} {show(x)} do "
+            f"not fit together. {_advice(fx, gx, x, batch_ndims, names)}"
+        )
+    return inferred
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether this counts or places dimensions or arguments, as a bool does not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_name: str) -> None:
+    """Insists that two shapes may be equal."""
+    if shape is not None and expected is not None and not compatible(shape, expected):
+        raise ValueError(
+            f"{name} has shape {show(shape)}, {like_name} {show(expected)}. They must be equal."
+        )
+
+
+def is_known(*shapes: Shape | None) -> bool:
+    """Whether the shapes are known in full, which leaves nothing to check at run time."""
+    return all(shape is not None and None not in shape for shape in shapes)
+
+
+def compatible(a: Shape, b: Shape) -> bool:
+    """Whether two shapes may be equal."""
+    return len(a) == len(b) and all(
+        m is None or n is None or m == n for m, n in zip(a, b, strict=True)
+    )
+
+
+def show(shape: Shape | None) -> str:
+    """A shape as errors print it: `[3, ?]`."""
+    if shape is None:
+        return "[unknown rank]"
+    return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"
+
+
+def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int) -> bool:
+    if any(shape is not None and len(shape) < batch_ndims for shape in (fx, x)):
+        return False
+    if fx is None or x is None:
+        return True
+    if not compatible(fx[:batch_ndims], x[:batch_ndims]):
+        return False
+    same_partial_for_every_entry = fx == gx == ()
+    return gx is None or same_partial_for_every_entry or compatible(gx, fx + x[batch_ndims:])
+
+
+def _advice(
+    fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int | None, names: Names
+) -> str:
+    if batch_ndims is not None:
+        stated = f"With batch_ndims={batch_ndims}"
+        if fx is None or x is None or min(len(fx), len(x)) < batch_ndims:
+            return f"{stated}, {names.fx} and {names.x} need at least {batch_ndims} dimensions."
+        if not compatible(fx[:batch_ndims], x[:batch_ndims]):
+            return (
+                f"{stated}, {names.fx} and {names.x} must agree in their first {batch_ndims} "
+                f"dimensions, got {show(fx[:batch_ndims])} and {show(x[:batch_ndims])}."
+            )
+        return f"{stated}, {names.gx} must have the shape {show(fx + x[batch_ndims:])}."
+    assert fx is not None
+    assert x is not None
+    would_do = []
+    if compatible(fx, x[: len(fx)]):
+        of = "each batch member" if fx else "a scalar"
+        would_do.append(f"{names.gx} {show(x)} (the gradient of {of})")
+    if fx:
+        would_do.append(f"{names.gx} {show(fx + x)} (the full Jacobian)")
+    if gx is not None and compatible(gx, x):
+        batches = " or ".join(show(x[:n]) for n in range(len(x) + 1))
+        would_do.append(f"{names.fx} {batches} (batch dimensions with which {names.x} begins)")
+    return (
+        f"What would do: {'; or '.join(would_do)}. If {names.fx} has both batch and range "
+        "dimensions, state batch_ndims."
+    )

@@ -1,0 +1,189 @@
+"""Structures flattened to leaves that know their path, dtype and shape, and the errors of these."""
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from sgtrick._core import shapes
+from sgtrick._core.types import Structure, Tensor
+
+
+class Leaf(NamedTuple):
+    """One leaf of `x` with the Jacobian by it."""
+
+    path: str  # its place in the structure: "['a'][0]"
+    x: Any  # tensor, B + D
+    gx: Any  # tensor, B + R + D, of the dtype in which it multiplies x
+    batch_ndims: Any  # len(B): an int, or an int32 tensor where it hangs on unknown ranks
+
+
+def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look alike."""
+    if isinstance(structure, Mapping):
+        for key in sorted(structure):
+            yield from flatten(structure[key], f"{path}[{key!r}]")
+    elif isinstance(structure, (list, tuple)):
+        for i, child in enumerate(structure):
+            yield from flatten(child, f"{path}[{i}]")
+    elif is_object(structure):
+        yield from flatten(tf.nest.flatten(structure), path)
+    else:
+        yield path, structure
+
+
+def is_object(structure: Structure) -> bool:
+    """Whether `tf.nest` takes this object apart: attrs classes, dataclasses that say how."""
+    return hasattr(structure, "__attrs_attrs__") or hasattr(structure, "__tf_flatten__")
+
+
+def pair(
+    x: Structure, gx: Structure, x_name: str = "x", gx_name: str = "gx"
+) -> list[tuple[str, Any, Any]]:
+    """Returns `(path, leaf of x, leaf of gx)` for every leaf.
+
+    As in TFP, a list of one also stands for the leaf it holds.
+    """
+    xs, gxs = list(flatten(x)), list(flatten(gx))
+    if [path for path, _ in xs] == [path for path, _ in gxs]:
+        return [(path, x, gx) for (path, x), (_, gx) in zip(xs, gxs, strict=True)]
+    if len(xs) == len(gxs) == 1 and {xs[0][0], gxs[0][0]} == {"", "[0]"}:
+        return [(*xs[0], gxs[0][1])]
+    raise ValueError(
+        f"{gx_name} must have the structure of {x_name}.\n"
+        f"  leaves of {x_name}: {', '.join(x_name + path for path, _ in xs) or 'none'}\n"
+        f"  leaves of {gx_name}: {', '.join(gx_name + path for path, _ in gxs) or 'none'}"
+    )
+
+
+def pair_hessian(hx: Structure, x: Structure, differentiated: Container[str]) -> dict[str, Any]:
+    """Returns the blocks of a Hessian by path, `{"[0]['a']": block}`.
+
+    Args:
+        hx: A structure of structures, None for a zero block.
+        x: The point.
+        differentiated: The paths of the leaves of `x` that have a Jacobian.
+
+    Raises:
+        ValueError: It is no such structure, or has a block without its transpose or Jacobian.
+    """
+    paths = [path for path, _ in flatten(x)]
+    blocks = dict(flatten(hx))
+    expected = [p + q for p in paths for q in paths]
+    if list(blocks) != expected:
+        raise ValueError(
+            "hx must hold a structure like x for each leaf of x, as jax.hessian returns it.\n"
+            f"  expected: {', '.join('hx' + path for path in expected)}\n"
+            f"  got:      {', '.join('hx' + path for path in blocks) or 'none'}"
+        )
+    for p in paths:
+        for q in paths:
+            if blocks[p + q] is None:
+                if blocks[q + p] is not None:
+                    raise ValueError(
+                        f"hx{p}{q} is None but its transpose hx{q}{p} is not. Pass both, or None "
+                        "for both where they are zero."
+                    )
+            elif p not in differentiated or q not in differentiated:
+                raise ValueError(
+                    f"hx{p}{q} is given, but gx{p if p not in differentiated else q} is None: "
+                    "what has no first derivative has no second. Pass None there."
+                )
+    return blocks
+
+
+def is_dense(leaf: Any) -> bool:
+    """Whether a leaf is a dense tensor, or a variable, which stands for one."""
+    return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Whether values of this dtype have derivatives."""
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
+def has_derivatives(leaf: Any) -> bool:
+    """Whether a leaf is a floating or complex number, array, tensor or variable."""
+    if isinstance(leaf, (float, complex)):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    try:
+        return dtype is not None and is_differentiable(tf.as_dtype(dtype))
+    except TypeError:  # a dtype that TensorFlow does not know
+        return False
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number, array, tensor or variable, or None in the place of one."""
+    return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
+
+
+def may_be_recorded(leaf: Any) -> bool:
+    """Whether a tape may know a leaf: numbers and arrays are none's."""
+    return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
+
+
+def is_pair(returned: Any) -> bool:
+    """Whether what a function returned is a pair."""
+    return isinstance(returned, (tuple, list)) and len(returned) == 2
+
+
+def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
+    """`tf.convert_to_tensor` whose errors name the argument."""
+    came = getattr(value, "dtype", None)
+    if isinstance(came, tf.DType) and came.base_dtype != came:
+        raise TypeError(
+            f"{name} is a reference variable of TensorFlow 1, which cannot carry a custom "
+            "gradient. Make it with use_resource=True."
+        )
+    if dtype is None and isinstance(value, tf.Tensor):
+        return value
+    try:
+        return tf.convert_to_tensor(value, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise no_tensor(value, name, error) from error
+
+
+def no_tensor(value: Any, name: str, error: Exception) -> TypeError:
+    """What is raised where `value` cannot be converted."""
+    return TypeError(
+        f"{name} must be a tensor, variable, array or number, got {type(value).__name__}: {error}"
+    )
+
+
+def static_shape(tensor: Tensor) -> shapes.Shape | None:
+    """What is known of a tensor's shape without running it."""
+    return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
+
+
+def checked(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
+    """Returns `tensor`; a run-time error with its and the others' shapes where `fits` is false."""
+    shape = tf.shape(tensor)
+    check = tf.debugging.Assert(fits, [message, shape, *map(tf.shape, others)], summarize=16)
+    with tf.control_dependencies([check]):
+        # XLA leaves assertions out; there the impossible size is the error.
+        impossible = tf.fill([tf.where(fits, 0, 1)], -2)
+        checked = tf.reshape(tensor, tf.concat([shape, impossible], 0))
+    checked.set_shape(tensor.shape)
+    return checked
+
+
+def shaped_like(tensor: Tensor, like: Tensor, name: str, like_name: str) -> Tensor:
+    """Returns `tensor`, checked to have the shape of `like`: while tracing where that is known.
+
+    Raises:
+        ValueError: The shapes cannot be equal.
+    """
+    shape, expected = static_shape(tensor), static_shape(like)
+    shapes.check_equal(shape, expected, name, like_name)
+    if shapes.is_known(shape, expected):
+        return tensor
+    fits = equal_shapes(tf.shape(tensor), tf.shape(like))
+    message = f"These shapes, of {name} and of what it must be like, differ:"
+    return checked(fits, tensor, message, like)
+
+
+def equal_shapes(a: Tensor, b: Tensor) -> Tensor:
+    """Whether two shape vectors, perhaps of different lengths, are equal."""
+    n = tf.minimum(tf.size(a), tf.size(b))
+    return tf.equal(tf.size(a), tf.size(b)) & tf.reduce_all(tf.equal(a[:n], b[:n]))

@@ -1,0 +1,152 @@
+"""Functions whose value comes with its gradient."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick._core import calls, devices, lost, loud, mixed
+from sgtrick._core._tensorflow import autograph, tapes
+from sgtrick._core.closures import Closure
+from sgtrick._core.fixed_point import (
+    ValueAtPoint,
+    as_tuple,
+    check_function,
+    checked_value,
+    pair_of,
+    select,
+)
+from sgtrick._core.structures import Leaf
+from sgtrick._core.types import Argnums, Args, Device, Function, Gradient, Kwargs, Structure, Tensor
+
+
+def from_value_and_gradient(
+    fn: Function | None = None,
+    *,
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    batch_ndims: int | None = None,
+    device: Device = None,
+) -> Any:
+    """Embeds a function that returns its value and its gradient together.
+
+    For engines that compute both at once, in the manner of `tfp.math.value_and_gradient` and
+    `jax.value_and_grad`. What other arguments and variables contribute to the value keeps autodiff.
+
+        >>> import tensorflow as tf
+        >>> import sgtrick
+        >>> def normal(x, scale):
+        ...     return -0.5 * tf.reduce_sum((x / scale) ** 2, -1), -x / scale**2
+        >>> log_prob = sgtrick.from_value_and_gradient(normal)
+        >>> x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(x)
+        ...     y = log_prob(x, 2.0)
+        >>> tape.gradient(y, x).numpy()
+        array([[-0.25, -0.5 ],
+               [-0.75, -1.  ]], dtype=float32)
+
+    Args:
+        fn: Returns `(value, gradient)`: a tensor `B + R`, and for an int or name `argnums` a
+            Jacobian `B + R + D` in the structure of the argument, for a tuple a tuple of these.
+            With `has_aux` it returns `((value, aux), gradient)`. Without `fn`,
+            `from_value_and_gradient` returns a decorator.
+        argnums: The arguments by which the gradient is: positions or parameter names.
+        has_aux: Whether there is something else beside the value.
+        batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
+        device: As in `custom_gradient`; `fn` runs there too.
+
+    Returns:
+        A function with the arguments of `fn` that returns the value, or `(value, aux)`, with the
+        gradient. A second derivative evaluates `fn` once more and differentiates its gradient.
+
+    Raises:
+        TypeError: `fn` returns something else; a function in the gradient's place belongs to
+            `custom_vjp`.
+        ValueError: `argnums` names no argument, or the gradient does not have the structure or
+            shape of its argument.
+        LookupError: When a second derivative is taken of a gradient that TensorFlow cannot
+            differentiate, as in `with_gradient`.
+    """
+    if fn is None:
+        return functools.partial(
+            from_value_and_gradient,
+            argnums=argnums,
+            has_aux=has_aux,
+            batch_ndims=batch_ndims,
+            device=device,
+        )
+    check_function(fn, "fn")
+    return calls.as_form(
+        fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
+    )
+
+
+def _from_value_and_gradient(
+    fn: Function, argnums: Argnums, has_aux: bool, batch_ndims: int | None, device: Device
+) -> Function:
+    function = calls.Callee(fn)
+
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
+        name, f = function.name, converted(function.f)
+
+        def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
+            if callable(gradients):
+                raise TypeError(
+                    f"{name} returned a function in the place of the gradient. A value with the "
+                    "function that pulls back is the protocol of sgtrick.custom_vjp."
+                )
+            return point.jacobians(as_tuple(gradients, argnums, name), y, batch_ndims)
+
+        with devices.scope(device):
+            point = select(function, argnums, args, kwargs)
+            others = point.others()
+            # Without a record, a tape in it would say that there is no gradient.
+            run = functools.partial(tapes.unsuspended, lambda: point.stopped(f))
+            closure = Closure(run, others.xs)
+            y, gradients = pair_of(closure.result, f"{name} must return (value, gradient)")
+            if has_aux:
+                y, aux = pair_of(y, f"{name} must return ((value, aux), gradient)")
+            y = checked_value(y, name)
+            at, call = point.read(), ValueAtPoint(name, point, others, closure)
+
+            def evaluated(call: calls.Call) -> list[Leaf | None]:
+                return jacobians(call(f)[1], y)
+
+            known = _differentiable(call, at, jacobians(gradients, y), evaluated)
+            y = call.embed(y, at, known, evaluated)
+            return (y, aux) if has_aux else y
+
+    return autograph.form(call)
+
+
+def _differentiable(
+    call: ValueAtPoint,
+    at: calls.Call,
+    leaves: list[Any],
+    evaluated: Callable[[calls.Call], list[Any]],
+) -> Callable[[], list[Any]]:
+    """The gradients that came with the value, whose derivatives are those of another evaluation."""
+    known = [leaf.gx for leaf in leaves if leaf is not None]
+    others = call.closure.others(known, call.point.stopped_xs) or mixed.Others(())
+
+    def gradients(
+        zs: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+    ) -> list[Gradient]:
+        points = [tf.identity(x) for x in xs]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(points)
+            again = evaluated(call.at(at, points, passed))
+        gxs = [leaf.gx for leaf in again if leaf is not None]
+        found = tape.gradient(gxs, points, output_gradients=list(zs))
+        if all(g is None for g in found):
+            return [loud.failure(x, lost.message(call.name), zs) for x in xs]
+        return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
+
+    def jacobians() -> list[Leaf | None]:
+        moving = mixed.ByPoint(call.name, gradients, call.point.xs, others)
+        gxs = iter(mixed.keep_own(moving, known))
+        return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
+
+    return jacobians

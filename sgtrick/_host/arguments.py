@@ -1,0 +1,122 @@
+"""Arguments of an engine: tensors of one batch, each with its event dimensions."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick._core import shapes, structures
+from sgtrick._core.types import Tensor
+from sgtrick._host.contract import too_few_dimensions
+
+
+def with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, int]]:
+    """`(path, leaf, event_ndims)` for every leaf of an argument."""
+    if not tf.nest.is_nested(ndims):
+        flat = [(path, leaf, ndims) for path, leaf in structures.flatten(arg)]
+    else:
+        flat = structures.pair(arg, ndims, name, f"the event_ndims of {name}")
+    for path, _, n in flat:
+        if not (shapes.is_int(n) or isinstance(n, np.integer)) or n < 0:
+            raise ValueError(
+                f"event_ndims must be an int of at least 0, or one for each argument, got {n!r} "
+                f"for {name}{path}."
+            )
+    return [(name + path, leaf, n) for path, leaf, n in flat]
+
+
+def tensors_of(
+    flat: Sequence[tuple[str, Any, int]], default: Any
+) -> tuple[list[Any], list[Any], Any]:
+    """The leaves as tensors, the dtypes of their gradients, and that of the value."""
+    # Variables may say another dtype than that in which a layer of Keras reads them.
+    read = [
+        None if type(leaf) is float else structures.to_tensor(leaf, path) for path, leaf, _ in flat
+    ]
+    # A number has no dtype of its own: it takes that of the others, or of the engine.
+    floating = [x.dtype for x in read if x is not None and x.dtype.is_floating]
+    common = _widest(floating) if floating else default
+    xs, dtypes = [], []
+    for (path, leaf, ndims), x in zip(flat, read, strict=True):
+        if x is None:
+            x = structures.to_tensor(leaf, path, dtype=common)
+        if x.dtype.is_complex:
+            raise TypeError(
+                f"{path} is complex ({x.dtype.name}), and an engine takes real arrays. Pass its "
+                "real and its imaginary part as two arguments."
+            )
+        shape = structures.static_shape(x)
+        if shape is not None and len(shape) < ndims:
+            raise too_few_dimensions(path, shape, ndims)
+        xs.append(x)
+        dtypes.append(x.dtype.as_numpy_dtype if x.dtype.is_floating else None)
+    return xs, dtypes, common
+
+
+def _widest(dtypes: Sequence[Any]) -> Any:
+    """The dtype that holds all: of float16 and bfloat16, neither does."""
+    size = max(dtype.size for dtype in dtypes)
+    widest = {dtype for dtype in dtypes if dtype.size == size}
+    return (widest.pop() if len(widest) == 1 else tf.float32).as_numpy_dtype
+
+
+def broadcast_batches(
+    xs: Sequence[Tensor], event_ndims: Sequence[int], paths: Sequence[str]
+) -> tuple[list[Any], Any]:
+    """The tensors with a common batch shape, and what is known of it.
+
+    Autodiff of the broadcast sums the gradients of what is repeated.
+    """
+    if not xs:
+        return [], tf.TensorShape([])
+    batches = [_front(x, n) for x, n in zip(xs, event_ndims, strict=True)]
+    try:
+        batch = functools.reduce(tf.broadcast_static_shape, batches)
+    except ValueError as error:
+        shown = ", ".join(
+            f"{p} {shapes.show(structures.static_shape(x))}" for p, x in zip(paths, xs, strict=True)
+        )
+        raise ValueError(
+            f"The batch shapes of {shown} do not broadcast, with event_ndims={list(event_ndims)}. "
+            "What is before the event dimensions is batch."
+        ) from error
+    if len(xs) == 1 or all(b.is_fully_defined() and b == batch for b in batches):
+        return list(xs), batch
+    shape = batch.as_list() if batch.is_fully_defined() else None
+    if shape is None:
+        xs = [_with_event(x, n, path) for x, n, path in zip(xs, event_ndims, paths, strict=True)]
+        shape = functools.reduce(
+            tf.broadcast_dynamic_shape,
+            [tf.shape(x)[: tf.rank(x) - n] for x, n in zip(xs, event_ndims, strict=True)],
+        )
+    out = []
+    for x, n in zip(xs, event_ndims, strict=True):
+        y = tf.broadcast_to(x, tf.concat([shape, tf.shape(x)[tf.rank(x) - n :]], 0))
+        known = x.shape.rank is not None
+        y.set_shape(batch.concatenate(x.shape[x.shape.rank - n :] if known else [None] * n))
+        out.append(y)
+    return out, batch
+
+
+def padded(xs: Sequence[Tensor], event_ndims: Sequence[int], batch_ndims: int) -> list[Any]:
+    """The tensors with that many batch dimensions, those that lack being of size 1."""
+    tensors = []
+    for x, n in zip(xs, event_ndims, strict=True):
+        lacking = batch_ndims + n - x.shape.rank
+        tensors.append(x[(tf.newaxis,) * lacking + (...,)] if lacking else x)
+    return tensors
+
+
+def _with_event(x: Tensor, event_ndims: int, path: str) -> Tensor:
+    """Returns `x`, checked to have at least these dimensions: in graphs when they are run."""
+    if x.shape.rank is not None:
+        return x
+    message = f"event_ndims={event_ndims}, but {path} has fewer dimensions:"
+    return structures.checked(tf.rank(x) >= event_ndims, x, message)
+
+
+def _front(x: Tensor, event_ndims: int) -> Any:
+    """The static batch shape."""
+    return x.shape if x.shape.rank is None else x.shape[: x.shape.rank - event_ndims]

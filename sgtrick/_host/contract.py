@@ -1,0 +1,227 @@
+"""What an engine is called with and must return, and what it is told when it does not."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick._core import shapes
+from sgtrick._core.types import Array, Structure
+
+Shape = tuple[int, ...]
+
+
+class CallSpec:
+    """What flat arrays are as arguments of an engine, and what has to come back.
+
+    Attributes:
+        name: What errors call the engine.
+        paths: Of the leaves of the arguments: "x['a']".
+        event_ndims: How many dimensions of each leaf belong to one call.
+        dtypes: Of the gradients by leaf; None for a leaf that has no derivatives.
+        has_aux: Whether there is something beside the value.
+        places: Which leaves have derivatives.
+        gradient_dtypes: Of the gradients by these.
+        outputs: The dtypes of what comes back: value, gradients of leaves with derivatives, aux.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: Sequence[Any],
+        paths: Sequence[str],
+        event_ndims: Sequence[int],
+        dtypes: Sequence[Any],
+        value_dtype: Any,
+        aux_dtype: Any,
+    ) -> None:
+        self.name, self.paths, self.event_ndims = name, paths, event_ndims
+        self.dtypes, self.has_aux = dtypes, aux_dtype is not None
+        self.places = [k for k, dtype in enumerate(dtypes) if dtype is not None]
+        self._without = [k for k, dtype in enumerate(dtypes) if dtype is None]
+        self.gradient_dtypes = [np.dtype(dtypes[k]) for k in self.places]
+        self.outputs = [np.dtype(value_dtype), *self.gradient_dtypes]
+        if aux_dtype is not None:
+            self.outputs.append(np.dtype(aux_dtype))
+        # The structure alone: TensorFlow keeps callbacks, and tensors would keep their graph.
+        self._args = tf.nest.map_structure(lambda _: None, args)
+        self._nested = any(map(tf.nest.is_nested, args))
+        self.has_derivatives = bool(self.gradient_dtypes)
+
+    def pack(self, leaves: Sequence[Array]) -> Sequence[Any]:
+        """Leaves as the arguments that the engine takes."""
+        if not self._nested:
+            return leaves
+        return tf.nest.pack_sequence_as(self._args, leaves)  # type: ignore[no-any-return]
+
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
+        """Copies for the engine, which may change and keep them: the buffers are TensorFlow's.
+
+        Args:
+            arrays: The leaves as they came.
+            dtype: What those that have derivatives are cast to.
+
+        Raises:
+            ValueError: A leaf has too few dimensions.
+        """
+        leaves = []
+        for a, path, ndims, own in zip(
+            arrays, self.paths, self.event_ndims, self.dtypes, strict=True
+        ):
+            if own is not None:
+                leaf = copy(a, dtype)
+            else:  # a string would end at its last byte that is not zero
+                leaf = np.array(a, object if isinstance(a, bytes) else None)
+            if leaf.ndim < ndims:
+                raise too_few_dimensions(path, leaf.shape, ndims)
+            leaves.append(leaf)
+        return leaves
+
+    def gradients(
+        self, gradient: Structure, batch: Shape, events: Sequence[Shape], what: str = "the gradient"
+    ) -> list[Any]:
+        """The gradients by the leaves that have derivatives, checked; None where one is not known.
+
+        Args:
+            gradient: What the engine returned for it.
+            batch: The batch shape of the call.
+            events: The shapes of the leaves, without batch.
+            what: What errors call it.
+
+        Raises:
+            TypeError: It is no array of real numbers, or is by a leaf without derivatives.
+            ValueError: A wrong shape or structure.
+        """
+        parts = self.split(gradient, what)
+        found = [
+            None
+            if parts[k] is None
+            else self.checked(parts[k], batch + events[k], what, self.paths[k])
+            for k in self.places
+        ]
+        for k in self._without:
+            if parts[k] is not None:
+                raise TypeError(
+                    f"{what} of {self.name} by {self.paths[k]} must be None, got {show(parts[k])}: "
+                    f"{self.paths[k]} has a dtype without derivatives."
+                )
+        return found
+
+    def split(self, gradient: Structure, what: str) -> Sequence[Any]:
+        """The leaves of what has the structure of the arguments.
+
+        Raises:
+            ValueError: It has another structure.
+        """
+        like: Any = self._args
+        if gradient is None:  # there is nothing to differentiate by
+            return [None] * len(self.paths)
+        if len(like) == 1:
+            if not self._nested:
+                is_tuple = isinstance(gradient, tuple) and len(gradient) == 1
+                return gradient if is_tuple else (gradient,)
+            (like,) = like
+        return list(_split(gradient, like, f"{what} of {self.name}"))
+
+    def checked(
+        self,
+        value: Any,
+        shape: Shape | None,
+        what: str,
+        by: str | None = None,
+        events: Sequence[Shape] = (),
+    ) -> Any:
+        """`value` as an array of real numbers, of this shape unless None; NaN where masked.
+
+        With `events`, the shapes of the leaves, errors say what most likely led to another shape.
+        """
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            what = self._named(what, by)
+            raise TypeError(f"{what} is no array, but {show(value)}: {error}") from error
+        if array.dtype.kind not in "fiu":
+            raise TypeError(f"{self._named(what, by)} must be real numbers, got {show(value)}.")
+        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+            array = np.where(np.ma.getmaskarray(value), np.nan, array)
+        if shape is not None and array.shape != shape:
+            # R has no numbers but vectors of length one.
+            if type(value) in (int, float) and math.prod(shape) == 1:
+                return array.reshape(shape)
+            raise ValueError(
+                f"{self._named(what, by)} must have the shape {shapes.show(shape)}, got "
+                f"{shapes.show(array.shape)}.{_usual_cause(array.shape, shape, events)}"
+            )
+        return array
+
+    def _named(self, what: str, by: str | None) -> str:
+        return f"{what} of {self.name}" + (f" by {by}" if by else "")
+
+
+def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
+    """What most likely led to the shape of a value."""
+    if events and batch and came == ():
+        return (
+            " The engine is vectorized, so it returns a value for each member of the batch: sum "
+            "over the point alone, say with axis=-1, or leave vectorized=True away."
+        )
+    if any(came == batch + event for event in events):
+        return (
+            " That is the shape of the point: sum over it, or state event_ndims=0 if each number "
+            "is a point of its own."
+        )
+    return ""
+
+
+def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError:
+    """What is raised for an argument with fewer dimensions than one call of the engine takes."""
+    return ValueError(
+        f"{path} has shape {shapes.show(shape)}, but the engine is declared to take arrays of "
+        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. State event_ndims, for "
+        "example event_ndims=0 for a number; and pass a list of numbers as an array, for a list "
+        "is a structure."
+    )
+
+
+def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
+    """The parts of `value` that stand where `like` has leaves."""
+    if isinstance(like, Mapping):
+        if not isinstance(value, Mapping) or set(value) != set(like):
+            raise ValueError(f"{what} must be a dict of {sorted(like)}, got {show(value)}.")
+        for key in sorted(like):
+            yield from _split(value[key], like[key], f"{what}[{key!r}]")
+    elif isinstance(like, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(like):
+            raise ValueError(f"{what} must be a tuple of {len(like)}, got {show(value)}.")
+        for i, (v, child) in enumerate(zip(value, like, strict=True)):
+            yield from _split(v, child, f"{what}[{i}]")
+    elif tf.nest.is_nested(like):  # attrs classes, dataclasses
+        tf.nest.assert_same_structure(like, value)
+        yield from tf.nest.flatten(value)
+    else:
+        yield value
+
+
+def copy(array: Any, dtype: Any) -> Any:
+    if array.dtype == dtype:
+        return np.array(array)
+    with np.errstate(all="ignore"):  # the range of one dtype is wider than that of the other
+        return np.array(array, dtype)
+
+
+def show(value: Any) -> str:
+    """What a value is, in a line."""
+    if value is None:
+        return "None"
+    if isinstance(value, Mapping):
+        return f"a dict of {list(value)}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} ({', '.join(map(show, value))})"
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if shape == ():
+        return f"{type(value).__name__} {value}"
+    if dtype is not None and shape is not None:
+        return f"{type(value).__name__} of shape {list(shape)} and dtype {dtype}"
+    return f"{type(value).__name__} {value!r}"[:200]

@@ -1,0 +1,229 @@
+"""Functions that another framework differentiates, as engines of arrays."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick._core import calls, structures
+from sgtrick._core.types import Args, Function, Structure
+from sgtrick._host.engine import WrongUse
+
+# Which leaves to map over, by batch dimension from the first to the last, by group of leaves.
+Dims = tuple[tuple[tuple[int | None, ...], ...], ...]
+
+
+class Framework(Protocol):
+    """What a framework has to offer. Functions take groups of leaves: points, constants, vectors.
+
+    `f(points, constants)` returns a scalar, or `(scalar, aux)`; it is a function of one member.
+    """
+
+    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
+        """From arrays `(points, constants)` to `(value or (value, aux), gradients)`, mapped."""
+        ...
+
+    def hessian_times(self, f: Function, dims: Dims) -> Function:
+        """From arrays `(points, constants, vs)` to the Hessian times `vs`, mapped."""
+        ...
+
+    def why_no_scalar(self, value: Any) -> str | None:
+        """What is wrong with the value that `f` returned."""
+        ...
+
+    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
+        """Whether `f(points, constants)` uses point `k`, and its value does not depend on it."""
+        ...
+
+    def advice(self, error: Exception) -> str | None:
+        """What to do about an error that is raised at whatever point."""
+        ...
+
+
+class Split(NamedTuple):
+    """The leaves of a call; those to differentiate by are its points, all others its constants."""
+
+    args: Args
+    leaves: list[Any]
+    places: tuple[int, ...]  # of the points
+
+    def groups(self) -> list[list[Any]]:
+        """Points and constants."""
+        others = (leaf for k, leaf in enumerate(self.leaves) if k not in self.places)
+        return [[self.leaves[k] for k in self.places], list(others)]
+
+    def joined(self, points: Sequence[Any], constants: Sequence[Any]) -> Any:
+        """The arguments with other leaves."""
+        own, rest = dict(zip(self.places, points, strict=True)), iter(constants)
+        flat = [own[k] if k in own else next(rest) for k in range(len(self.leaves))]
+        return tf.nest.pack_sequence_as(self.args, flat)
+
+    def packed(self, parts: Sequence[Any]) -> Any:
+        """What has a part for each point, as `from_numpy` expects it."""
+        own = dict(zip(self.places, parts, strict=True))
+        packed = tf.nest.pack_sequence_as(self.args, [own.get(k) for k in range(len(self.leaves))])
+        return packed[0] if len(packed) == 1 else packed
+
+
+class Derived:
+    """The engine `(value, gradient)` and the `hessp` of a function of one member.
+
+    Arguments that members share come with batch dimensions of size 1, and are not mapped over.
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        framework: Framework,
+        event_ndims: int | Structure,
+        has_aux: bool,
+        name: str,
+    ) -> None:
+        self._fn, self._framework, self._has_aux = fn, framework, has_aux
+        self._event_ndims, self._name = event_ndims, name
+        self._transformed: dict[Any, Function] = {}
+
+    def evaluate(self, *args: Any) -> Any:
+        """Value, perhaps aux, and gradients, of a batch."""
+        split = _split(args)
+        if not split.places:
+            raise WrongUse(
+                f"{self._name} has no argument of a floating dtype, so there is no gradient to "
+                "derive. Pass one as a float, or call the function itself."
+            )
+        groups, dims = self._mapped(split, split.groups())
+        value, gradients = self._run("gradient", split, groups, dims)
+        for k, gradient in zip(split.places, gradients, strict=True):
+            if gradient.size and not gradient.any():
+                self._check_connection(split, groups, dims, k)
+        return value, split.packed(gradients)
+
+    def hessian_times(self, *args_and_v: Any) -> Any:
+        """The Hessian of each member of a batch times `v`."""
+        *args, v = args_and_v
+        split = _split(tuple(args))
+        vs = [leaf for leaf in tf.nest.flatten(v) if leaf is not None]
+        groups, dims = self._mapped(split, [*split.groups(), vs])
+        return split.packed(self._run("hessian_times", split, groups, dims))
+
+    def _mapped(
+        self, split: Split, groups: Sequence[Sequence[Any]]
+    ) -> tuple[list[tuple[Any, ...]], Dims]:
+        """The leaves without the batch dimensions that they do not have, and those they have."""
+        ndims = Split(split.args, self._by_leaf(split.args), split.places).groups()
+        fronts = [
+            [leaf.shape[: leaf.ndim - n] for leaf, n in zip(group, own, strict=True)]
+            for group, own in zip(groups, [*ndims, ndims[0]], strict=False)
+        ]
+        batch = np.broadcast_shapes(*(front for group in fronts for front in group))
+        dims = tuple(
+            tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
+            for k, size in enumerate(batch)
+        )
+        squeezed = [
+            tuple(
+                leaf.squeeze(tuple(k for k, size in enumerate(batch) if front[k] != size))
+                for leaf, front in zip(group, own, strict=True)
+            )
+            for group, own in zip(groups, fronts, strict=True)
+        ]
+        return squeezed, dims
+
+    def _by_leaf(self, args: Args) -> list[int]:
+        """`event_ndims`, one for each leaf."""
+        stated = self._event_ndims
+        by_argument = stated if isinstance(stated, (tuple, list)) else [stated] * len(args)
+        return [
+            n
+            for arg, ndims in zip(args, by_argument, strict=False)  # defaults may be left out
+            for n in (
+                tf.nest.flatten(ndims)
+                if tf.nest.is_nested(ndims)
+                else [ndims] * len(tf.nest.flatten(arg))
+            )
+        ]
+
+    def _run(self, what: str, split: Split, groups: Sequence[Any], dims: Dims) -> Any:
+        """The transformed function, made once for all calls of the same structure, at `groups`."""
+        key = what, split.places, dims, repr(tf.nest.map_structure(lambda _: 0, split.args))
+        if key not in self._transformed:
+            like = split._replace(leaves=[None] * len(split.leaves))  # keeps no arrays
+            like = like._replace(args=tf.nest.map_structure(lambda _: None, split.args))
+            if what == "gradient":
+                f = self._function(like, self._has_aux)
+                self._transformed[key] = self._framework.gradient(f, self._has_aux, dims)
+            else:
+                f = self._function(like, has_aux=False)
+                self._transformed[key] = self._framework.hessian_times(f, dims)
+        return self._advised(self._transformed[key], *groups)
+
+    def _advised(self, f: Function, *args: Any) -> Any:
+        """`f(*args)`, with our own advice in front of the framework's errors."""
+        try:
+            return f(*args)
+        except WrongUse:
+            raise
+        except Exception as error:
+            advice = self._framework.advice(error)
+            if advice is None:
+                raise
+            said = f"{type(error).__name__}: {error}"
+            raise WrongUse(f"{self._name} {advice}\n{said}") from error
+
+    def _function(self, split: Split, has_aux: bool) -> Function:
+        """The function of `(points, constants)`, that returns what it should."""
+
+        def f(points: Sequence[Any], constants: Sequence[Any]) -> Any:
+            returned = self._fn(*split.joined(points, constants))
+            if structures.is_pair(returned) != self._has_aux:
+                wanted = "(value, aux)" if self._has_aux else "the value alone"
+                raise WrongUse(
+                    f"{self._name} must return {wanted}, got {type(returned).__name__}. The "
+                    "gradient is derived: a function that returns one, too, is for from_numpy; and "
+                    "has_aux=True says that something stands beside the value."
+                )
+            value = returned[0] if self._has_aux else returned
+            why = self._framework.why_no_scalar(value)
+            if why is not None:
+                raise WrongUse(f"{self._name} must return a scalar, {why}")
+            return (value, returned[1]) if has_aux else value
+
+        return f
+
+    def _check_connection(
+        self, split: Split, groups: Sequence[Any], dims: Dims, place: int
+    ) -> None:
+        """Raises if a gradient is zero since the value was cut off from the point."""
+        first = [list(group) for group in groups]
+        for level in dims:
+            for group, own in zip(first, level, strict=True):
+                group[:] = [a if d is None else a[0, ...] for a, d in zip(group, own, strict=True)]
+        points, constants = first
+        k = split.places.index(place)
+        f = self._function(split, self._has_aux)
+        if self._framework.is_cut_off(f, points, constants, k):
+            raise WrongUse(
+                f"{self._name} uses {self._path(split.args, place)}, but its value is cut off from "
+                "it, so that the gradient would be zero. The usual causes are .item(), float(), "
+                ".detach(), .numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
+                "integers. Take them out; or pass what is to be a constant as integers; or, if the "
+                "derivative is zero indeed, add 0 * x.sum() to the value."
+            )
+
+    def _path(self, args: Args, place: int) -> str:
+        """What a leaf is called: "p['loc']"."""
+        signature = calls.signature_of(self._fn)
+        names = list(signature.parameters) if signature else []
+        named = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
+        paths = [
+            path
+            for name, arg in zip(named, args, strict=True)
+            for path, _ in structures.flatten(arg, name)
+        ]
+        return paths[place]
+
+
+def _split(args: Args) -> Split:
+    leaves = tf.nest.flatten(args)
+    return Split(args, leaves, tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f"))

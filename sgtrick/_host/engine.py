@@ -1,0 +1,345 @@
+"""Evaluates a function of NumPy arrays for the members of a batch, by turns or by an executor."""
+
+import contextlib
+import itertools
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sgtrick._core.types import Array, Function
+from sgtrick._host import reticulate
+from sgtrick._host.contract import Shape
+from sgtrick._host.executors import MainThreadExecutor
+from sgtrick._host.hessians import HessianTimes
+from sgtrick._host.replies import (
+    Reply,
+    Results,
+    ValueAndGradient,
+    count_nonfinite,
+    split_shapes,
+)
+
+
+class WrongUse(TypeError):  # noqa: N818 - reads as what it is, and is caught as a TypeError
+    """An engine that can work nowhere as it was declared: no failure that `on_error` rejects."""
+
+
+class Engine:
+    """A function of arrays with its derivatives, in it or beside it, and how it is to be called.
+
+    Attributes:
+        dtype: What floating arguments are cast to.
+        calls: How often the function was called for a value and a gradient.
+        hess_calls: How often it was called for second derivatives.
+        failures: How many of all these calls raised.
+        nonfinite: For how many points the value, or an entry of the gradient, was not finite.
+        seconds: Wall time of all evaluations together.
+        has_whole_hessian: Whether the function for second derivatives returns all of the Hessian.
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        grad: Function | None = None,
+        *,
+        hessp: Function | None = None,
+        hess: Function | None = None,
+        vectorized: bool,
+        broadcasts: bool = False,
+        dtype: Any,
+        executor: futures.Executor | None,
+        on_error: str | float,
+    ) -> None:
+        """See `from_numpy`.
+
+        `broadcasts` says of a vectorized engine that it takes arguments that all members share with
+        batch dimensions of size 1; the others get views of the common batch shape.
+        """
+        if hessp is not None and hess is not None:
+            raise TypeError("Pass hessp or hess: either is enough for second derivatives.")
+        self.dtype, self._instead = _floating(dtype), _number(on_error)
+        self._functions = [reticulate.as_engine(f) for f in (fn, grad) if f is not None]
+        self._hessian = [reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
+        self.has_whole_hessian = hess is not None
+        self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
+        _check_executor(executor, [*self._functions, *self._hessian])
+        self.calls, self.hess_calls, self.failures, self.nonfinite = 0, 0, 0, 0
+        self.seconds = 0.0
+        self._counting = threading.Lock()
+        # TensorFlow calls from any thread, and most engines expect one call at a time. An executor
+        # says how many it may be. The same thread may come again, from inside the engine.
+        self._turn: Any = threading.RLock() if executor is None else contextlib.nullcontext()
+        # One that does one thing at a time is given one: the engine may return the same buffer.
+        self._concurrent = executor is not None and not isinstance(executor, MainThreadExecutor)
+
+    def evaluate(self, reply: ValueAndGradient, *arrays: Array) -> list[Any]:
+        """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
+
+        Args:
+            reply: What the arrays are, and what has to come back.
+            arrays: The leaves, with equally many batch dimensions, which are broadcast.
+        """
+        return self._answer(_Asked(reply, self._functions, "calls"), arrays)
+
+    def hessian_times(self, reply: HessianTimes, *arrays: Array) -> list[Any]:
+        """Returns the products of the Hessian with a vector, by the leaves that have derivatives.
+
+        Args:
+            reply: What the arrays are, and what has to come back.
+            arrays: The leaves, and the vector's: one for each that has derivatives.
+        """
+        return self._answer(_Asked(reply, self._hessian, "hess_calls"), arrays)
+
+    @property
+    def has_hessian(self) -> bool:
+        """Whether the engine has second derivatives."""
+        return bool(self._hessian)
+
+    def _answer(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
+        """The arrays for TensorFlow."""
+        with self._turn:
+            begin = time.perf_counter()
+            try:
+                return asked.reply.outgoing(self._parts(asked, arrays))
+            finally:
+                for future in asked.running:
+                    future.cancel()
+                with self._counting:
+                    setattr(self, asked.counter, getattr(self, asked.counter) + asked.calls)
+                    self.failures += asked.failures
+                    self.nonfinite += asked.nonfinite
+                    self.seconds += time.perf_counter() - begin
+
+    def _parts(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
+        """What came back for all members of the batch."""
+        reply = asked.reply
+        leaves = reply.incoming(arrays, self.dtype)
+        batch, events = split_shapes(leaves, reply.event_ndims)
+        if not self._vectorized or 0 in batch:
+            return self._by_member(asked, arrays, leaves, batch, events)
+        whole = leaves
+        if not self._broadcasts:
+            whole = [_broadcast(a, batch + e) for a, e in zip(leaves, events, strict=True)]
+        result = self._started(asked, whole)
+        try:
+            returned = self._returned(asked, result)
+        except _Failure as failure:
+            if self._instead is not None and math.prod(batch) > 1:
+                # One bad member must not reject the others. What failed may have changed `leaves`.
+                leaves = reply.incoming(arrays, self.dtype)
+                return self._by_member(asked, arrays, leaves, batch, events)
+            return self._failed(asked, failure, arrays, batch, events)
+        parts = reply.parts(returned, batch, events, whole)
+        columns = parts[:-1] if reply.has_aux else parts
+        asked.nonfinite = count_nonfinite(columns, batch)
+        for k, column in enumerate(columns):
+            if column is None:
+                parts[k] = np.full(reply.shapes(batch, events)[k], np.nan)
+        return parts
+
+    def _by_member(
+        self,
+        asked: "_Asked",
+        arrays: Sequence[Array],
+        leaves: Sequence[Any],
+        batch: Shape,
+        events: Sequence[Shape],
+    ) -> list[Any]:
+        """Calls the engine for each member of the batch, and joins what comes back.
+
+        A vectorized engine is called with batches of one.
+        """
+        reply, one = asked.reply, (1,) * len(batch) if self._vectorized else ()
+        shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
+        plain = not (one or any(shared))
+
+        def start(i: Shape) -> tuple[list[Any], Callable[[], Any]]:
+            if plain:  # the usual case, in less time
+                member = [a[(*i, ...)] for a in leaves]
+            else:
+                member = [_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)]
+            return member, self._started(asked, member)
+
+        places = list(itertools.product(*map(range, batch)))
+        started: Iterable[tuple[Sequence[Any], Callable[[], Any]]] = map(start, places)
+        if self._concurrent:
+            started = list(started)
+        results = Results(reply, batch, events, len(one))
+        for i, (member, result) in zip(places, started, strict=True):
+            try:
+                returned = self._returned(asked, result)
+            except _Failure as failure:
+                came = [_of(i, np.asarray(a), s) for a, s in zip(arrays, shared, strict=True)]
+                results.put(i, self._failed(asked, failure, came, one, events), failed=True)
+            else:
+                results.put(i, reply.parts(returned, one, events, member))
+        asked.nonfinite = results.nonfinite()
+        return results.joined()
+
+    def _returned(self, asked: "_Asked", result: Callable[[], Any]) -> Any:
+        """What comes back of one call.
+
+        Args:
+            asked: What it is a call for.
+            result: Makes the call, or waits for the executor.
+
+        Raises:
+            _Failure: The engine raised.
+            RuntimeError: There is no answer from the executor.
+        """
+        asked.calls += 1
+        try:
+            return result()
+        except (reticulate.WrongThreadError, WrongUse):
+            raise  # no failure of the engine at this point: it could not be called, or never works
+        except Exception as error:
+            lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
+            if lost and self._executor is not None:
+                raise RuntimeError(_lost(asked.reply.name, error)) from error
+            raise _Failure from error
+
+    def _failed(
+        self,
+        asked: "_Asked",
+        failure: "_Failure",
+        member: Sequence[Array],
+        batch: Shape,
+        events: Sequence[Shape],
+    ) -> list[Any]:
+        """The parts in the place of those of a call that failed, or the error."""
+        asked.failures += 1
+        error = failure.__cause__
+        assert error is not None
+        if self._instead is None:
+            raise RuntimeError(_message(asked.reply, member, error)) from error
+        return asked.reply.instead(self._instead, batch, events)
+
+    def _started(self, asked: "_Asked", leaves: Sequence[Array]) -> Callable[[], Any]:
+        """Starts a call if there is an executor; returns what gives its result."""
+        if len(asked.functions) == 1:
+            return self._call(asked, asked.functions[0], leaves)
+        # Neither sees what the other does to its arguments.
+        copies = [a.copy() if a.flags.writeable else a for a in leaves]
+        f, grad = asked.functions
+        value, gradient = self._call(asked, f, leaves), self._call(asked, grad, copies)
+        return lambda: (value(), gradient())
+
+    def _call(self, asked: "_Asked", f: Function, leaves: Sequence[Array]) -> Callable[[], Any]:
+        arguments = asked.reply.arguments(leaves)
+        if self._executor is None:
+            return partial(f, *arguments)
+        asked.running.append(self._submitted(asked.reply.name, f, arguments))
+        return asked.running[-1].result
+
+    def _submitted(self, name: str, f: Function, arguments: Sequence[Any]) -> futures.Future[Any]:
+        assert self._executor is not None
+        try:
+            return self._executor.submit(f, *arguments)
+        except Exception as error:
+            raise RuntimeError(_lost(name, error)) from error
+
+
+class _Asked:
+    """What an engine is asked for once, whom to call for it, and what came of it."""
+
+    def __init__(self, reply: Reply, functions: Sequence[Function], counter: str) -> None:
+        self.reply, self.functions, self.counter = reply, functions, counter
+        self.running: list[futures.Future[Any]] = []
+        self.calls, self.failures, self.nonfinite = 0, 0, 0
+
+
+class _Failure(Exception):  # noqa: N818 - never seen by callers
+    """An engine raised: `__cause__`."""
+
+
+def _broadcast(a: Any, shape: Shape) -> Any:
+    """`a`, or a view of it that takes no memory and cannot be written to."""
+    return a if a.shape == shape else np.broadcast_to(a, shape)
+
+
+def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
+    """What the engine gets of a leaf for member `i`: an array, also where it has no dimensions.
+
+    What members share is copied, so that each may change its own. `ones` is how many dimensions
+    come in front, as a batch of one.
+    """
+    if shared:
+        i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
+    own = a[(*i, ...)]
+    own = own.copy() if shared else own
+    return own.reshape((1,) * ones + own.shape) if ones else own
+
+
+def _lost(name: str, error: BaseException) -> str:
+    """What is said when there is no answer from an executor."""
+    why = (
+        "A worker has died or could not load the engine, the engine cannot be sent to it, or the "
+        "executor is shut down."
+    )
+    trace = str(error.__cause__)  # what the pool could not make of an answer
+    if "loads(" in trace:
+        said = [line for line in trace.splitlines() if line.strip("' ")][-1]
+        why = (
+            f"{said}. It lost the pool since an exception, or a reply, could be pickled by the "
+            "worker but not unpickled here. Let the engine raise one of Python's own, such as "
+            "ArithmeticError(str(error))."
+        )
+    return f"{name} got no answer from its executor: {_said(error).rstrip('.')}. {why}"
+
+
+def _message(reply: Reply, member: Sequence[Array], error: BaseException) -> str:
+    show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
+    given = [
+        f"\n  {path} = {show(np.asarray(a))}" for path, a in zip(reply.paths, member, strict=True)
+    ]
+    return f"{reply.name} raised {_said(error)}{''.join(given)}"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _floating(dtype: Any) -> Any:
+    try:
+        found = None if dtype is None else np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
+    except TypeError:
+        found = None
+    if found is None or found.kind != "f":
+        raise TypeError(
+            f"dtype must be a real floating dtype such as 'float64', got {dtype!r}. A complex "
+            "argument can be passed as two, its real and its imaginary part."
+        )
+    return found
+
+
+def _number(on_error: Any) -> float | None:
+    if isinstance(on_error, str) and on_error == "raise":
+        return None
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(on_error, bool) or not isinstance(on_error, numbers):
+        raise ValueError(f"on_error must be 'raise' or a number such as -np.inf, got {on_error!r}.")
+    return float(on_error)
+
+
+def _check_executor(executor: futures.Executor | None, functions: Sequence[Any]) -> None:
+    if executor is not None and not isinstance(executor, futures.Executor):
+        raise TypeError(
+            "executor must be a concurrent.futures.Executor, for example ThreadPoolExecutor(), or "
+            f"None, got {executor!r}."
+        )
+    if isinstance(executor, futures.ProcessPoolExecutor):
+        try:
+            pickle.dumps(functions)
+        except Exception as error:
+            raise TypeError(
+                f"The engine cannot be sent to the processes of the executor: {_said(error)}. "
+                "Define it at the top level of a module, without a lambda or closure; or use a "
+                "ThreadPoolExecutor."
+            ) from error

@@ -1,0 +1,200 @@
+"""What an engine is given and what it has to return: the contract of host calls, and its errors."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from sgtrick._core import shapes, structures
+from sgtrick._core.types import Array, Structure
+from sgtrick._host.contract import CallSpec, Shape, copy, show
+
+
+class Reply(Protocol):
+    """What is asked of an engine, and what has to come back: arrays, here called parts.
+
+    A call is of one member or, vectorized, of a batch: its arrays have the batch shape in front.
+    """
+
+    name: str
+    has_aux: bool
+    paths: Sequence[str]
+    event_ndims: Sequence[int]
+
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
+        """Copies of the leaves for the engine."""
+        ...
+
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
+        """What the engine is called with."""
+        ...
+
+    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+        """Of the parts but aux, whose shape only the engine knows."""
+        ...
+
+    def parts(
+        self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
+    ) -> list[Any]:
+        """The parts of what an engine returned for `leaves`, checked; None for one not known."""
+        ...
+
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+        """The parts for a call that failed, where `value` is to be taken."""
+        ...
+
+    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+        """Copies for TensorFlow, in its dtypes: engines may return the same buffer each time."""
+        ...
+
+
+class ValueAndGradient:
+    """The reply `(value, gradient)` or `((value, aux), gradient)`."""
+
+    def __init__(self, spec: CallSpec) -> None:
+        self._spec, self.name, self.has_aux = spec, spec.name, spec.has_aux
+        self.paths, self.event_ndims = spec.paths, spec.event_ndims
+
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
+        """Copies of the leaves for the engine."""
+        return self._spec.incoming(arrays, dtype)
+
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
+        """What the engine is called with."""
+        return self._spec.pack(leaves)
+
+    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+        """Of the value and the gradients."""
+        return [batch, *(batch + events[k] for k in self._spec.places)]
+
+    def parts(
+        self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
+    ) -> list[Any]:
+        """The value, the gradients by leaves that have derivatives, and aux if there is any.
+
+        Raises:
+            TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
+            ValueError: A wrong shape or structure.
+        """
+        del leaves
+        spec, name = self._spec, self.name
+        if not structures.is_pair(returned) or (returned[1] is None and spec.has_derivatives):
+            raise TypeError(
+                f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "
+                "gradient. Return both; or pass the function for the gradient as grad=; or write "
+                "the function in PyTorch or JAX, which derive it, and use from_torch or from_jax."
+            )
+        value, gradient = returned
+        aux = []
+        if spec.has_aux:
+            if not structures.is_pair(value):
+                raise TypeError(
+                    f"{name} must return {self._wanted()}, got {show(value)} for (value, aux)."
+                )
+            value, aux = value[0], [np.array(spec.checked(value[1], None, "aux"))]
+            if aux[0].shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"aux of {name} must have the batch shape {shapes.show(batch)} in front, "
+                    f"got {shapes.show(aux[0].shape)}."
+                )
+        value = spec.checked(value, batch, "the value", events=events)
+        return [value, *spec.gradients(gradient, batch, events), *aux]
+
+    def _wanted(self) -> str:
+        return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
+
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+        """The parts for a call that failed: a value without a slope, and NaN for aux."""
+        parts = [np.zeros(shape) for shape in self.shapes(batch, events)]
+        parts[0][...] = value
+        return [*parts, np.full(batch, np.nan)] if self._spec.has_aux else parts
+
+    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+        """Copies for TensorFlow, in its dtypes."""
+        return list(map(copy, parts, self._spec.outputs))
+
+
+class Results:
+    """The parts of several replies, each in one array.
+
+    `ones` is how many dimensions of size 1 each reply has in front.
+    """
+
+    def __init__(self, reply: Reply, batch: Shape, events: Sequence[Shape], ones: int) -> None:
+        self._ones = ones
+        self._name, self._has_aux, self._batch = reply.name, reply.has_aux, batch
+        # Whatever the dtypes, float64 holds it until all is there.
+        self._columns = [np.empty(shape) for shape in reply.shapes(batch, events)]
+        self._auxes: list[Any] = []
+        self._failed: list[Shape] = []
+        self._unknown: set[int] = set()
+
+    def put(self, i: Shape, parts: Sequence[Any], *, failed: bool = False) -> None:
+        """Takes the parts for the member `i`; the members come in their order."""
+        if self._ones:
+            parts = [p if p is None else p.reshape(p.shape[self._ones :]) for p in parts]
+        for k, column in enumerate(self._columns):
+            part = parts[k]
+            if part is None:
+                self._unknown.add(k)
+                part = np.nan
+            column[i] = part
+        if self._has_aux:
+            self._auxes.append(parts[-1])
+        if failed:
+            self._failed.append(i)
+
+    def nonfinite(self) -> int:
+        """For how many members that did not fail a part that is known is not finite."""
+        known = [None if k in self._unknown else c for k, c in enumerate(self._columns)]
+        return count_nonfinite(known, self._batch, self._failed)
+
+    def joined(self) -> list[Any]:
+        """The arrays."""
+        return [*self._columns, self._stacked_auxes()] if self._has_aux else self._columns
+
+    def _stacked_auxes(self) -> Any:
+        """All aux of one shape; a NaN, as of a call that failed, stands for any."""
+        seen = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
+        if len(seen) > 1:
+            raise ValueError(
+                f"aux of {self._name} must have the same shape for all members of a batch, "
+                f"got {' and '.join(map(shapes.show, sorted(seen)))}."
+            )
+        shape = seen.pop() if seen else ()
+        auxes = [np.broadcast_to(aux, shape) for aux in self._auxes]
+        return np.reshape(auxes, self._batch + shape)
+
+
+def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = ()) -> int:
+    """For how many members of a batch some part that is known is not finite.
+
+    Args:
+        parts: Arrays, None for one that is not known.
+        batch: The batch shape.
+        but: Members that are left out.
+    """
+    bad: Any = None
+    for part in parts:
+        if part is not None:
+            finite = np.isfinite(part)
+            if np.count_nonzero(finite) < finite.size:
+                bad = np.zeros(batch, bool) if bad is None else bad
+                bad |= ~finite.reshape((*batch, -1)).all(-1)
+    if bad is None:
+        return 0
+    for i in but:
+        bad[i] = False
+    return int(np.count_nonzero(bad))
+
+
+def split_shapes(leaves: Sequence[Array], event_ndims: Sequence[int]) -> tuple[Shape, list[Shape]]:
+    """The batch shape to which the leaves broadcast, and their shapes without batch."""
+    fronts, events = [], []
+    for a, n in zip(leaves, event_ndims, strict=True):
+        front = a.ndim - n
+        fronts.append(a.shape[:front])
+        events.append(a.shape[front:])
+    if not fronts or all(shape == fronts[0] for shape in fronts[1:]):
+        return fronts[0] if fronts else (), events
+    return np.broadcast_shapes(*fronts), events

@@ -1,0 +1,121 @@
+"""PyTorch: gradients and Hessian-vector products of its functions, by `torch.func`."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+
+from sgtrick._core.types import Array, Function
+from sgtrick._host.derived import Dims
+
+
+class Torch:
+    """The `Framework` of functions of `torch.Tensor`s."""
+
+    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
+        """See `Framework`."""
+        g = _mapped(torch.func.grad_and_value(f, has_aux=has_aux), dims)
+        return _of_arrays(lambda *groups: g(*groups)[::-1])
+
+    def hessian_times(self, f: Function, dims: Dims) -> Function:
+        """See `Framework`."""
+
+        def product(points: Any, constants: Any, vs: Any) -> Any:
+            # Reverse over reverse: what can be differentiated twice at all can be so. The Hessian
+            # is symmetric, so its transpose does.
+            return torch.func.vjp(lambda p: torch.func.grad(f)(p, constants), points)[1](vs)[0]
+
+        return _of_arrays(_mapped(product, dims))
+
+    def why_no_scalar(self, value: Any) -> str | None:
+        """See `Framework`."""
+        if not isinstance(value, torch.Tensor):
+            return (
+                f"got {type(value).__name__}. A torch.Tensor that was computed from the arguments "
+                "has a gradient; a number, or an array of NumPy, has none."
+            )
+        if value.shape:
+            return (
+                f"got a tensor of shape {list(value.shape)}: sum over the point, or state "
+                "event_ndims=0 if each number is a point of its own."
+            )
+        return None
+
+    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
+        """See `Framework`."""
+        points, constants = list(_tensors(points)), _tensors(constants)
+        # No leaf of the graph, so that the function may change it in place.
+        points[k] = points[k].requires_grad_().clone()
+        with _Uses(points[k]) as uses:
+            returned = f(points, constants)
+        value = returned[0] if isinstance(returned, tuple) else returned
+        return uses.seen and not value.requires_grad
+
+    def advice(self, error: Exception) -> str | None:
+        """See `Framework`."""
+        for pattern, advice in _ADVICE:
+            if re.search(pattern, str(error)):
+                return advice
+        return None
+
+
+class _Uses(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    """Sees whether a function uses the entries of a tensor."""
+
+    def __init__(self, x: Any) -> None:
+        super().__init__()
+        self._x, self.seen = x, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for each operation."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name not in _OF_THE_SHAPE and any(arg is self._x for arg in tf.nest.flatten(args)):
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+_OF_THE_SHAPE = {
+    *("shape", "dtype", "device", "ndim", "size", "dim", "numel", "__len__", "is_floating_point"),
+    *("requires_grad", "is_cuda", "layout", "names", "ndimension", "nelement"),
+}
+
+_ADVICE = [
+    (
+        r"same dtype|Double and Float|Float and Double|scalar type (Double|Float) but",
+        "mixes dtypes: its arguments arrive in the dtype of the engine, float64 unless stated, and "
+        'the parameters of a module are float32. State dtype="float32", or convert the module by '
+        "module.double().",
+    ),
+    (
+        r"vmap: .*(item\(\)|data-dependent)",
+        "has an if or a loop that hangs on values, .item() or the like, which torch.func.vmap "
+        "cannot map. State vectorized=False, or write it with torch.where.",
+    ),
+    (
+        r"Can't call numpy\(\)|__array__",
+        "calls NumPy on a tensor, which loses the gradient. Use PyTorch's own functions; or "
+        "from_numpy, with a gradient of its own.",
+    ),
+]
+
+
+def _mapped(f: Function, dims: Dims) -> Function:
+    for in_dims in reversed(dims):
+        f = torch.func.vmap(f, in_dims=in_dims)
+    return f
+
+
+def _tensors(arrays: Sequence[Array]) -> tuple[Any, ...]:
+    return tuple(map(torch.from_numpy, arrays))
+
+
+def _of_arrays(f: Function) -> Function:
+    def of_arrays(*groups: Sequence[Any]) -> Any:
+        returned = f(*map(_tensors, groups))
+        return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)
+
+    return of_arrays
