@@ -133,7 +133,7 @@ class TestVariables:
         np.testing.assert_allclose(run(X, v), expected(by), rtol=1e-12)
 
 
-# What from_value_and_gradient closes over is found and passed by the code of with_gradient.
+# What from_value_and_gradient closes over is passed as with_gradient passes it, by _core/closures.py.
 @pytest.mark.parametrize(
     ("name", "way"),
     [
