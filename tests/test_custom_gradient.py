@@ -216,7 +216,7 @@ class TestBadShapes:
         with pytest.raises(ValueError, match=f"(?s){message}"):
             run(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
 
-    @pytest.mark.parametrize("batch_ndims", [-1, 1.0, "1"])
+    @pytest.mark.parametrize("batch_ndims", [-1, 1.0, "1", True])
     def test_batch_ndims_is_a_count(self, batch_ndims):
         with pytest.raises(
             ValueError, match=r"batch_ndims must be None or an int of at least 0, got"

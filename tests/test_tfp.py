@@ -103,8 +103,8 @@ CASES = [
 ]  # fmt: skip
 
 
-# What is of first order in the other cells is in test_value_matrix.py.
-PAIRS = [p for p in pairs(CASES, everywhere={"Factor", "LogDensity"}) if p[1].order == 1]
+# What is of second order, and `scalar` itself in the other cells, is in test_value_matrix.py.
+PAIRS = [p for p in pairs(CASES, everywhere={"LogDensity"}) if p[1].order == 1]
 
 
 @pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)

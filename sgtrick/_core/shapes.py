@@ -46,7 +46,7 @@ def infer_batch_ndims(
         ValueError: The shapes do not fit together, or `batch_ndims` is not a number of dimensions.
     """
     inferred = batch_ndims
-    if inferred is not None and (not isinstance(inferred, int) or inferred < 0):
+    if inferred is not None and (not is_int(inferred) or inferred < 0):
         raise ValueError(
             f"batch_ndims must be None or an int of at least 0, got {show_option(batch_ndims)}."
         )
