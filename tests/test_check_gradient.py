@@ -561,7 +561,7 @@ class TestRefusals:
             check_gradient(tf.sin, 1.0, **options)
 
     def test_two_outputs_in_a_tuple_are_no_value_and_gradient(self):
-        with pytest.raises(ValueError, match="the gradient by x"):
+        with pytest.raises(ValueError, match="the gradient with respect to x"):
             check_gradient(lambda x: (tf.sin(x), tf.reduce_sum(x)), constant([1.0, 2.0]))
 
 

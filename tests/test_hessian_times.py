@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import engines
 import sgtrick
+from hanging import HANGS
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)
@@ -224,7 +225,7 @@ class TestExecutors:
         ((name, f),) = second.items()
 
         def meets(*args):
-            meeting.wait(timeout=30)
+            meeting.wait(timeout=HANGS)
             return f(*args)
 
         with futures.ThreadPoolExecutor(4) as threads:
