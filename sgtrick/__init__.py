@@ -1,4 +1,4 @@
-"""Custom derivatives in TensorFlow: right under every transformation, and loud otherwise."""
+"""Custom derivatives in TensorFlow: right under every transformation, or an error."""
 
 from importlib.metadata import version as _version
 

@@ -1,4 +1,4 @@
-"""The value form: `fx` and `gx` are known at `x`, whatever computed them."""
+"""The value form: a value `fx` and a gradient `gx` at `x`, computed anywhere."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,22 +29,24 @@ def custom_gradient(
     hx: Structure = None,
     device: Device = None,
 ) -> Tensor:
-    """Embeds values and gradients that were computed elsewhere into TensorFlow.
+    """Embeds values and gradients that were computed elsewhere.
 
-    The result is `fx`, and its Jacobian by `x` is `gx`, under every transformation of TensorFlow::
+    The result is `fx`, and its Jacobian with respect to `x` is `gx`, under every transformation of
+    TensorFlow::
 
         stop(fx) + <stop(gx), x - stop(x)>
 
-    With batch shape `B`, range `R` and domain `D`, per leaf of `x`::
+    With batch shape `B`, range `R` and domain `D`, for each leaf of `x`::
 
         fx: B + R        x: B + D        gx: B + R + D
 
-    `gx` with the shape of `x` is read as the gradient of each batch member (`B` is the shape of
-    `fx`), `gx` with the shapes of `fx` and `x` together as a full Jacobian (`B` is empty). Where
-    `fx` has both batch and range dimensions, `batch_ndims` says how many are batch. A number as
-    `gx` of a scalar `fx` is the same partial derivative for every entry of `x`.
+    If `gx` has the shape of `x`, it is the gradient of each batch member (`B` is the shape of
+    `fx`); if its shape is that of `fx` followed by that of `x`, it is a full Jacobian (`B` is
+    empty). If `fx` has both batch and range dimensions, pass the number of batch dimensions as
+    `batch_ndims`. If `fx` and `gx` are both scalars, `gx` is the partial derivative with respect to
+    every entry of `x`.
 
-    Four chains at once, with an engine that knows nothing of TensorFlow:
+    Four chains at once, with an engine that knows nothing about TensorFlow:
 
         >>> import numpy as np
         >>> import tensorflow as tf
@@ -65,49 +67,47 @@ def custom_gradient(
                [-7., -8.]], dtype=float32)
 
     Args:
-        fx: The value at `x`: tensor, variable, array or number, floating or complex. Whatever it
-            was computed from is stopped, variables that are not in `x` included.
-        gx: The Jacobian at `x`, in the structure of `x`. None in the place of a leaf: no gradient
+        fx: The value at `x`: tensor, variable, array or number, floating or complex. It is stopped,
+            so that nothing it was computed from gets a gradient, except through `x`.
+        gx: The Jacobian at `x`, in the structure of `x`. None instead of a leaf: no gradient
             there. Cast to the dtype of its leaf. Complex: the derivative in `df = gx dx`, so that
             the tape returns `u * conj(gx)` as for native code; for a real `fx` of a complex `x`,
             `df = Re(gx dx)`.
         x: The point: tensor, `tf.Variable`, Keras variable, array or number, or any structure of
-            these. Leaves of int, bool or string dtype are fine where `gx` is None.
-        fx_gx_manually_stopped: Stops nothing but `x - stop(x)`: what else `fx`, `gx` and `hx`
-            depend on keeps its gradients, and stopping `x` in them is left to the caller.
+            these. Leaves of int, bool or string dtype are allowed where `gx` is None.
+        fx_gx_manually_stopped: Does not stop `fx`, `gx` and `hx`: other tensors that they depend on
+            keep their gradients, and the caller has to stop `x` in them.
         name: Prefix of the ops, `custom_gradient` if None.
-        batch_ndims: `len(B)`, where it is not to be inferred.
+        batch_ndims: The number of batch dimensions, `len(B)`. None: inferred from the shapes.
         hx: The Hessian at `x`, for second derivatives: blocks in a structure of structures as
             `jax.hessian` returns it, each of shape `B + R + D_i + D_j`, None for a zero block; or a
-            callable `v -> H v` on the structure of `x`, linear (and where `fx` has a range, that
-            is for several Hessians at once, differentiable by TensorFlow).
-            Only the symmetric part counts. 0: the Hessian is zero, so that the gradient is a
-            constant. None: the Hessian is not known, and a second derivative with respect to `x`,
-            of the result or of anything made of it, is an error or NaN. A third derivative is that
-            with any Hessian but zero. A callable is called when a second derivative is asked for.
-        device: Where the ops of the trick are put: a name such as `"GPU:0"` or `"CPU"`, a
-            `tf.DeviceSpec`, a list of these of which the first present is taken, or None for the
-            surrounding `tf.device` scope.
+            linear function `v -> H v` on the structure of `x`, which is called only when a second
+            derivative is requested (if `fx` has a range, and hence several Hessians, TensorFlow has
+            to be able to differentiate the function). Only the symmetric part matters. 0: the
+            Hessian is zero, so the gradient is a constant. None: the Hessian is unknown, and a
+            second derivative with respect to `x`, of the result or of anything computed from it, is
+            an error or NaN. So is a third derivative, unless `hx` is 0.
+        device: Where to place the ops: a name such as `"GPU:0"` or `"CPU"`, a `tf.DeviceSpec`, a
+            list of these in order of preference, or None for the surrounding `tf.device` scope.
 
     Returns:
-        A tensor with the dtype, shape and value of `fx`, also where `gx` and `x` are not finite.
-        For an upstream `u` (the shape of `fx`) each leaf gets `sum_R u[b, r] gx[b, r, d]` in its
-        own dtype: no mean over the batch and no leak between its members. It is 0 where `u` is 0
-        even if `gx` is not finite. The gradient of a member at a point that is not finite is this
-        or zero, never NaN by its own doing.
+        A tensor with the dtype, shape and value of `fx`, even where `gx` and `x` are not finite.
+        For an upstream gradient `u`, of the shape of `fx`, each leaf gets
+        `sum_R u[b, r] gx[b, r, d]` in its own dtype: no mean over the batch and no leak between its
+        members. It is 0 where `u` is 0, even if `gx` is not finite. At a point that is not finite,
+        the gradient of a member is either this or zero.
 
     Raises:
-        TypeError: A dtype without derivatives, a complex `gx` of real `fx` and `x`, or something
-            that is no number.
+        TypeError: A dtype has no derivatives, `gx` is complex although `fx` and `x` are real, or an
+            argument is not numeric.
         ValueError: Structures or shapes do not fit together, or no `device` is present.
-        LookupError: When a derivative is taken that is not known, of second order without `hx` or
-            of third order with it. Inside of a `tf.function` this is a
-            `tf.errors.InvalidArgumentError` when it is run, and around it and in XLA, which cannot
-            raise, the derivative is NaN.
+        LookupError: When an unknown derivative is taken: of second order without `hx`, or of third
+            order with it. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when
+            the function runs; around it and in XLA, where nothing can raise, the derivative is NaN.
         tf.errors.InvalidArgumentError: At run time, for dimensions that were unknown while tracing.
 
-    The name and the trick are those of `tfp.math.custom_gradient`; every call which that answers
-    correctly is answered the same.
+    The name and the trick are those of `tfp.math.custom_gradient`, and every call that works
+    correctly there gives the same result here.
     """
     with devices.scope(device):
         fx, leaves = value_form.at_point(TENSORFLOW, fx, gx, x, batch_ndims)
@@ -141,11 +141,11 @@ def _embed(
     order: int | None,
     stopped: bool,
 ) -> Tensor:
-    """One meaning twice: for tapes as a pullback, which takes less time, and as the formula.
+    """The derivative in two forms: as a pullback, which is faster, and as the formula.
 
-    Eager execution honours pullbacks, so there the formula is not computed. A graph keeps the
-    formula, which can be stored, loaded and differentiated where the pullback is not known. Only a
-    function for the Hessian has no place in it, since it would run in each forward pass.
+    Eager execution honours pullbacks, so the formula is not computed there. A graph also keeps the
+    formula, which can be stored, loaded and differentiated where the pullback is unknown. Only a
+    function for the Hessian is left out of it, since it would run in each forward pass.
     """
     fx = here(fx)
     leaves = [leaf._replace(x=here(leaf.x), gx=here(leaf.gx)) for leaf in leaves]
@@ -171,7 +171,7 @@ def _embed(
 
 
 _FIRST_ORDER = (
-    "A second derivative of {0} was asked for, which was given a value and a gradient. Pass the "
-    "Hessian or a function for Hessian-vector products as hx=, or hx=0 to take it for zero, as "
+    "A second derivative of {0} was asked for, but only its value and gradient are known. Pass the "
+    "Hessian or a function for Hessian-vector products as hx=, or hx=0 to treat it as zero, as "
     "first-order approximations do."
 )

@@ -1,4 +1,4 @@
-"""JAX's `custom_jvp` protocol, which TensorFlow does not have."""
+"""Functions with a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from sgtrick._core.types import Args, Function, Gradient, Kwargs, Structure, Tan
 def custom_jvp(f: Function | None = None, *, nondiff_argnums: int | Sequence[int] = ()) -> Any:
     """Gives a function a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`.
 
-    The rule is linear in the tangents, so it serves forward and reverse mode alike.
+    The rule is linear in the tangents, so it serves both forward and reverse mode.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -37,38 +37,38 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: int | Sequence[int
         array([0.5, 1. ], dtype=float32)
 
     Args:
-        f: The function: positional arguments and outputs of any structure. On methods, `self` is
-            no argument, and the rule is called as a method too.
+        f: The function, with positional arguments and outputs of any structure. On methods, `self`
+            does not count as an argument, and the rule is a method too.
         nondiff_argnums: Positions of arguments that have no derivatives. The rule gets them first.
 
     Returns:
         The function, with the decorator `defjvp` for its rule
         `jvp(*nondiff, primals, tangents) -> (primal_out, tangent_out)`. `primals` is a tuple of the
-        other arguments, keywords as positions and defaults filled in; `tangents` has their
-        structure, with None for what has no derivatives (int, bool, string); `tangent_out` has the
-        structure, shapes and dtypes of the output, with None where there is no derivative. The
-        value is that of `f`, whatever the rule returns; `primal_out` is not used. The rule is
-        called when a derivative is asked for, and nowhere else. Reverse mode transposes it, and
-        tests the transpose at fixed pseudo-random tangents. Derivatives of higher order are those
-        of the rule. Variables that `f` reads keep autodiff.
+        other arguments, with keywords turned into positions and defaults filled in; `tangents` has
+        the same structure, with None for leaves without derivatives (int, bool, string);
+        `tangent_out` has the structure, shapes and dtypes of the output, with None where there is
+        no derivative. The value is always that of `f`; `primal_out` is ignored. The rule is called
+        only when a derivative is requested. Reverse mode transposes it, and tests the transpose at
+        fixed pseudo-random tangents. Higher derivatives are obtained by differentiating the rule.
+        Variables that `f` reads keep their autodiff gradient.
 
     Raises:
-        TypeError: `nondiff_argnums` holds no ints, the function is called before there is a rule or
-            with keyword-only arguments, or the rule does not return a pair or the dtypes of the
-            output.
-        ValueError: A position that is no argument, or tangents without the structure or shapes of
-            the output.
-        LookupError: When a derivative is taken that TensorFlow does not find in the rule: reverse
-            mode through a rule that is not linear in the tangents or calls the host with them, or
-            a derivative of higher order of a rule that is not connected to the primals. In graphs
-            this is a `tf.errors.InvalidArgumentError` when it is run; around a `tf.function` and in
-            XLA, the derivative is NaN.
+        TypeError: `nondiff_argnums` does not hold ints, the function is called before it has a rule
+            or with keyword-only arguments, or the rule does not return a pair, or tangents of the
+            dtypes of the output.
+        ValueError: A position has no argument, or the tangents do not have the structure and shapes
+            of the output.
+        LookupError: When TensorFlow cannot compute a derivative from the rule: in reverse mode, if
+            the rule is not linear in the tangents or passes them to the host; for higher
+            derivatives, if the rule is not connected to the primals. In graphs this is a
+            `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
+            the derivative is NaN.
     """
     positions: Sequence[Any] = (
         nondiff_argnums if isinstance(nondiff_argnums, (list, tuple)) else (nondiff_argnums,)
     )
     if not all(shapes.is_int(i) for i in positions):
-        raise TypeError(f"nondiff_argnums must be positions, got {positions!r}.")
+        raise TypeError(f"nondiff_argnums must be an int or ints (positions), got {positions!r}.")
     if f is None:
         return functools.partial(custom_jvp, nondiff_argnums=positions)
     return calls.as_form(f, lambda f: _custom_jvp(f, positions), "defjvp")
@@ -82,7 +82,7 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
         if rule is None:
             raise TypeError(
-                f"{name} has no JVP rule. Define it with the decorator @{name}.defjvp: a function "
+                f"{name} has no JVP rule. Define one with the decorator @{name}.defjvp: a function "
                 "jvp(primals, tangents) that returns (primal_out, tangent_out)."
             )
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
@@ -97,8 +97,8 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
             for path, y_i in structures.flatten(y, f"{name}(...)")
         ]
         ys, at = [y_i for _, y_i in outputs], point.read()
-        # Where the values have no derivatives of their own, TensorFlow would look for some in all
-        # of f, whose operations may have none.
+        # If the values have no derivatives of their own, TensorFlow would still differentiate all
+        # of f, and some of its operations may have no gradient.
         is_live = tf.executing_eagerly() or any(
             ancestry.has_sources(y_i, point.stopped_xs, closure.before) for y_i in ys
         )
@@ -129,7 +129,7 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
             fits = adjoint.holds(us, lt, found, ts)
             zero = loud.zero_if(fits, _NOT_LINEAR.format(name))
-            if us and not tf.executing_eagerly():  # what is not there could not be an error
+            if us and not tf.executing_eagerly():  # a missing gradient could not carry the error
                 zero = loud.along(zero, us)
                 found = [
                     tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
@@ -163,7 +163,7 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
         nonlocal rule
         inside = calls.unbound(jvp)
         if not callable(inside):
-            raise TypeError(f"jvp must be a function, got {type(jvp).__name__}: {jvp!r}.")
+            raise TypeError(f"jvp must be a function, got {type(jvp).__name__}.")
         rule = inside
         return jvp
 
@@ -178,14 +178,15 @@ def _point(
     name, call = function.name, function.bind(args, kwargs)
     if call.kwargs:
         raise TypeError(
-            f"{name} has the keyword-only arguments {list(call.kwargs)}, for which the "
-            "protocol of JVP rules has no place. Make them positional."
+            f"{name} has the keyword-only arguments {list(call.kwargs)}, which JVP rules do not "
+            "support. Make them positional."
         )
     own, count = function.own, len(call.args) - function.own
     for i in nondiff_argnums:
         if not -count <= i < count:
             raise ValueError(
-                f"nondiff_argnums has {i}, but the call of {name} has {count} positional arguments."
+                f"nondiff_argnums contains {i}, but the call of {name} has {count} positional "
+                "arguments."
             )
     nondiff = [*range(own), *sorted(own + i % count for i in nondiff_argnums)]
     argnums = [i for i in range(count) if own + i not in nondiff]
@@ -193,15 +194,15 @@ def _point(
 
 
 _NOT_LINEAR = (
-    "Reverse mode transposes the JVP rule of {0}, by differentiating it with respect to the "
-    "tangents, and what came out is not the transpose: the rule is not linear in the tangents, or "
-    "calls the host with them. Make it linear, or give the host call its own gradient by one of "
-    "sgtrick's forms."
+    "Reverse mode transposes the JVP rule of {0} by differentiating it with respect to the "
+    "tangents, and the result is not the transpose: the rule is not linear in the tangents, or "
+    "passes them to the host. Make it linear, or give the host call its own gradient with one of "
+    "sgtrick's functions."
 )
 
 
 # The functions whose rules are being transposed. A linear function's rule may call the function on
-# the tangents, whose rule would be transposed in its turn, and so on for ever.
+# the tangents; transposing the rule of that call too would recurse for ever.
 _NOW: ContextVar[frozenset[Any]] = ContextVar("_NOW", default=frozenset())
 
 
@@ -224,7 +225,7 @@ def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iter
 
 
 def _natural(point: calls.Selection, f: Function, upstream: Sequence[Tensor]) -> list[Gradient]:
-    """The pullback of `f` itself, on tangents, in which a rule and what it calls are linear."""
+    """The autodiff pullback of `f`, for the calls of `f` on tangents, in which it is linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(xs)
@@ -245,11 +246,12 @@ def _tangents(result: Structure, y: Tensor, name: str) -> list[Tangent]:
 
 
 def _checked(tangent: Tensor, y: Tensor, path: str) -> Tensor:
-    """A tangent like its output."""
+    """A tangent, checked to have the dtype and shape of its output."""
     tangent, y = structures.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
     if tangent.dtype != y.dtype or not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"The tangent of {path} has dtype {tangent.dtype.name}, the output {y.dtype.name}. "
-            "They must be equal and floating or complex; where there is no derivative, return None."
+            "The two must be equal, and floating or complex. For an output without a derivative, "
+            "return None."
         )
     return structures.shaped_like(tangent, y, f"The tangent of {path}", "the output")

@@ -1,4 +1,4 @@
-"""Functions that bring their own pullback, by the protocol of `tf.custom_gradient`."""
+"""Functions that return their own pullback, by the protocol of `tf.custom_gradient`."""
 
 import functools
 import inspect
@@ -28,8 +28,8 @@ def custom_vjp(f: Function | None = None) -> Any:
     """Decorates a function that returns its value and its vector-Jacobian product.
 
     The protocol is that of `tf.custom_gradient`: `f(*args) -> (y, grad_fn)`, and
-    `grad_fn(*upstream)` returns the gradient of each argument. What `tf.custom_gradient` silently
-    drops under `tf.vectorized_map` and in forward mode holds here.
+    `grad_fn(*upstream)` returns the gradient of each argument. `tf.custom_gradient` silently drops
+    the rule under `tf.vectorized_map` and in forward mode; here it is kept.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -45,30 +45,31 @@ def custom_vjp(f: Function | None = None) -> Any:
         array([0.731, 0.881, 1.   ], dtype=float32)
 
     Args:
-        f: Returns `(y, grad_fn)`, `y` a structure of tensors. Variables among the arguments arrive
-            as the values that they have at the call. `grad_fn` is called with one upstream
-            gradient per leaf of `y`, only when a gradient is asked for, and returns one gradient or
-            None per leaf of the arguments, those passed by keyword in the place where `f` declares
-            them, keyword-only ones last, in the order of their declaration, those of `**kwargs` in
-            that of the call. Gradients of the last leaves may be left out where these are no
-            tensors or have no derivatives. If `f` reads trainable variables that are not among its
-            arguments, `grad_fn` must take a keyword `variables`, their list in the order read, and
-            return `(gradients, variable_gradients)`. It runs in no forward pass, and may be
-            anything: not linear, a loop, a host call. Second and higher derivatives are those of
-            `grad_fn`. Forward mode transposes it, by differentiating it with respect to
-            `upstream`, and tests the transpose at fixed pseudo-random upstream gradients.
+        f: Returns `(y, grad_fn)`, where `y` is a structure of tensors. `f` receives variables among
+            the arguments as tensors, with the values that they have at the call. `grad_fn` is
+            called with one upstream gradient for each leaf of `y`, only when a gradient is
+            requested, and returns a gradient or None for each leaf of the arguments: in the order
+            in which `f` declares them, even if they are passed by keyword, keyword-only ones last;
+            those of `**kwargs` are in the order of the call. The gradients of trailing leaves that
+            are not tensors or have no derivatives may be omitted. If `f` reads trainable variables
+            that are not among its arguments, `grad_fn` must take a keyword `variables`, the list of
+            these in the order in which they were read, and return
+            `(gradients, variable_gradients)`. It never runs in a forward pass, and need not be
+            linear; loops and host calls are allowed. Higher derivatives are obtained by
+            differentiating `grad_fn`. Forward mode transposes it, by differentiating it with
+            respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
+            gradients.
 
     Returns:
         A function of the arguments of `f` that returns `y`. Methods can be decorated too.
 
     Raises:
         TypeError: `f` does not return such a pair, or `grad_fn` does not take `variables`.
-        ValueError: `grad_fn` returned gradients of the wrong number or shape.
-        LookupError: When a derivative is taken that TensorFlow does not find in `grad_fn`: forward
-            mode where it is not linear or calls the host, or a derivative of higher order of a
-            gradient that is not connected to the arguments. In graphs this is a
-            `tf.errors.InvalidArgumentError` when it is run; around a `tf.function` and in XLA, the
-            derivative is NaN.
+        ValueError: `grad_fn` returned the wrong number of gradients, or one of the wrong shape.
+        LookupError: When TensorFlow cannot compute a derivative from `grad_fn`: in forward mode, if
+            it is not linear or calls the host; for higher derivatives, if the gradient is not
+            connected to the arguments. In graphs this is a `tf.errors.InvalidArgumentError` when
+            the graph runs; around a `tf.function` and in XLA, the derivative is NaN.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
@@ -94,7 +95,7 @@ def _custom_vjp(f: Function) -> Any:
 
 
 class _Rule:
-    """The caller's `grad_fn` between flat lists of tensors."""
+    """The caller's `grad_fn` as a function of flat lists of tensors."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class _Rule:
             raise TypeError(
                 f"{calls.name_of(f)} reads the variables {[v.name for v in variables]}, so "
                 "its grad_fn must take a keyword argument `variables` and return (gradients, "
-                "variable_gradients). Or pass them as arguments."
+                "variable_gradients). Alternatively, pass the variables as arguments."
             )
         self._name = calls.name_of(f)
         self._grad_fn = grad_fn
@@ -137,8 +138,8 @@ class _Rule:
             returned = self._grad_fn(*upstream, variables=self._variables)
             if not structures.is_pair(returned):
                 raise TypeError(
-                    f"grad_fn of {self._name} was given variables and must return (gradients, "
-                    f"variable_gradients), got {returned!r}."
+                    f"grad_fn of {self._name} takes variables, so it must return (gradients, "
+                    f"variable_gradients), got {structures.kind_of(returned)}."
                 )
             returned, variable_gradients = returned
             names = [v.name for v in self._variables]
@@ -171,15 +172,15 @@ def _takes_variables(grad_fn: Function) -> bool:
 
 
 def _here(leaf: TensorLike) -> Any:
-    """A tensor of the graph that is being traced, composite ones as they are.
+    """A tensor of the graph that is being traced; composite tensors are returned unchanged.
 
-    A variable is read now: when the rule runs, it may have been assigned something else.
+    Variables are read now: by the time the rule runs, they may have been assigned another value.
     """
     return graphs.here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
 
 
 def _is_input(leaf: TensorLike) -> bool:
-    """Whether someone may ask for the gradient by this argument."""
+    """Whether a gradient with respect to this argument may be requested."""
     return tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__")
 
 
@@ -192,7 +193,7 @@ def _to_output(leaf: TensorLike) -> Tensor:
 
 
 def _component(leaf: TensorLike) -> Tensor:
-    """The tensor by which a composite tensor (ragged) is differentiated; other tensors as such."""
+    """The tensor that holds the numbers of a composite (ragged) tensor; others are their own."""
     if isinstance(leaf, (tf.Tensor, tf.IndexedSlices)):
         return leaf
     composite = getattr(leaf, "__composite_gradient__", None)
@@ -202,7 +203,7 @@ def _component(leaf: TensorLike) -> Tensor:
 
 
 def _with_component(leaf: TensorLike, component: Any) -> Any:
-    """`leaf` with another tensor in that place."""
+    """`leaf` with another tensor as its component."""
     composite = getattr(leaf, "__composite_gradient__", None)
     if composite is None or component is None:
         return component

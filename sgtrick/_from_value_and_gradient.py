@@ -1,4 +1,4 @@
-"""Functions whose value comes with its gradient."""
+"""Functions that return their value and its gradient together."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,10 +29,11 @@ def from_value_and_gradient(
     batch_ndims: int | None = None,
     device: Device = None,
 ) -> Any:
-    """Embeds a function that returns its value and its gradient together.
+    """Makes a function differentiable that returns its value and its gradient together.
 
-    For engines that compute both at once, in the manner of `tfp.math.value_and_gradient` and
-    `jax.value_and_grad`. What other arguments and variables contribute to the value keeps autodiff.
+    For code that computes both at once, like `tfp.math.value_and_gradient` and
+    `jax.value_and_grad`. Other arguments, and variables that `fn` reads, keep their autodiff
+    gradient.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -48,26 +49,27 @@ def from_value_and_gradient(
                [-0.75, -1.  ]], dtype=float32)
 
     Args:
-        fn: Returns `(value, gradient)`: a tensor `B + R`, and for an int or name `argnums` a
-            Jacobian `B + R + D` in the structure of the argument, for a tuple a tuple of these.
-            With `has_aux` it returns `((value, aux), gradient)`. Without `fn`,
-            `from_value_and_gradient` returns a decorator.
-        argnums: The arguments by which the gradient is: positions or parameter names.
-        has_aux: Whether there is something else beside the value.
-        batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
+        fn: Returns `(value, gradient)`: a tensor `B + R`, and a Jacobian `B + R + D` in the
+            structure of the argument, or a tuple of these if `argnums` is a tuple. With `has_aux`
+            it returns `((value, aux), gradient)`. Without `fn`, `from_value_and_gradient` returns a
+            decorator.
+        argnums: The arguments that the gradient is with respect to: positions or parameter names.
+        has_aux: Whether `fn` also returns auxiliary results.
+        batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `fn` runs there too.
 
     Returns:
-        A function with the arguments of `fn` that returns the value, or `(value, aux)`, with the
-        gradient. A second derivative evaluates `fn` once more and differentiates its gradient.
+        A function with the arguments of `fn` that returns the value, or `(value, aux)`, and whose
+        gradient is the one that `fn` returned. A second derivative evaluates `fn` once more and
+        differentiates the gradient that it returns.
 
     Raises:
-        TypeError: `fn` returns something else; a function in the gradient's place belongs to
-            `custom_vjp`.
-        ValueError: `argnums` names no argument, or the gradient does not have the structure or
-            shape of its argument.
-        LookupError: When a second derivative is taken of a gradient that TensorFlow cannot
-            differentiate, as in `with_gradient`.
+        TypeError: `fn` does not return such a pair. (If it returns a function from the upstream
+            gradient to the gradients, use `custom_vjp`.)
+        ValueError: `argnums` does not name an argument, or a gradient does not have the structure
+            or shape of its argument.
+        LookupError: When a second derivative is taken and TensorFlow cannot differentiate the
+            gradient, as in `with_gradient`.
     """
     if fn is None:
         return functools.partial(
@@ -94,15 +96,16 @@ def _from_value_and_gradient(
         def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
             if callable(gradients):
                 raise TypeError(
-                    f"{name} returned a function in the place of the gradient. A value with the "
-                    "function that pulls back is the protocol of sgtrick.custom_vjp."
+                    f"{name} must return (value, gradient), but returned a function as the "
+                    "gradient. For a function from the upstream gradient to the gradients of the "
+                    "arguments, use sgtrick.custom_vjp."
                 )
             return point.jacobians(as_tuple(gradients, argnums, name), y, batch_ndims)
 
         with devices.scope(device):
             point = select(function, argnums, args, kwargs)
             others = point.others()
-            # Without a record, a tape in it would say that there is no gradient.
+            # If recording is suspended, a tape inside fn would find no gradient.
             run = functools.partial(tapes.unsuspended, lambda: point.stopped(f))
             closure = Closure(run, others.xs)
             y, gradients = pair_of(closure.result, f"{name} must return (value, gradient)")
@@ -127,7 +130,7 @@ def _differentiable(
     leaves: list[Any],
     evaluated: Callable[[calls.Call], list[Any]],
 ) -> Callable[[], list[Any]]:
-    """The gradients that came with the value, whose derivatives are those of another evaluation."""
+    """The gradients that came with the value; to differentiate them, `fn` is evaluated again."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
     others = call.closure.others(known, call.point.stopped_xs) or mixed.Others(())
 

@@ -1,6 +1,6 @@
-"""What equations define: roots of a residual, and samples by their distribution function.
+"""Values defined by an equation: roots of a residual, and samples via their distribution function.
 
-Both have no derivative of their own, or one that is not wanted, and get that of the equation.
+However such a value was computed, its derivatives follow from the equation.
 """
 
 import math
@@ -23,16 +23,15 @@ def implicit_root(
     *theta: Structure,
     batch_ndims: int = 0,
 ) -> Structure:
-    """The root `x_star` of `residual(x, *theta) = 0`, with its derivatives by `theta`.
+    """The root `x_star` of `residual(x, *theta) = 0`, with its derivatives with respect to `theta`.
 
-    However the root was found, in or outside TensorFlow, the equation tells how it moves: by the
-    implicit function theorem ::
+    However the root was found, in TensorFlow or outside, the implicit function theorem gives its
+    derivatives ::
 
         dx = -J^-1 dr,    J the Jacobian of residual with respect to x,
 
-    where `dr` is the change of `residual(x, *theta)` at a fixed `x`. Reverse mode solves with the
-    transpose of `J` when a gradient is asked for. There the root is this function again, so that
-    derivatives of every order are exact.
+    where `dr` is the change of `residual(x, *theta)` at a fixed `x`. When a gradient is requested,
+    reverse mode solves a system with the transpose of `J`. Derivatives of every order are exact.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -44,29 +43,31 @@ def implicit_root(
         0.3536
 
     Args:
-        residual: Called as `residual(x, *theta)` with `x` like `x_star`, returns as many numbers:
-            the structure, shapes and dtypes of `x_star`. What else it is made of, tensors and
-            variables, keeps its derivatives too.
+        residual: Called as `residual(x, *theta)` with an `x` like `x_star`; returns the structure,
+            shapes and dtypes of `x_star`. The root also gets derivatives with respect to other
+            tensors and variables that the residual depends on.
         x_star: The root: a floating tensor or a structure of these, all of one dtype. It is
-            stopped. How well it solves the equation is how well the derivatives hold.
-        *theta: Arguments by which the root is differentiated, of any structure.
-        batch_ndims: How many leading dimensions of `x_star` count independent roots, the residual
-            of each of which depends on no other. 0 is right for every residual, and solves all as
-            one system; with a batch there is a small system for each.
+            stopped. The derivatives are as accurate as the root.
+        *theta: Arguments with respect to which the root is differentiated, of any structure.
+        batch_ndims: The number of leading dimensions of `x_star` over which roots are independent:
+            the residual of each depends on no other root. 0 is always correct, and solves one
+            system for all; with a batch there is a small system for each root.
 
     Returns:
-        The structure, dtype and value of `x_star`, also where that is not finite or no root. Where
-        `J` of a batch member is singular, its root has no derivative, and what flows back into
-        `residual` is NaN. Roots of several numbers are solved for by QR, of which TFLite has no
-        kernel: an error says so.
+        The structure, dtype and value of `x_star`, even where it is not finite or not a root. Where
+        the `J` of a batch member is singular, its root has no derivative, and the gradient that
+        flows back into `residual` is NaN. Systems of several unknowns are solved by QR, which
+        TFLite does not support (converting raises an error).
 
     Raises:
-        TypeError: `x_star` is not floating or of several dtypes, or the residual of another.
+        TypeError: `x_star` is not floating or mixes dtypes, or the residual has another dtype.
         ValueError: The residual does not have the structure or shapes of `x_star` or does not
-            depend on it, or `batch_ndims` is no such count.
+            depend on it, or `batch_ndims` is not a number of dimensions of `x_star`.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
-        raise ValueError(f"batch_ndims must be an int of at least 0, got {batch_ndims!r}.")
+        raise ValueError(
+            f"batch_ndims must be an int of at least 0, got {shapes.show_option(batch_ndims)}."
+        )
     return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"))
 
 
@@ -76,10 +77,10 @@ def implicit_reparameterize(
     *params: Structure,
     event_ndims: int = 0,
 ) -> Structure:
-    """A sample with its derivatives by the parameters of its distribution.
+    """A sample with its derivatives with respect to the parameters of its distribution.
 
-    The value `u = F(x, params)` of the distribution function at a sample is uniform whatever the
-    parameters are. Holding it, the sample moves as the root of `F(x, params) = u` does, so this is
+    Whatever the parameters, the value `u = F(x, params)` of the distribution function at a sample
+    is uniform. With `u` held fixed, the sample is the root of `F(x, params) = u`, so this is
     `implicit_root`. (Figurnov, Mohamed, Mnih 2018, https://arxiv.org/abs/1805.08498)
 
         >>> import tensorflow as tf
@@ -95,28 +96,31 @@ def implicit_reparameterize(
 
     Args:
         distribution_cdf: Called as `distribution_cdf(sample, *params)`, returns the shape and dtype
-            of `sample`: the distribution function of each entry; with `event_ndims` those of each
-            entry given the ones before it (Rosenblatt's transform). Any other function that takes
-            the parameters out of the sample will do, such as the logarithm of the survival function
-            far out in a tail, where the distribution function is flat.
-        sample: A floating tensor, from wherever. It is stopped.
-        *params: What the sample is differentiated by, of any structure.
-        event_ndims: How many trailing dimensions of `sample` are one event. Entries of an event may
-            depend on each other; events may not.
+            of `sample`: the distribution function of each entry; with `event_ndims` the conditional
+            distribution function of each entry given the previous ones (the Rosenblatt transform).
+            Any other function that maps the sample to a variable whose distribution does not depend
+            on the parameters works too, such as the logarithm of the survival function far out in
+            a tail, where the distribution function is flat.
+        sample: A floating tensor, from any sampler. It is stopped.
+        *params: Parameters with respect to which the sample is differentiated, of any structure.
+        event_ndims: The number of trailing dimensions of `sample` that make up an event. Entries of
+            an event may depend on each other; different events may not.
 
     Returns:
-        The dtype and value of `sample`. Where the density is zero, what flows back into
-        `distribution_cdf` is NaN.
+        The dtype and value of `sample`. Where the density is zero, the gradient that flows back
+        into `distribution_cdf` is NaN.
 
     Raises:
-        TypeError: `sample` is not floating, or `distribution_cdf` has another dtype.
-        ValueError: `distribution_cdf` does not have the shape of `sample` or does not depend on it,
-            or `event_ndims` is no such count.
+        TypeError: `sample` is not floating, or `distribution_cdf` returns another dtype.
+        ValueError: `distribution_cdf` does not return the shape of `sample` or does not depend on
+            it, or `event_ndims` is not a number of dimensions of `sample`.
     """
     sample = _floating(sample, "sample")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
     if not shapes.is_int(event_ndims) or event_ndims < 0:
-        raise ValueError(f"event_ndims must be an int of at least 0, got {event_ndims!r}.")
+        raise ValueError(
+            f"event_ndims must be an int of at least 0, got {shapes.show_option(event_ndims)}."
+        )
     if isinstance(rank, int) and rank < event_ndims:
         shape = shapes.show(structures.static_shape(sample))
         raise ValueError(
@@ -142,7 +146,7 @@ def _root(
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
         returned = residual(rows.unpack(x), *tf.nest.pack_sequence_as(theta, others))
-        return rows.checked(returned, f"what {names[0]} returns")
+        return rows.checked(returned, f"the result of {names[0]}")
 
     x = rows.pack(rows.stars)
     thetas = [graphs.here(tf.convert_to_tensor(flat[i])) for i in places]
@@ -151,9 +155,9 @@ def _root(
         traced = tracing.Traced(r, specs)
     if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
-            f"What {names[0]} returns is not connected to its first argument, {names[1]}. "
-            "TensorFlow must be able to differentiate it; where it calls code outside TensorFlow, "
-            "give it derivatives by one of sgtrick's forms."
+            f"{names[0]} returned something that is not connected to its first argument, "
+            f"{names[1]}. TensorFlow must be able to differentiate it; if it calls code outside "
+            "TensorFlow, give it derivatives with one of sgtrick's functions."
         )
     equation = _Equation(names[0], traced, list(tape.watched_variables()))
     reads = [tf.convert_to_tensor(v) for v in equation.variables]
@@ -161,12 +165,12 @@ def _root(
 
 
 class _Equation(NamedTuple):
-    """`r(x, *thetas) = 0`, of rows.
+    """`r(x, *thetas) = 0`, where `x` is a matrix of rows.
 
     Attributes:
-        name: What errors call it.
-        r: What it is made of besides is captured, and can be replaced.
-        variables: Those that it reads.
+        name: The function's name in errors.
+        r: The traced residual. Other tensors that it uses are captured, and can be replaced.
+        variables: The variables that it reads.
     """
 
     name: str
@@ -181,14 +185,14 @@ def _solved(
     captured: list[Tensor],
     reads: list[Tensor],
 ) -> Any:
-    """The root `x`, as a function of all that the equation is made of."""
+    """The root `x`, as a function of everything that the equation depends on."""
     captured = list(map(graphs.here, captured))
     x, thetas = graphs.here(x), list(map(graphs.here, thetas))
     floating = [t for t in captured if structures.is_differentiable(t.dtype)]
     inputs = [*thetas, *floating, *reads]
 
     def pull(upstream: Tensor) -> list[Gradient]:
-        # What a graph captured before is not recorded when it is used again.
+        # A tensor that a graph has captured before is not recorded when it is used again.
         ts = list(map(graphs.here, thetas))
         cs = list(map(graphs.here, captured))
         fs = [t for t in cs if structures.is_differentiable(t.dtype)]
@@ -219,7 +223,7 @@ def _solve(m: Tensor, b: Tensor) -> Tensor:
 
 
 class _Rows:
-    """Roots of any structure as a matrix `[roots, numbers of each]`.
+    """Roots of any structure as a matrix `[roots, unknowns of each]`.
 
     Attributes:
         stars: The leaves of the structure, stopped.
@@ -233,7 +237,10 @@ class _Rows:
         ]
         dtypes = sorted({x.dtype.name for x in self.stars})
         if len(dtypes) != 1:
-            raise TypeError(f"{name} must be of one dtype, got {', '.join(dtypes) or 'no leaves'}.")
+            raise TypeError(
+                f"{name} must have a single dtype, got {', '.join(dtypes) or 'no leaves'}. Cast "
+                "all leaves to one dtype."
+            )
         if isinstance(batch_ndims, int):
             _check_batches(self.stars, batch_ndims, name)
         of_stars = [_shape(x) for x in self.stars]
@@ -259,15 +266,15 @@ class _Rows:
         return tf.nest.pack_sequence_as(self._x_star, leaves)
 
     def checked(self, returned: Structure, name: str) -> Tensor:
-        """What the residual returned, as rows."""
+        """The residual as rows, with its structure, dtypes and shapes checked."""
         leaves = []
         pairs = structures.pair(self._x_star, returned, self._name, name)
         for star, (path, _, leaf) in zip(self.stars, pairs, strict=True):
             leaf = structures.to_tensor(leaf, name + path)
             if leaf.dtype != star.dtype:
                 raise TypeError(
-                    f"{name}{path} has dtype {leaf.dtype.name}, expected {star.dtype.name}, that "
-                    f"of {self._name}{path}."
+                    f"{name}{path} has dtype {leaf.dtype.name}, expected {star.dtype.name}, the "
+                    f"dtype of {self._name}{path}."
                 )
             leaves.append(structures.shaped_like(leaf, star, name + path, self._name + path))
         return self.pack(leaves)
@@ -278,20 +285,20 @@ def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
     batches = [shape[:batch_ndims] for shape in known]
     if not all(len(b) == batch_ndims and shapes.compatible(b, batches[0]) for b in batches):
         raise ValueError(
-            f"With batch_ndims={batch_ndims}, all leaves of {name} must begin with the same "
-            f"{batch_ndims} dimensions, got {', '.join(map(shapes.show, known))}."
+            f"{name} must have the same leading batch_ndims={batch_ndims} dimensions in all "
+            f"leaves, got {', '.join(map(shapes.show, known))}."
         )
 
 
 def _jacobian(r: Callable[[Any], Any], x: Tensor) -> Tensor:
-    """That of each row, `[roots, n, n]`."""
+    """The Jacobian of each row, `[roots, n, n]`."""
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(x)
         x_ = tf.identity(x)
         y = r(x_)
     if x.shape[0] == 0:
         return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype)
-    # pfor compiles its loop, which pays only where that is done once.
+    # pfor compiles its loop, which pays off only if that happens once.
     return tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
 
 
@@ -304,16 +311,18 @@ def _inverse(j: Tensor) -> Tensor:
     if j.shape[-1] == 1:
         inverse, solvable = 1 / j, tf.not_equal(j, 0)
     else:
-        # tf.linalg.inv raises for all matrices where one is singular, as triangular_solve would.
-        size = tf.reduce_max(tf.abs(j), -1, keepdims=True)  # rows may have units of their own
+        # tf.linalg.inv raises for the whole batch if one matrix is singular, and so would
+        # triangular_solve.
+        size = tf.reduce_max(tf.abs(j), -1, keepdims=True)  # rows may differ in units
         q, r = tf.linalg.qr(j / size)
         pivots = tf.reduce_min(tf.abs(tf.linalg.diag_part(r)), -1)
         solvable = tf.reshape(pivots > 0, [-1, 1, 1])  # false for NaN
         r = tf.where(solvable, r, tf.eye(n, dtype=work))
         inverse = tf.linalg.triangular_solve(r, tf.linalg.matrix_transpose(q), lower=False)
         inverse /= tf.linalg.matrix_transpose(size)
-    # With their signs these add up to the diagonal of inverse @ j, which is 1. Where they reach
-    # 1 / eps, no digit of it is right. Unlike condition numbers, they do not depend on units.
+    # Without abs, these terms would add up to the diagonal of inverse @ j, which is 1. If they
+    # reach 1 / eps, no digit of the sum is right. Unlike a condition number, this does not depend
+    # on units.
     terms = tf.reduce_sum(tf.abs(inverse * tf.linalg.matrix_transpose(j)), -1)
     terms = tf.reduce_max(terms, -1)
     lost = 8 * np.finfo(work.as_numpy_dtype).eps * terms * tf.cast(n, work)
@@ -324,15 +333,13 @@ def _inverse(j: Tensor) -> Tensor:
 def _floating(value: TensorLike, name: str) -> Tensor:
     value = structures.to_tensor(value, name)
     if not value.dtype.is_floating:
-        hint = "its real and imaginary parts" if value.dtype.is_complex else "a cast of it"
-        raise TypeError(
-            f"{name} has dtype {value.dtype.name}, expected a floating one. Pass {hint}."
-        )
+        advice = "Pass its real and imaginary parts." if value.dtype.is_complex else "Cast it."
+        raise TypeError(f"{name} has dtype {value.dtype.name}, expected a floating dtype. {advice}")
     return value
 
 
 def _shape(x: Tensor) -> Any:
-    """A list of ints where it is known, else a tensor."""
+    """A list of ints if it is known, else a tensor."""
     return x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x)
 
 

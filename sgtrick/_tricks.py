@@ -1,7 +1,7 @@
-"""Gradients bent on purpose: `stop(f) + L(x - stop(x))` where `L` is not the derivative of `f`.
+"""Modified gradients: `stop(f) + L(x - stop(x))` where `L` is not the derivative of `f`.
 
-All of them take structures of tensors. What bends them (a mask, a factor, bounds) is one for all
-leaves, or a structure like theirs.
+All functions take structures of tensors. Their other arguments (a mask, a factor, bounds) apply to
+all leaves, or are structures like `x`.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from sgtrick._core.types import Function, Gradient, Structure, Tensor, TensorLik
 def stop_gradient(x: Structure, where: Structure = None) -> Structure:
     """Stops the gradient of all entries of `x`, or of some.
 
-    The entries are selected by `tf.where`, not by multiplying with zeros and ones, so that what
-    flows back to the stopped ones is zero even where the upstream gradient is not finite.
+    The entries are selected by `tf.where`, not by multiplying with zeros and ones, so the gradient
+    of stopped entries is zero even where the upstream gradient is not finite.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -35,20 +35,22 @@ def stop_gradient(x: Structure, where: Structure = None) -> Structure:
 
     Args:
         x: Tensor, variable, array or number of any dtype, or a structure of these.
-        where: What to stop: a bool mask that broadcasts to `x`; an index as in `x[where]`, which is
-            an int, a slice, `...` or a tuple of these; an int tensor, array or list of positions
-            along the first axis; or None for all entries. For a structure `x`, one of these for
-            all leaves, or a structure of them like `x`, in which lists and tuples are structure.
+        where: The entries to stop: a bool mask that broadcasts to `x`; an index as in `x[where]`,
+            that is an int, a slice, `...` or a tuple of these; an int tensor, array or list of
+            positions along the first axis; or None for all entries. If `x` is a structure, one of
+            these for all leaves, or a structure of them like `x`; lists and tuples then count as
+            structure.
 
     Returns:
-        The structure, dtypes and values of `x`, exact to any order. For `where=None` the result is
-        unconnected, as that of `tf.stop_gradient`.
+        The structure, dtypes and values of `x`, with exact derivatives of every order. For
+        `where=None` the result is unconnected, like that of `tf.stop_gradient`.
 
     Raises:
-        TypeError: `where` is neither mask nor index.
+        TypeError: `where` is neither a mask nor an index.
         ValueError: The mask does not broadcast to `x`, the index is out of bounds, or the structure
             is not that of `x`.
-        tf.errors.InvalidArgumentError: The same at run time, for what was unknown while tracing.
+        tf.errors.InvalidArgumentError: The same at run time, for shapes that were unknown while
+            tracing.
     """
 
     def stopped(path: str, x: Tensor, where: Structure) -> Tensor:
@@ -65,8 +67,8 @@ def straight_through(fx: Structure, x: Structure) -> Structure:
     """The value `fx` with the gradient of `x`, as if `fx` were the identity.
 
     For steps, rounding, quantised and binary layers, whose own derivative is zero almost
-    everywhere: `stop(fx) + (x - stop(x))`, whose first part has no derivative and whose second part
-    has no value. (Bengio, Léonard, Courville 2013, https://arxiv.org/abs/1308.3432)
+    everywhere: `stop(fx) + (x - stop(x))`, where the first term has zero derivative and the second
+    term has zero value. (Bengio, Léonard, Courville 2013, https://arxiv.org/abs/1308.3432)
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -79,20 +81,20 @@ def straight_through(fx: Structure, x: Structure) -> Structure:
         >>> tape.gradient(y, x).numpy()
         array([1., 1.], dtype=float32)
 
-    To let the gradient pass only where `abs(x) <= 1`, give it `tf.clip_by_value(x, -1, 1)` as `x`.
+    To let the gradient pass only where `abs(x) <= 1`, pass `tf.clip_by_value(x, -1, 1)` as `x`.
 
     Args:
         fx: The value: tensor, variable, array or number, floating or complex, or a structure of
             these. It is stopped.
-        x: What takes the gradient: of the structure and shapes of `fx`, and complex where it is.
+        x: Gets the gradient. It has the structure and shapes of `fx`, and is complex if `fx` is.
 
     Returns:
-        The structure, dtypes and values of `fx`, also where `x` is not finite; there an entry's
-        gradient is zero. Each leaf of `x` gets the upstream gradient in its own dtype. Second
+        The structure, dtypes and values of `fx`, even where `x` is not finite; the gradient of such
+        an entry is zero. Each leaf of `x` gets the upstream gradient in its own dtype. Second
         derivatives are zero.
 
     Raises:
-        TypeError: A dtype without derivatives, or one of `fx` and `x` complex and the other not.
+        TypeError: A dtype has no derivatives, or only one of `fx` and `x` is complex.
         ValueError: Structures or shapes differ.
     """
     leaves = []
@@ -113,7 +115,7 @@ def straight_through(fx: Structure, x: Structure) -> Structure:
 def scale_gradient(x: Structure, factor: Structure) -> Structure:
     """The value `x` with its gradient multiplied by `factor`.
 
-    `stop(x) + stop(factor) * (x - stop(x))`, in which only the last `x` has a derivative.
+    This is `stop(x) + stop(factor) * (x - stop(x))`, where only the unstopped `x` has a derivative.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -126,18 +128,19 @@ def scale_gradient(x: Structure, factor: Structure) -> Structure:
 
     Args:
         x: Tensor, variable, array or number, floating or complex, or a structure of these.
-        factor: Broadcasts to `x` and is cast to its dtype; for a structure `x`, one for all leaves
-            or a structure like `x`. It is stopped: a scaled gradient is the derivative of nothing,
-            so that none by the factor could be right. 0 stops, even an upstream gradient that is
-            not finite; infinite factors leave an upstream gradient of 0 as it is.
+        factor: Broadcasts to `x` and is cast to its dtype; if `x` is a structure, one factor for
+            all leaves or a structure like `x`. It is stopped: a scaled gradient is not the
+            derivative of any function, so no gradient with respect to the factor would be right. 0
+            stops even an upstream gradient that is not finite; an infinite factor leaves an
+            upstream gradient of 0 unchanged.
 
     Returns:
-        The structure, dtypes and values of `x`, also where `x` or `factor` is not finite. Where `x`
-        is not, an entry's gradient is zero. Second derivatives are those of a linear function of
-        slope `factor`.
+        The structure, dtypes and values of `x`, even where `x` or `factor` is not finite. The
+        gradient of an entry of `x` that is not finite is zero. Second derivatives are those of a
+        linear function with slope `factor`.
 
     Raises:
-        TypeError: A dtype without derivatives, or a complex factor of a real `x`.
+        TypeError: A dtype has no derivatives, or the factor of a real `x` is complex.
         ValueError: `factor` does not broadcast to `x`, or has another structure.
     """
 
@@ -156,9 +159,9 @@ def scale_gradient(x: Structure, factor: Structure) -> Structure:
 def reverse_gradient(x: Structure) -> Structure:
     """The value `x` with its gradient reversed: `stop(x) - (x - stop(x))`.
 
-    What comes before ascends the loss that what comes after descends, as in domain-adversarial
-    training. (Ganin, Lempitsky 2015, https://arxiv.org/abs/1409.7495, whose factor `lambda` is
-    `scale_gradient(x, -lambda)`)
+    The layers before it ascend the loss that the layers after it descend, as in domain-adversarial
+    training. (Ganin, Lempitsky 2015, https://arxiv.org/abs/1409.7495; their layer with the factor
+    `lambda` is `scale_gradient(x, -lambda)`)
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -173,10 +176,10 @@ def reverse_gradient(x: Structure) -> Structure:
         x: Tensor, variable, array or number, floating or complex, or a structure of these.
 
     Returns:
-        As `scale_gradient(x, -1)`.
+        The same as `scale_gradient(x, -1)`.
 
     Raises:
-        TypeError: A dtype without derivatives.
+        TypeError: A dtype has no derivatives.
     """
     return scale_gradient(x, -1)
 
@@ -184,9 +187,9 @@ def reverse_gradient(x: Structure) -> Structure:
 def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
     """The value `x` with its gradient clipped, entry by entry, to `[lo, hi]`.
 
-    What clips is the upstream gradient itself, in which clipping is not linear: no formula in
-    `x - stop(x)` has such a derivative, and forward mode has no upstream gradient at all. So this
-    is an override of the gradient, which holds under every other transformation.
+    Clipping acts on the upstream gradient and is not linear in it, so no formula in `x - stop(x)`
+    has such a derivative, and forward mode, which has no upstream gradient, is not supported. All
+    other transformations are.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -199,16 +202,16 @@ def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
 
     Args:
         x: Tensor, variable, array or number, floating, or a structure of these.
-        lo: Lower bound, at most `hi`. Broadcasts to `x` and is cast to its dtype; for a structure
-            `x`, one for all leaves or a structure like `x`.
-        hi: Upper bound, in the same manner.
+        lo: Lower bound, at most `hi`. Broadcasts to `x` and is cast to its dtype; if `x` is a
+            structure, one bound for all leaves or a structure like `x`.
+        hi: Upper bound, likewise.
 
     Returns:
-        The structure, dtypes and values of `x`. Derivatives of higher order are those of clipping;
-        with all tapes around a `tf.function` they are an error or NaN.
+        The structure, dtypes and values of `x`. Higher derivatives are those of clipping; if all
+        tapes are around a `tf.function`, they are an error or NaN.
 
     Raises:
-        TypeError: A dtype that is not floating.
+        TypeError: A dtype is not floating.
         ValueError: A bound does not broadcast to `x`, or has another structure.
         tf.errors.InvalidArgumentError: `lo` exceeds `hi`, or is NaN.
         NotImplementedError: In forward mode.
@@ -219,8 +222,8 @@ def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
         x = _differentiable(x, name)
         if x.dtype.is_complex:
             raise TypeError(
-                f"{name} has dtype {x.dtype.name}, and complex numbers have no order. Clip the "
-                "gradients of its real and imaginary parts."
+                f"{name} has dtype {x.dtype.name}, but complex numbers have no order. Clip the "
+                "gradients of the real and imaginary parts."
             )
         lo, hi = (
             _like(
@@ -231,7 +234,7 @@ def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
             )
             for bound, which in ((lo, "lo"), (hi, "hi"))
         )
-        message = f"clip_gradient: lo must not exceed hi, where {name} is clipped."
+        message = f"clip_gradient: lo must not exceed hi (for {name})."
         with tf.control_dependencies([tf.debugging.assert_less_equal(lo, hi, message=message)]):
             return _clip(tf.identity(x), lo, hi)
 
@@ -239,12 +242,13 @@ def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
 
 
 def magic_box(log_prob: Structure) -> Structure:
-    """DiCE's operator: 1 in value, whose gradients of every order are those of the probability.
+    """DiCE's operator: the value is 1, and score-function gradients of every order are exact.
 
-    `exp(log_prob - stop(log_prob))` is the ratio of the probability to itself: an expectation over
-    samples `k` becomes `mean(magic_box(log_prob_k) * f_k)`, since `stop(p) * magic_box(log(p))` is
-    `p` in value and in every derivative. `log_prob` of sample `k` holds the terms of all random
-    choices that `f_k` depends on. (Foerster et al. 2018, https://arxiv.org/abs/1802.05098)
+    This is `exp(log_prob - stop(log_prob))`, the ratio of the probability to its value. An
+    expectation is estimated from samples `k` by `mean(magic_box(log_prob_k) * f_k)`, since
+    `stop(p) * magic_box(log(p))` has the value and all derivatives of `p`. The `log_prob` of sample
+    `k` has to contain all random choices that `f_k` depends on. (Foerster et al. 2018,
+    https://arxiv.org/abs/1802.05098)
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -254,7 +258,7 @@ def magic_box(log_prob: Structure) -> Structure:
         ...     draws = tf.constant([1.0, 0.0, 0.0, 0.0])
         ...     log_prob = tf.math.log(tf.where(draws > 0, p, 1 - p))
         ...     estimate = tf.reduce_mean(sgtrick.magic_box(log_prob) * draws)
-        >>> float(estimate), float(tape.gradient(estimate, p))  # of the expectation p: p and 1
+        >>> float(estimate), float(tape.gradient(estimate, p))  # the expectation is p
         (0.25, 1.0)
 
     Args:
@@ -262,35 +266,39 @@ def magic_box(log_prob: Structure) -> Structure:
             structure of these.
 
     Returns:
-        Ones of the structure, shapes and dtypes of `log_prob`, also where it is not finite; there
-        an entry has no derivative. All is made of native ops, so that derivatives of every order
-        are exact under every transformation.
+        Ones of the structure, shapes and dtypes of `log_prob`, even where it is not finite; such an
+        entry gets no gradient. It consists of native ops, so derivatives of every order are exact
+        under every transformation.
 
     Raises:
-        TypeError: A dtype that is not floating.
+        TypeError: A dtype is not floating.
     """
 
     def boxed(path: str, log_prob: Tensor) -> Tensor:
         log_prob = _differentiable(log_prob, f"log_prob{path}")
         if log_prob.dtype.is_complex:
-            raise TypeError(f"log_prob{path} has dtype {log_prob.dtype.name}, expected a real one.")
+            raise TypeError(
+                f"log_prob{path} has dtype {log_prob.dtype.name}, expected a real floating dtype. "
+                "Pass its real part."
+            )
         return tf.exp(-formula.minus_zero(log_prob, guard=True))
 
     return _map(boxed, log_prob)
 
 
 _FORWARD = (
-    "clip_gradient clips the gradient that flows back, so it has no derivative in forward mode: "
-    "use reverse mode (tf.GradientTape)."
+    "clip_gradient clips the upstream gradient, so it has no derivative in forward mode. Use "
+    "reverse mode (tf.GradientTape)."
 )
 
 
 def _clip(x: Tensor, lo: Structure, hi: Structure) -> Tensor:
     def pull(upstream: Tensor) -> list[Gradient]:
-        # An upstream of IndexedSlices may hold an entry in several parts: their sum is clipped.
+        # IndexedSlices may hold several parts of an entry, whose sum is to be clipped.
         upstream = tf.convert_to_tensor(upstream)
         g = tf.clip_by_value(upstream, lo, hi)
-        return [tf.where(tf.equal(upstream, upstream), g, upstream)]  # some XLAs clip NaN too
+        # Keeps NaN, which some XLA backends clip too.
+        return [tf.where(tf.equal(upstream, upstream), g, upstream)]
 
     rule = Rule("clip_gradient", pull, _FORWARD, lost=[False])
     return keep([x], [x], rule)[0]
@@ -318,7 +326,7 @@ def _differentiable(value: TensorLike, name: str, like: Tensor | None = None) ->
 
 
 def _mask(where: Structure, x: Tensor, name: str) -> Tensor:
-    """The bool mask, of the shape of `x`, that a mask or index means."""
+    """A mask or an index as a bool mask of the shape of `x`."""
     if type(where) is int or isinstance(where, (slice, tuple, type(...))):
         return _mask_of_index(where, x, name)
     where = structures.to_tensor(where, "where")
@@ -334,20 +342,23 @@ def _mask(where: Structure, x: Tensor, name: str) -> Tensor:
 
 def _mask_of_index(index: Any, x: Tensor, name: str) -> Tensor:
     if isinstance(index, tuple) and any(isinstance(i, bool) for i in index):
-        raise TypeError(f"where={index!r}: an index is no bool. Pass a mask as a list or tensor.")
+        raise TypeError("where is a tuple with bools in it. Pass a mask as a list or tensor.")
     positions = tf.reshape(tf.range(tf.size(x)), tf.shape(x))
     try:
         if tf.is_tensor(index):
             n = tf.cast(tf.shape(x)[0], index.dtype)
             there = tf.reduce_all((-n <= index) & (index < n))
-            message = f"where is out of bounds for {name}. Their shapes, in this order:"
+            message = f"where is out of bounds for {name}. The shapes of the two:"
             index = structures.checked(there, index, message, x)
             chosen = tf.gather(positions, tf.where(index < 0, index + n, index))
         else:
             chosen = positions[index]
     except (TypeError, ValueError, IndexError, tf.errors.InvalidArgumentError) as error:
         shape = shapes.show(structures.static_shape(x))
-        raise ValueError(f"where is no index of {name}, of shape {shape}: {error}") from error
+        raise ValueError(
+            f"where is not an index into {name}, of shape {shape}. Pass an index that fits, or a "
+            f"bool mask. ({error})"
+        ) from error
     chosen = tf.reshape(chosen, [-1, 1])
     nowhere, true = tf.fill([tf.size(x)], False), tf.fill([tf.size(chosen)], True)
     return tf.reshape(tf.tensor_scatter_nd_update(nowhere, chosen, true), tf.shape(x))
@@ -364,5 +375,5 @@ def _like(value: Tensor, x: Tensor, name: str, x_name: str) -> Tensor:
             f"{name} has shape {shapes.show(structures.static_shape(value))}, which does not "
             f"broadcast to that of {x_name}, {shapes.show(structures.static_shape(x))}."
         )
-    # Where the rank of x is unknown, broadcast_to claims the static shape of what it was given.
+    # If the rank of x is unknown, broadcast_to keeps the static shape of its input.
     return tf.reshape(tf.broadcast_to(value, tf.shape(x)), tf.shape(x))

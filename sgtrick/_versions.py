@@ -1,11 +1,11 @@
-"""What a bug report needs."""
+"""Versions and devices for bug reports."""
 
 import importlib.metadata
 import platform
 
 import tensorflow as tf
 
-# Distributions that results may depend on, in the order of the report.
+# Packages that results may depend on, in the order of the table.
 _DISTRIBUTIONS = (
     "sgtrick",
     "tensorflow",
@@ -29,7 +29,7 @@ def show_versions() -> None:
         sgtrick                 ...
         tensorflow              2...
 
-    Packages are looked up, not imported; those that are not installed are shown as `-`.
+    Packages are not imported; those that are not installed are shown as `-`.
     """
     rows = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _DISTRIBUTIONS:

@@ -1,4 +1,4 @@
-"""Functions with gradients of their own; what the gradients are not by keeps autodiff."""
+"""Functions with a custom gradient with respect to some arguments; all others keep autodiff."""
 
 import functools
 from collections.abc import Callable
@@ -35,11 +35,11 @@ def with_gradient(
 ) -> Any:
     """Gives a function the gradient that another function computes.
 
-    The result has the value of `f`. By the arguments `argnums` its gradient is what `grad` returns
-    for the same call; by all other arguments, and by the variables that `f` reads, it is what
-    autodiff finds in `f`. So a gradient can be stopped in part, without any bookkeeping.
+    The result has the value of `f`. With respect to the arguments `argnums`, its gradient is what
+    `grad` returns for the same arguments. All other arguments, and the variables that `f` reads,
+    keep their autodiff gradient, so gradients can be partially stopped without any bookkeeping.
 
-    As a function, as a decorator, and as a decorator whose rule is given later:
+    As a function, as a decorator, and as a decorator that gets its rule later:
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -57,40 +57,40 @@ def with_gradient(
         >>> with tf.GradientTape() as tape:
         ...     tape.watch(x)
         ...     y = log1pexp(x)
-        >>> tape.gradient(y, x).numpy()  # autodiff has NaN for the second
+        >>> tape.gradient(y, x).numpy()  # autodiff returns NaN for the second
         array([0.5, 1. ], dtype=float32)
 
     Args:
-        f: The function, of any arguments, structures included, and one tensor `B + R` as its value.
-            On methods, `argnums` does not count `self`, and `grad` is called as a method too.
-        grad: Called with the arguments of `f`, defaults filled in and keywords as positions where
-            `f` has them there. Returns the gradient for an int or name `argnums`, a tuple of them
-            for a tuple: a Jacobian `B + R + D` in the structure of its argument, with None where
-            there is none. It is called when a derivative is asked for, once a backward pass, with
-            the values that variables among the arguments had when `f` was called, and never in a
-            forward pass. A `grad` that takes a keyword `variables` is given the trainable variables
-            that `f` read and that are not among its arguments, each once, in the order read, and
-            returns `(gradients, variable_gradients)`: for each variable the Jacobian, of the shape
-            of the value followed by that of the variable, for a scalar value also as
-            `tf.IndexedSlices`. That is then exactly their gradient. What else `f` closes over has
-            none then.
+        f: The function. It takes any arguments, structures included, and returns one tensor
+            `B + R`. On methods, `self` does not count as an argument, and `grad` is a method too.
+        grad: Called with the arguments of `f`, with defaults filled in and keywords turned into
+            positions where possible. It returns a Jacobian `B + R + D` in the structure of the
+            argument, with None for leaves that get no gradient; or a tuple of these if `argnums` is
+            a tuple. It is called when a derivative is requested, once in each backward pass and
+            never in a forward pass, and sees variables among the arguments with the values that
+            they had when `f` was called. If `grad` takes a keyword `variables`, it receives the
+            trainable variables that `f` read and that are not among its arguments, each once, in
+            the order in which they were read, and returns `(gradients, variable_gradients)`: for
+            each variable a Jacobian, of the shape of the value followed by that of the variable, or
+            for a scalar value `tf.IndexedSlices`. The variables then get exactly these gradients,
+            and other tensors that `f` closes over get none.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
-        batch_ndims: As in `custom_gradient`: `len(B)`, where it is not to be inferred.
+        batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `f` and `grad` run there too.
 
     Returns:
         The function, or the decorator if `f` is None. Its value is that of `f` to the last bit.
-        Derivatives of higher order are those of `grad`, mixed ones with other arguments included.
+        Higher derivatives are obtained by differentiating `grad`, including mixed derivatives with
+        respect to other arguments.
 
     Raises:
-        TypeError: `f` does not return one floating tensor, or there is no `grad` when called.
-        ValueError: `argnums` names no argument, or, when the gradient is asked for, one is missing
-            or does not have the structure or shape of its argument or variable.
-        LookupError: When a derivative of higher order is taken and a gradient is not connected to
-            the point: it came from the host or NumPy, was stopped, or is a constant (to which
-            `0 * x` is to be added). Inside of a `tf.function` this is a
-            `tf.errors.InvalidArgumentError` when it is run, and around it and in XLA, which cannot
-            raise, the derivative is NaN.
+        TypeError: `f` does not return one floating tensor, or is called before it has a `grad`.
+        ValueError: `argnums` does not name an argument; or, when the gradient is requested, one is
+            missing or does not have the structure or shape of its argument or variable.
+        LookupError: When a higher derivative is taken and a gradient is not connected to the point:
+            it came from the host or NumPy, was stopped, or is a constant (in that case add
+            `0 * x`). Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
+            function runs; around it and in XLA, where nothing can raise, the derivative is NaN.
     """
     options: dict[str, Any] = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
@@ -156,10 +156,10 @@ def _with_variables(
     jacobians: Callable[[Any, Any], list[Any]],
     read: Reader,
 ) -> Any:
-    """The call where `grad` also returns the gradients by the variables that `f` reads.
+    """The call where `grad` also returns the gradients with respect to the variables.
 
-    All derivatives of `f` go through one pullback, since there is no other way to stop the
-    variables and nothing else.
+    All derivatives of `f` go through one pullback: there is no other way to stop the variables
+    alone.
     """
     others, at = point.others(), point.read()
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:

@@ -1,7 +1,7 @@
-"""Log densities, host engines among them, as distributions of TensorFlow Probability.
+"""Log densities, including those of host engines, as TensorFlow Probability distributions.
 
-`Factor` adds a term to a joint distribution, `LogDensity` makes a distribution of a function. What
-they are given may carry any custom derivative: nothing here stops or recomputes a gradient.
+`Factor` adds a term to a joint distribution, `LogDensity` turns a function into a distribution.
+Both keep any custom derivatives: nothing here stops or recomputes a gradient.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ __all__ = ["Factor", "LogDensity"]
 class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
     """A term of a joint log density: PyMC's `Potential`, NumPyro's `factor`.
 
-    A distribution over a set of one element, the empty vector, whose `log_prob` there is
-    `log_factor`. In a joint distribution it adds this to the log density, which is then in general
-    not normalised. Its derivatives are those of `log_factor`, of every order.
+    A distribution whose only possible value is the empty vector, with `log_prob` equal to
+    `log_factor`. In a joint distribution it adds this to the log density, which is then generally
+    not normalised. Its derivatives of every order are those of `log_factor`.
 
         >>> import tensorflow as tf
         >>> import tensorflow_probability as tfp
@@ -44,9 +44,9 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
         >>> tape.gradient(y, x).numpy()
         array([3., 0.], dtype=float32)
 
-    The event is of shape `[0]` and of the dtype of `log_factor`. It is what `sample` returns, so
-    that joint distributions can be sampled as if the factor were not there, and what stands in the
-    factor's place in their values. It need not be pinned: samplers carry an empty part along.
+    The event has shape `[0]` and the dtype of `log_factor`. `sample` returns it, so joint
+    distributions can be sampled as if the factor were not there, and their values hold it in the
+    factor's place. Pinning it is optional: samplers carry the empty part along.
 
     Args:
         log_factor: The log of the factor, a floating tensor, variable or number. Its shape is the
@@ -56,8 +56,8 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
         name: The name of the part in joint distributions, and of operations.
 
     Raises:
-        TypeError: `log_factor` is nothing of a floating dtype.
-        ValueError: In `log_prob`, when the value is not empty.
+        TypeError: `log_factor` does not have a floating dtype.
+        ValueError: In `log_prob`, if the value is not empty.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
             self._log_factor = log_factor
             super().__init__(
                 dtype=dtype,
-                # The sample is constant, so that pathwise gradients through it are exact.
+                # The sample is a constant, so pathwise gradients through it are exact.
                 reparameterization_type=tfd.FULLY_REPARAMETERIZED,
                 validate_args=validate_args,
                 allow_nan_stats=allow_nan_stats,
@@ -110,7 +110,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
                 f"The event of the factor {self.name!r} is empty, so its value must have a shape "
                 f"[..., 0] such as tf.zeros([0]), got {_shown(x.shape)}."
             )
-        # A sum over nothing is zero. It has the sample shape, and gives x a gradient.
+        # The sum over nothing is zero. It has the sample shape, and gives x a gradient.
         return self._log_factor + tf.reduce_sum(tf.cast(x[..., :0], self.dtype), -1)
 
     def _sample_n(self, n: Any, seed: Any = None) -> Any:
@@ -122,7 +122,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
 
 
 class LogDensity(tfd.Distribution):  # type: ignore[misc]
-    """A distribution of a log density function, which need not be normalised.
+    """A distribution given by its log density, which need not be normalised.
 
         >>> import tensorflow as tf
         >>> import tensorflow_probability as tfp
@@ -133,29 +133,30 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         >>> half_normal.log_prob([[1.0, 1.0], [2.0, 2.0]]).numpy()
         array([-1., -4.], dtype=float32)
 
-    It is not a `CompositeTensor`, since a function may close over tensors. `copy` works, slices do
-    not. Variables that `log_prob_fn` closes over are not among its `variables`, unless it is a
-    `tf.Module`. Derivatives of `log_prob` are those of `log_prob_fn`, of every order.
+    It is not a `CompositeTensor`, since the function may close over tensors. `copy` works, slicing
+    does not. Variables that `log_prob_fn` closes over are not among its `variables`, unless
+    `log_prob_fn` is a `tf.Module`. Derivatives of `log_prob`, of every order, are those of
+    `log_prob_fn`.
 
     Args:
-        log_prob_fn: From `[..., event]`, of `dtype`, to `[...]`, of the same if that is floating.
-            Where it is a batch of densities, `event` gives the batch shape, found by tracing it,
-            and sample dimensions precede that and broadcast. In AutoBatched joint distributions
-            and without a batch it is enough that it takes a single event.
+        log_prob_fn: Maps `[..., event]` of `dtype` to `[...]`, of the same dtype if that is
+            floating. For a batch of densities it maps a single event to the batch shape, which is
+            found by tracing it, and sample dimensions precede and broadcast. Without a batch, or in
+            an AutoBatched joint distribution, it need only support a single event.
         event_shape: The shape of an event: an int or ints.
         dtype: The dtype of an event.
         bijector: Maps the reals to the support: the default for unconstrained inference. None: the
             support is all reals.
-        sample_fn: Called as `sample_fn(sample_shape, seed=seed)` with a stateless seed, as the
-            method `sample` of another distribution, to draw `[*sample_shape, batch..., event...]`.
-            Draws are taken as constants, not as reparameterized. None: `sample` raises.
+        sample_fn: Called as `sample_fn(sample_shape, seed=seed)` with a stateless seed, like the
+            `sample` method of a distribution, to draw `[*sample_shape, batch..., event...]`. Draws
+            are constants, not reparameterized. None: `sample` raises.
         validate_args: As in all distributions. There are no arguments to validate.
         allow_nan_stats: As in all distributions.
         name: The name of the part in joint distributions, and of operations.
 
     Raises:
-        TypeError: Something is not of the type or dtype above.
-        ValueError: Something is not of the shape above.
+        TypeError: An argument or a returned value has the wrong type or dtype.
+        ValueError: An argument or a returned value has the wrong shape.
         NotImplementedError: In `sample`, without `sample_fn`.
     """
 
@@ -172,11 +173,15 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
     ) -> None:
         parameters = dict(locals())
         if not callable(log_prob_fn):
-            raise TypeError(f"log_prob_fn must be a function, got {log_prob_fn!r}.")
+            raise TypeError(f"log_prob_fn must be a function, got {type(log_prob_fn).__name__}.")
         if sample_fn is not None and not callable(sample_fn):
-            raise TypeError(f"sample_fn must be a function or None, got {sample_fn!r}.")
+            raise TypeError(
+                f"sample_fn must be a function or None, got {type(sample_fn).__name__}."
+            )
         if bijector is not None and not isinstance(bijector, tfb.Bijector):
-            raise TypeError(f"bijector must be a tfp.bijectors.Bijector or None, got {bijector!r}.")
+            raise TypeError(
+                f"bijector must be a tfp.bijectors.Bijector or None, got {type(bijector).__name__}."
+            )
         with tf.name_scope(name) as name:
             self._log_prob_fn, self._sample_fn, self._bijector = log_prob_fn, sample_fn, bijector
             self._static_event_shape = _static(event_shape)
@@ -192,7 +197,10 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
 
     @classmethod
     def _parameter_properties(cls, dtype: Any, num_classes: Any = None) -> dict[str, Any]:
-        raise NotImplementedError("A LogDensity cannot be sliced: its batch is in log_prob_fn.")
+        raise NotImplementedError(
+            "LogDensity cannot be sliced, since log_prob_fn determines its batch. Slice what "
+            "log_prob_fn uses, and make another LogDensity."
+        )
 
     def _event_shape(self) -> Any:
         return self._static_event_shape
@@ -224,20 +232,20 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         if not event.is_fully_defined():
             x = self._with_event(x)
         y = self._densities(x)
-        if not y.shape.is_compatible_with(batch):  # only then, as the batch shape takes a trace
+        if not y.shape.is_compatible_with(batch):  # finding batch_shape takes a trace
             with contextlib.suppress(ValueError):
                 batch = tf.broadcast_static_shape(batch, self.batch_shape)
         if not y.shape.is_compatible_with(batch):
             raise ValueError(
                 f"log_prob_fn of {self.name!r} returned the shape {_shown(y.shape)} for a value "
                 f"of shape {_shown(x.shape)}, expected {_shown(batch)}. It must sum over the "
-                f"event, of shape {_shown(self.event_shape)}, and keep all other dimensions."
+                f"event dimensions, {_shown(self.event_shape)}, and keep all others."
             )
         known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
         return y if known else self._checked(x, y)
 
     def _with_event(self, x: Tensor) -> Tensor:
-        """Returns `x`, whose last dimensions are checked when it is run."""
+        """Returns `x`, whose last dimensions are checked at run time."""
         event = tf.shape(x)[tf.maximum(tf.rank(x) - self.event_shape.rank, 0) :]
         message = (
             f"The value of {self.name!r} must have a shape that ends with its event_shape "
@@ -248,14 +256,14 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         )
 
     def _checked(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns `y`, whose shape is checked when it is run: before, something was not known."""
+        """Returns `y`, whose shape is checked at run time, since it is not known before."""
         expected = tf.shape(x)[: tf.rank(x) - self.event_shape.rank]
         if self.batch_shape.rank != 0:
             expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
         message = (
-            f"log_prob_fn of {self.name!r} must sum over the event, of shape "
-            f"{_shown(self.event_shape)}, and keep all other dimensions. The shapes of what it "
-            "returned, and of the value:"
+            f"log_prob_fn of {self.name!r} must sum over the event dimensions, "
+            f"{_shown(self.event_shape)}, and keep all others. The shapes of its result and of the "
+            "value:"
         )
         return structures.checked(structures.equal_shapes(tf.shape(y), expected), y, message, x)
 
@@ -264,14 +272,15 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         if not tf.is_tensor(y):
             raise TypeError(
                 f"log_prob_fn of {self.name!r} must return a tensor, got {type(y).__name__}, which "
-                "has no gradient. Embed what is computed outside TensorFlow, by "
+                "has no gradient. To embed what is computed outside TensorFlow, use "
                 "sgtrick.from_numpy or sgtrick.custom_gradient."
             )
         floating = self.dtype.is_floating
         if y.dtype != self.dtype if floating else not y.dtype.is_floating:
             raise TypeError(
                 f"log_prob_fn of {self.name!r} returned dtype {y.dtype.name}, expected "
-                f"{self.dtype.name + ' as the event' if floating else 'a floating dtype'}. Cast it."
+                f"{self.dtype.name + ' like the event' if floating else 'a floating dtype'}. "
+                "Cast it."
             )
         return y
 
@@ -279,19 +288,20 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         if self._sample_fn is None:
             if not _asked_for_structure_alone():
                 raise NotImplementedError(
-                    f"{self.name!r} cannot be sampled. Pass sample_fn to LogDensity, called as "
-                    "sample_fn(sample_shape, seed=seed), or draw by MCMC."
+                    f"{self.name!r} cannot be sampled. Pass sample_fn to LogDensity, a function "
+                    "that is called as sample_fn(sample_shape, seed=seed), or use MCMC."
                 )
             shape = tf.concat([[n], self.batch_shape_tensor(), self.event_shape_tensor()], 0)
             return tf.broadcast_to(self._point(), shape)
         x = structures.to_tensor(
-            self._sample_fn([n], seed=tfp.random.sanitize_seed(seed)), "what sample_fn returns"
+            self._sample_fn([n], seed=tfp.random.sanitize_seed(seed)), "the result of sample_fn"
         )
         expected = tf.TensorShape([tf.get_static_value(n)]) + self.batch_shape + self.event_shape
         if x.dtype != self.dtype or not x.shape.is_compatible_with(expected):
             raise ValueError(
                 f"sample_fn of {self.name!r} returned {x.dtype.name} of shape {_shown(x.shape)}, "
-                f"expected {self.dtype.name} of shape {_shown(expected)}: sample, batch and event."
+                f"expected {self.dtype.name} of shape {_shown(expected)}, the sample, batch and "
+                "event dimensions."
             )
         return tf.stop_gradient(x)
 
@@ -309,10 +319,11 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
 
 
 def _asked_for_structure_alone() -> bool:
-    """Whether a joint distribution runs its model for shapes and dtypes alone, not for a draw.
+    """Whether a joint distribution runs its model only for shapes and dtypes, not for a draw.
 
-    It does so before it does anything else, by `sample` of its parts, so that a density that cannot
-    be sampled could be no part of any. Only the call stack tells this from a draw.
+    It does so before anything else, by calling `sample` of its parts, so otherwise no joint
+    distribution could contain a density that cannot be sampled. Only the call stack tells this from
+    a draw.
     """
     frame: Any = sys._getframe()
     while frame is not None:
@@ -326,19 +337,19 @@ _ASKING = {"_get_static_distribution_attributes", "_get_single_sample_distributi
 
 
 def _is_reference(value: TensorLike) -> bool:
-    """Whether the value is to be read when it is used: variables, Keras' and deferred tensors."""
+    """Whether the value has to be read when it is used: (Keras) variables and deferred tensors."""
     return hasattr(value, "assign") or isinstance(value, tf.Module)
 
 
 def _static(event_shape: Any) -> Any:
-    """The event shape as a `TensorShape`, known in full."""
+    """The event shape as a fully defined `TensorShape`."""
     try:
         one = isinstance(event_shape, numbers.Integral)
         shape = tf.TensorShape([event_shape] if one else event_shape)
     except (TypeError, ValueError) as error:
         raise TypeError(f"event_shape must be an int or ints, got {event_shape!r}.") from error
     if not shape.is_fully_defined():
-        raise ValueError(f"event_shape must be known in full, got {event_shape!r}.")
+        raise ValueError(f"event_shape must be fully defined, got {event_shape!r}.")
     return shape
 
 

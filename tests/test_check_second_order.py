@@ -122,7 +122,7 @@ REFUSED = {
     "clip_gradient around a tf.function": (
         tf.function(lambda x: sgtrick.clip_gradient(x**2, -1.0, 1.0)),
         constant(2.0),
-        "clip_gradient clips the gradient",
+        "clip_gradient clips the upstream gradient",
     ),
 }
 

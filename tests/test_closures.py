@@ -5,6 +5,7 @@ square of it, so that each second derivative has a part that does not depend on 
 own derivative moves. The oracle is autodiff of the true function.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -102,6 +103,7 @@ def squared(f):
     return lambda x, a: f(x, a) ** 2
 
 
+@functools.cache
 def expected(by):
     return chain([reverse] * len(by), by)(squared(true))(X, A).numpy()
 
@@ -130,19 +132,27 @@ class TestVariables:
         run = WAYS[way](squared(lambda x, _: form(x)), (reverse, reverse), by)
         np.testing.assert_allclose(run(X, v), expected(by), rtol=1e-12)
 
-    @pytest.mark.parametrize(
-        "modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms)
-    )
-    @pytest.mark.parametrize("way", [way for way in WAYS if way != "XLA"])
-    @pytest.mark.parametrize("by", ORDERS, ids=str)
-    def test_with_forward_mode(self, name, way, modes, by):
-        v = tf.Variable(A)
-        form = closing_over(v, name)
-        y = came(WAYS[way](squared(lambda x, _: form(x)), modes, by), X, v)
-        if isinstance(y, str):  # TensorFlow has no forward mode around functions for variables
-            assert y in ("TypeError", "NotImplementedError", "ValueError")
-        else:
-            np.testing.assert_allclose(y, expected(by), rtol=1e-12)
+
+# What from_value_and_gradient closes over is passed as with_gradient passes it, by _core/closures.py.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name, way in itertools.product(FORMS, WAYS)
+        if way in ("eager", "in tf.function")
+        or (way != "XLA" and name != "from_value_and_gradient")
+    ],
+)
+@pytest.mark.parametrize("modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms))
+@pytest.mark.parametrize("by", ORDERS, ids=str)
+def test_of_variables_with_forward_mode(name, way, modes, by):
+    v = tf.Variable(A)
+    form = closing_over(v, name)
+    y = came(WAYS[way](squared(lambda x, _: form(x)), modes, by), X, v)
+    if isinstance(y, str):  # TensorFlow has no forward mode around functions for variables
+        assert y in ("TypeError", "NotImplementedError", "ValueError")
+    else:
+        np.testing.assert_allclose(y, expected(by), rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -165,8 +175,10 @@ class TestPassed:
         run = WAYS[way](squared(PASSED[name]), (reverse, reverse), by)
         np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
 
-    @pytest.mark.parametrize("name", PASSED)
-    @pytest.mark.parametrize("way", ["eager", "around tf.function"])
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        [*((name, "eager") for name in PASSED), ("with_gradient", "around tf.function")],
+    )
     @pytest.mark.parametrize("by", THIRD, ids=str)
     def test_of_third_order(self, name, way, by):
         run = WAYS[way](squared(PASSED[name]), (reverse,) * 3, by)

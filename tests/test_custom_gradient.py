@@ -202,21 +202,21 @@ class TestBadShapes:
         ("fx", "gx", "x", "options", "message"),
         [
             ([], [2], [3], {}, r"fx \[\], gx \[2\] and x \[3\] do not fit.*gx \[3\] \(the gradient of a scalar"),
-            ([4], [4, 2], [4, 3], {}, r"gx \[4, 3\] \(the gradient of each batch member\); or gx \[4, 4, 3\]"),
-            ([5], [4, 3], [4, 3], {}, r"gx \[5, 4, 3\] \(the full Jacobian\); or fx \[\] or \[4\] or \[4, 3\]"),
+            ([4], [4, 2], [4, 3], {}, r"Expected one of: gx \[4, 3\] \(the gradient of each batch member\); gx \[4, 4, 3\]"),
+            ([5], [4, 3], [4, 3], {}, r"gx \[5, 4, 3\] \(the full Jacobian\); fx \[\] or \[4\] or \[4, 3\]"),
             ([4], [], [4, 3], {}, r"gx \[\].*do not fit"),
-            ([4, 2], [4, 2, 3], [4, 3], {}, r"state batch_ndims"),
+            ([4, 2], [4, 2, 3], [4, 3], {}, r"pass batch_ndims"),
             ([4, 2], [4, 3], [4, 3], {"batch_ndims": 1}, r"batch_ndims=1, gx must have the shape \[4, 2, 3\]"),
-            ([4], [4, 3], [5, 3], {"batch_ndims": 1}, r"agree in their first 1 dimensions, got \[4\] and \[5\]"),
+            ([4], [4, 3], [5, 3], {"batch_ndims": 1}, r"leading dimensions of fx and x must be equal, got \[4\] and \[5\]"),
             ([4], [4, 3], [4, 3], {"batch_ndims": 2}, r"fx and x need at least 2 dimensions"),
         ],
     )  # fmt: skip
     @pytest.mark.parametrize("run", [sgtrick.custom_gradient, embed_in_graph])
-    def test_the_three_shapes_and_what_would_do(self, run, fx, gx, x, options, message):
+    def test_the_three_shapes_and_those_that_would_fit(self, run, fx, gx, x, options, message):
         with pytest.raises(ValueError, match=f"(?s){message}"):
             run(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
 
-    @pytest.mark.parametrize("batch_ndims", [-1, 1.0, "1"])
+    @pytest.mark.parametrize("batch_ndims", [-1, 1.0, "1", True])
     def test_batch_ndims_is_a_count(self, batch_ndims):
         with pytest.raises(
             ValueError, match=r"batch_ndims must be None or an int of at least 0, got"
@@ -374,7 +374,7 @@ class TestDtypes:
                 1.0,
                 1j,
                 1.0,
-                r"gx has dtype complex128, expected float32 since fx is float32, x float32",
+                r"gx has dtype complex128, expected float32, since fx is float32 and x is float32",
             ),
             (1.0, object(), 1.0, r"gx must be a tensor, variable, array or number, got object"),
             (1.0, 1.0, tf.ragged.constant([[1.0], [2.0, 3.0]]), r"x must be .* got RaggedTensor"),
@@ -579,7 +579,9 @@ class TestSecondOrder:
 
     def test_a_real_function_of_complex_arguments_has_no_single_hessian(self):
         x = constant(1j, tf.complex128)
-        with pytest.raises(TypeError, match=r"real fx .* by a complex x is not one matrix"):
+        with pytest.raises(
+            TypeError, match=r"real fx .* with respect to a complex x is not a single matrix"
+        ):
             sgtrick.custom_gradient(constant(1.0), x, x, hx=x)
 
 
@@ -653,7 +655,11 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("device", "error", "message"),
         [
-            ("CPU:7", ValueError, r"device='CPU:7' is not present. Present are \['CPU:0', 'CPU:1'"),
+            (
+                "CPU:7",
+                ValueError,
+                r"device='CPU:7' is not present. Available devices: \['CPU:0', 'CPU:1'",
+            ),
             (["TPU", "CPU:9"], ValueError, r"device=\['TPU', 'CPU:9'\] is not present"),
             ([], ValueError, r"device=\[\] is not present"),
             ("banana", ValueError, r"device='banana' is not a device name"),

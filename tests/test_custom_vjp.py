@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-PAIRS = pairs(CASES, everywhere={"vector", "two arguments"})
+PAIRS = pairs(CASES, everywhere={"two arguments"})
 
 
 @pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)

@@ -11,6 +11,7 @@ import tensorflow_probability as tfp
 
 import engines
 import sgtrick
+from hanging import HANGS
 
 RAISED = (RuntimeError, tf.errors.UnknownError)
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
@@ -21,7 +22,7 @@ def within_a_minute(f, *args):
     """The result or exception of `f`, which fails here where it would hang."""
     runner = futures.ThreadPoolExecutor(1)
     try:
-        return runner.submit(f, *args).result(timeout=60)
+        return runner.submit(f, *args).result(timeout=HANGS)
     finally:
         runner.shutdown(wait=False)
 
@@ -115,7 +116,7 @@ def test_functions_do_not_see_what_the_other_did_to_its_arguments(executor, vect
         return np.sum(x, -1)
 
     def grad(x):
-        assert seen.wait(timeout=30)
+        assert seen.wait(timeout=HANGS)
         return 2 * x
 
     executor = {"threads": threads, "main thread": sgtrick.MainThreadExecutor()}.get(executor)
@@ -162,7 +163,7 @@ def test_members_are_evaluated_at_once(threads, wrap):
     meeting = threading.Barrier(4)
 
     def meets(x):
-        meeting.wait(timeout=30)  # raises unless four calls are here together
+        meeting.wait(timeout=HANGS)  # raises unless four calls are here together
         return engines.normal(x)
 
     h = sgtrick.from_numpy(meets, executor=threads)
@@ -201,7 +202,7 @@ def test_an_exception_that_cannot_be_unpickled(wrap):
         h = sgtrick.from_numpy(engines.raises_what_cannot_be_unpickled, executor=processes)
         message = (
             r"(?s)got no answer from its executor: BrokenProcessPool.*TypeError: .*missing 1 required "
-            r".*: 'why'\. It lost the pool since an exception.* ArithmeticError\(str\(error\)\)"
+            r".*: 'why'\. The pool is lost because an exc.* ArithmeticError\(str\(error\)\)"
         )
         with pytest.raises(RAISED, match=message):
             within_a_minute(wrap(h), tf.zeros([2, 3]))
@@ -263,7 +264,7 @@ def test_members_left_over_after_an_error_are_not_evaluated():
     def first_fails(x):
         if x[0] == 0:
             raise ArithmeticError
-        blocked.wait(30)
+        blocked.wait(HANGS)
         evaluated.append(x[0])
         return engines.normal(x)
 

@@ -150,7 +150,7 @@ def test_nothing_to_differentiate_by(framework):
 
 
 def test_values_that_are_no_scalars(framework):
-    message = r"f must return a scalar, got .* \[2\]: sum over the point, or state event_ndims=0"
+    message = r"f must return a scalar, got .* \[2\]: sum over the point, or pass event_ndims=0"
     with pytest.raises(TypeError, match=message):
         framework.form(lambda x: x, name="f", on_error=-np.inf)(tf.constant([1.0, 2.0]))
 

@@ -3,6 +3,7 @@
 import doctest
 import gc
 import threading
+import time
 import weakref
 from concurrent import futures
 
@@ -236,18 +237,20 @@ class TestCalls:
             for i in range(k, 1000, 8):
                 values[i] = (graph if i % 3 else h)(tf.constant(points[i]))
 
+        begin = time.perf_counter()
         workers = [threading.Thread(target=work, args=[k]) for k in range(8)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
+        elapsed = time.perf_counter() - begin
         negative = points[:, 0] < 0
         assert (h.calls, h.failures) == (1000, negative.sum())
         assert not any(together)
         np.testing.assert_allclose(
             values, np.where(negative, -np.inf, -0.5 * (points**2).sum(-1)), rtol=1e-14
         )
-        assert 0 < h.seconds < 60
+        assert 0 < h.seconds < elapsed  # since no two were together
 
 
 class TestArguments:
@@ -332,7 +335,7 @@ class TestArguments:
             lambda x, a=2.0, b=3.0: (x * a * b, (a * b, None, None)), event_ndims=0
         )
         assert wrap(lambda x: h(x, b=5.0))(x[0]) == 10  # also what is left out before b
-        with pytest.raises(TypeError, match="keyword-only arguments \\['y'\\]"):
+        with pytest.raises(TypeError, match=r"keyword-only arguments \['y'\], but engines"):
             sgtrick.from_numpy(lambda x, *, y: y)(x, y=x)
 
     @WRAPS
@@ -357,7 +360,7 @@ class TestArguments:
         assert seen[0] == (np.float64, np.int32, np.bool_)
         h = sgtrick.from_numpy(f, event_ndims=(1, 0, 0))
         with pytest.raises(
-            RAISED, match="the gradient of f by x must be real numbers, got ndarray"
+            RAISED, match="the gradient of f with respect to x must be real numbers, got ndarray"
         ):
             wrap(h)(tf.zeros([3]), tf.constant(1), tf.constant(True))
 
@@ -641,13 +644,13 @@ class TestErrors:
             (None, r"got None"),
             ((1.0, [1.0], 2.0), r"got tuple \(float 1\.0, list \(float 1\.0\), float 2\.0\)"),
             ((np.ones(1), np.ones(2)), r"the value of f must have the shape \[\], got \[1\]"),
-            ((1.0, np.ones(3)), r"the gradient of f by x must have the shape \[2\], got \[3\]"),
-            ((1.0, 1.0), r"the gradient of f by x must have the shape \[2\], got \[\]"),
+            ((1.0, np.ones(3)), r"f with respect to x must have the shape \[2\], got \[3\]"),
+            ((1.0, 1.0), r"gradient of f with respect to x must have the shape \[2\], got \[\]"),
             ((1j, np.ones(2)), r"the value of f must be real numbers, got complex 1j"),
             ((True, np.ones(2)), r"the value of f must be real numbers, got bool True"),
             (("a", np.ones(2)), r"the value of f must be real numbers, got str 'a'"),
-            ((1.0, ["a", "b"]), r"the gradient of f by x must be real numbers"),
-            ((1.0, [[1.0], [1.0, 2.0]]), r"the gradient of f by x (is no array|must be real)"),
+            ((1.0, ["a", "b"]), r"the gradient of f with respect to x must be real numbers"),
+            ((1.0, [[1.0], [1.0, 2.0]]), r"of f with respect to x must be (an array of )?real"),
         ],
     )
     def test_wrong_replies(self, wrap, on_error, reply, message):
@@ -671,12 +674,12 @@ class TestErrors:
             (({"a": 1.0, "b": (1.0,)}, 1.0), r"the gradient of f\[0\]\['b'\] must be a tuple of 2"),
             (
                 ({"a": 1.0, "b": (1.0, np.ones(2))}, 1.0),
-                r"the gradient of f by p\['b'\]\[1\] must have the shape \[\], got \[2\]",
+                r"of f with respect to p\['b'\]\[1\] must have the shape \[\], got \[2\]",
             ),
             (({"a": 1.0, "b": (1.0, 1.0)}, None, 1.0), r"must be a tuple of 2"),
             (
                 ({"a": 1.0, "b": (1.0, 1.0)}, 3.0),
-                r"by k must be None, got float 3\.0: k has a dtype without derivatives",
+                r"respect to k must be None, got float 3\.0: k has a dtype without derivatives",
             ),
         ],
     )
@@ -716,12 +719,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("event_ndims", "args", "message"),
         [
-            (-1, [np.ones(2)], "event_ndims must be an int of at least 0.* got -1 for x"),
+            (-1, [np.ones(2)], "event_ndims must be a non-negative int.* got -1 for x"),
             ("a", [np.ones(2)], "got 'a' for x"),
             (
                 (1, 1),
                 [np.ones(2)],
-                r"event_ndims=\(1, 1\) must have one entry for each of the 1 arguments \(x\)",
+                r"event_ndims must .* one entry for each of the 1 arguments \(x\), got \(1, 1\)",
             ),
             (
                 2,
@@ -848,7 +851,7 @@ class TestUsualCauses:
             (
                 lambda x: (x**2, 2 * x),
                 {},
-                r"must have the shape \[\], got \[2\]\. That is the shape of the point: sum over it, or state event_ndims=0",
+                r"must have the shape \[\], got \[2\]\. That is the shape of the point: sum over it, or pass event_ndims=0",
             ),
             (
                 lambda x: (x**2, 2 * x),
@@ -858,7 +861,7 @@ class TestUsualCauses:
             (
                 lambda x: (np.sum(x**2), 2 * x),
                 {"vectorized": True},
-                r"must have the shape \[3\], got \[\]\. The engine is vectorized, .* axis=-1, or leave vectorized=True away",
+                r"must have the shape \[3\], got \[\]\. The engine is vectorized, .* axis=-1, or remove vectorized=True",
             ),
         ],
     )
@@ -887,7 +890,7 @@ def test_defaults_that_a_call_leaves_out_beside_a_tuple_of_event_ndims():
     h = sgtrick.from_numpy(engine, event_ndims=(1, 0, 0))
     np.testing.assert_array_equal(h(x, shift=1.0, scale=[2.0, 5.0][0]), [5, 5])
     with pytest.raises(
-        ValueError, match=r"event_ndims=\(1, 0, 0, 0\) must have one entry for each"
+        ValueError, match=r"event_ndims must .* one entry for each .*, got \(1, 0, 0, 0\)"
     ):
         sgtrick.from_numpy(of_one, event_ndims=(1, 0, 0, 0))(x)
 

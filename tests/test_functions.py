@@ -228,15 +228,15 @@ class TestWithGradient:
             (lambda x: x, lambda x: x, {"argnums": (0, "x")}, ValueError, r"argnums=\(0, 'x'\) names an argument of <lambda> twice"),
             (lambda x: (x, x), lambda x: x, {}, TypeError, r"<lambda> must return one tensor, got a tuple of 2\..*custom_jvp"),
             (lambda x, y: x, lambda x: x, {}, TypeError, r"<lambda>\(\) missing a required argument: 'y'"),
-            (lambda x: x, 3.0, {}, TypeError, r"grad must be a function, got float: 3\.0"),
-            ("f", lambda x: x, {}, TypeError, r"f must be a function, got str: 'f'"),
+            (lambda x: x, 3.0, {}, TypeError, r"grad must be a function, got float\."),
+            ("f", lambda x: x, {}, TypeError, r"f must be a function, got str\."),
             (lambda x: x, lambda x: x, {"argnums": 1}, ValueError, r"argnums has 1, but .* 1 positional"),
             (lambda x: tf.constant(1), lambda x: x, {}, TypeError, r"<lambda> returned dtype int32, which has no derivatives"),
-            (lambda x: x, lambda x: tf.ones([3]), {}, ValueError, r"the value \[2\], the gradient by x \[3\] and x \[2\] do not fit"),
-            (lambda x: x, lambda x: [x, x], {}, ValueError, r"the gradient by x must have the structure of x"),
+            (lambda x: x, lambda x: tf.ones([3]), {}, ValueError, r"the value \[2\], the gradient with respect to x \[3\] and x \[2\] do not fit"),
+            (lambda x: x, lambda x: [x, x], {}, ValueError, r"the gradient with respect to x must have the structure of x"),
             (lambda x: x, lambda x: x, {"argnums": (0,)}, ValueError, r"tuple of 1 gradients, one for each of argnums=\(0,\), got \w*Tensor"),
             (lambda x: x, lambda x: (x, x), {"argnums": (0,)}, ValueError, r"got tuple of 2"),
-            (lambda x: x, lambda x: "a", {}, TypeError, r"the gradient by x has dtype string"),
+            (lambda x: x, lambda x: "a", {}, TypeError, r"the gradient with respect to x has dtype string"),
         ],
     )  # fmt: skip
     @WRAPS
@@ -251,7 +251,9 @@ class TestWithGradient:
 
         options = {"grad": f} if form == "with_gradient" else {}
         h = getattr(sgtrick, form)(f, **options)
-        with pytest.raises(TypeError, match=r"selects thing of f, .* no derivative: object\. Name"):
+        with pytest.raises(
+            TypeError, match=r"selects thing of f, .* no derivative: object\. Select"
+        ):
             h(object(), constant(1.0))
 
     @WRAPS
@@ -321,7 +323,7 @@ class TestWithGradient:
     def test_a_gradient_by_an_int(self):
         h = sgtrick.with_gradient(lambda x, n: x * n, lambda x, n: (1.0, 1.0), argnums=(0, 1))
         with pytest.raises(
-            TypeError, match=r"n has no derivatives, but the gradient by n is not None"
+            TypeError, match=r"n has no derivatives, but the gradient with respect to n is not None"
         ):
             gradient(lambda x: h(x, 3), tf.constant(1.0))
 
@@ -473,7 +475,7 @@ class TestFromValueAndGradient:
             (
                 (1.0, lambda u: u),
                 False,
-                r"returned a function in the place of the gradient.*custom_vjp",
+                r"returned a function as the gradient.*custom_vjp",
             ),
             (1.0, False, r"must return \(value, gradient\), got float"),
             ((1.0, 2.0), True, r"must return \(\(value, aux\), gradient\), got float"),
@@ -584,9 +586,11 @@ class TestCustomJvp:
             h(1.0, k=2.0)
         h = sgtrick.custom_jvp(lambda x: x, nondiff_argnums=3)
         h.defjvp(lambda p, t: (p[0], t[0]))
-        with pytest.raises(ValueError, match=r"nondiff_argnums has 3, but the call of"):
+        with pytest.raises(ValueError, match=r"nondiff_argnums contains 3, but the call of"):
             h(1.0)
-        with pytest.raises(TypeError, match=r"nondiff_argnums must be positions, got \('x',\)"):
+        with pytest.raises(
+            TypeError, match=r"nondiff_argnums must be an int or ints .*, got \('x',\)"
+        ):
             sgtrick.custom_jvp(lambda x: x, nondiff_argnums="x")
 
 

@@ -413,7 +413,9 @@ class TestLoopsAndBranches:
         f = inside(ALL[name])
         assert verdict(tf.function(mode(f)), expected) == "right"
         assert verdict(mode(tf.function(f)), expected) == "right"
-        assert verdict(compiled(mode(f)), expected) in (LOUD if name in CALLS_HOST else {"right"})
+        if inside is looped:  # XLA compiles the graph that has just run, and loops in its own way
+            promised = LOUD if name in CALLS_HOST else {"right"}
+            assert verdict(compiled(mode(f)), expected) in promised
 
 
 DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
@@ -432,6 +434,13 @@ SECOND = {
 LONG = {"around tf.function", "between", "in vectorized_map"}
 
 
+def is_run(name, where, outer, inner):
+    """XLA compiles the graph that `tf.function` traced, so that one form is enough for the modes."""
+    if where == "XLA" and name != "custom_vjp":
+        return outer == inner == "reverse"
+    return not (name == "implicit_root" and where in LONG and "forward" in (outer, inner))
+
+
 class TestHigherDerivatives:
     """By any nesting, those of the rule."""
 
@@ -440,7 +449,7 @@ class TestHigherDerivatives:
         [
             case
             for case in itertools.product(EVERY_ORDER, SECOND, DERIVATIVES, DERIVATIVES)
-            if not ({"implicit_root", "forward"} <= {*case} and case[1] in LONG)
+            if is_run(*case)
         ],
     )
     def test_of_second_order(self, name, where, outer, inner):
@@ -450,8 +459,15 @@ class TestHigherDerivatives:
             assert came in LOUD
             assert verdict(way(true), exact(2)) in LOUD
 
-    @pytest.mark.parametrize("name", EVERY_ORDER)
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @pytest.mark.parametrize(
+        ("name", "wrap"),
+        [
+            pytest.param(name, wrap, id=f"{name}-{'eager' if eager else 'tf.function'}")
+            for name in EVERY_ORDER
+            for eager, wrap in ((True, lambda f: f), (False, tf.function))
+            if not (eager and name == "implicit_root")  # TensorFlow takes ten times as long
+        ],
+    )
     def test_of_second_order_around_vectorized_map(self, name, wrap):
         """By tapes, since TensorFlow's native functions have no other."""
         run = wrap(derivative(derivative(mapped(EVERY_ORDER[name]))))
@@ -483,8 +499,14 @@ class TestHigherDerivatives:
 class TestMapped:
     """Every form and trick by `tf.vectorized_map` without a loop."""
 
-    @pytest.mark.parametrize("name", ALL)
-    @pytest.mark.parametrize("way", MAPPED)
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        [
+            case
+            for case in itertools.product(ALL, MAPPED)
+            if case != ("implicit_root", "forward mode around")  # LONG; inside it is short
+        ],
+    )
     def test_first_derivatives(self, name, way):
         came = verdict(MAPPED[way](ALL[name], map_of(name)), exact(1))
         if "XLA" in way and name in CALLS_HOST:

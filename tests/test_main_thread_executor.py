@@ -7,6 +7,7 @@ import threading
 import pytest
 
 import sgtrick
+from hanging import HANGS
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ class TestShutdownWithWorkQueued:
         begun, gate = threading.Event(), threading.Event()
 
         def compute():
-            first = executor.submit(lambda: [begun.set(), gate.wait(10)][1])
+            first = executor.submit(lambda: [begun.set(), gate.wait(HANGS)][1])
             begun.wait()
             others = [executor.submit(lambda: None) for _ in range(10)]
             executor.shutdown(wait=False, cancel_futures=True)
@@ -158,31 +159,32 @@ class TestShutdownWithWorkQueued:
             executor.run(lambda: None)
 
 
-@pytest.mark.parametrize("busy", ["waits for work", "works"])
-def test_an_interrupt_ends_run_and_the_function(busy):
+def test_an_interrupt_ends_run_and_the_function():
+    """While it waits for work, and while it works."""
     script = f"""
         import os, signal, threading, time
         from sgtrick._host.executors import MainThreadExecutor
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
-        executor, ended = MainThreadExecutor(), threading.Event()
+        for works in (False, True):
+            executor, ended = MainThreadExecutor(), threading.Event()
 
-        def compute():
-            working = executor.submit(time.sleep, 60) if {busy == "works"} else None
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
+            def compute():
+                working = executor.submit(time.sleep, 60) if works else None
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)
+                try:
+                    (working or executor.submit(print, "not served")).result()
+                finally:
+                    ended.set()
+
             try:
-                (working or executor.submit(print, "not served")).result()
-            finally:
-                ended.set()
-
-        try:
-            executor.run(compute)
-        except KeyboardInterrupt:
-            assert ended.wait(10)
-            print("interrupted")
+                executor.run(compute)
+            except KeyboardInterrupt:
+                assert ended.wait({HANGS})
+                print("interrupted")
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert finished.stdout == "interrupted\n", finished.stderr
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
+    assert finished.stdout == 2 * "interrupted\n", finished.stderr

@@ -11,6 +11,7 @@ import tensorflow_probability as tfp
 
 import engines
 import sgtrick
+from hanging import HANGS
 from sgtrick.tfp import Factor
 
 tfd = tfp.distributions
@@ -270,7 +271,7 @@ class TestExecutors:
         meeting = threading.Barrier(CHAINS)
 
         def meets(x):
-            meeting.wait(timeout=30)  # raises unless as many calls are here together
+            meeting.wait(timeout=HANGS)  # raises unless as many calls are here together
             return engines.normal(x)
 
         with futures.ThreadPoolExecutor(CHAINS) as threads:

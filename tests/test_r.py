@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from hanging import HANGS
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,7 +30,7 @@ def rscript(*command):
     }
     command = ["Rscript", *command]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, env=environment
+        command, capture_output=True, text=True, timeout=HANGS, check=False, env=environment
     )
 
 

@@ -14,10 +14,10 @@ import tensorflow as tf
 
 import keras_model
 import two_workers
+from hanging import HANGS
 from two_workers import FORMS, A, B, T, W
 
 SCRIPT = Path(two_workers.__file__)
-TIMEOUT = 240  # seconds; TensorFlow itself takes about 15 to see that a worker has died
 
 
 def expected_gradients():
@@ -97,8 +97,11 @@ def cluster(*options):
 
 
 def ended(worker):
-    """Returns `(exit status, stdout, stderr)`; raises `TimeoutExpired` for a worker that hangs."""
-    out, err = worker.communicate(timeout=TIMEOUT)
+    """Returns `(exit status, stdout, stderr)`; raises `TimeoutExpired` for a worker that hangs.
+
+    TensorFlow itself takes about 15 seconds to see that another has died.
+    """
+    out, err = worker.communicate(timeout=HANGS)
     return worker.returncode, out, err
 
 

@@ -103,8 +103,8 @@ CASES = [
 ]  # fmt: skip
 
 
-# What is of first order in the other cells is in test_value_matrix.py.
-PAIRS = [p for p in pairs(CASES, everywhere={"Factor", "LogDensity"}) if p[1].order == 1]
+# What is of second order, and `scalar` itself in the other cells, is in test_value_matrix.py.
+PAIRS = [p for p in pairs(CASES, everywhere={"LogDensity"}) if p[1].order == 1]
 
 
 @pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
@@ -523,12 +523,12 @@ class TestLogDensity:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"log_prob_fn": 1.0}, TypeError, "log_prob_fn must be a function, got 1.0"),
-            ({"sample_fn": 1.0}, TypeError, "sample_fn must be a function or None, got 1.0"),
+            ({"log_prob_fn": 1.0}, TypeError, "log_prob_fn must be a function, got float"),
+            ({"sample_fn": 1.0}, TypeError, "sample_fn must be a function or None, got float"),
             ({"bijector": tf.exp}, TypeError, "bijector must be a tfp.bijectors.Bijector or None"),
             ({"event_shape": {"a": 2}}, TypeError, "event_shape must be an int or ints, got {'a'"),
-            ({"event_shape": [None]}, ValueError, r"event_shape must be known in full, got \[None"),
-            ({"event_shape": None}, ValueError, "event_shape must be known in full, got None"),
+            ({"event_shape": [None]}, ValueError, r"event_shape must be fully defined, got \[None"),
+            ({"event_shape": None}, ValueError, "event_shape must be fully defined, got None"),
         ],
     )
     def test_arguments_that_do_not_fit(self, options, error, message):
@@ -540,11 +540,11 @@ class TestLogDensity:
         ("f", "x", "error", "message"),
         [
             (lambda x: x, [5, 2], ValueError, r"shape \[5, 2\] for .* \[5, 2\], expected \[5\]. It must sum"),
-            (lambda x: x, [2, 2], ValueError, r"\[2, 2\], expected \[2\]. It must sum over the event, of shape \[2\]"),
+            (lambda x: x, [2, 2], ValueError, r"\[2, 2\], expected \[2\]. It must sum over the event dimensions, \[2\]"),
             (tf.reduce_sum, [5, 2], ValueError, r"returned the shape \[\] for .*, expected \[5\]"),
             (lambda x: x[..., 0], [5, 3], ValueError, r"event_shape \[2\], got \[5, 3\]"),
             (lambda x: x[..., 0], [], ValueError, r"event_shape \[2\], got \[\]"),
-            (lambda x: tf.cast(x[..., 0], tf.float64), [2], TypeError, "float64, expected float32 as the event"),
+            (lambda x: tf.cast(x[..., 0], tf.float64), [2], TypeError, "float64, expected float32 like the event"),
             (lambda x: 0.0, [2], TypeError, "must return a tensor, got float, which has no gradient.*sgtrick.from_numpy"),
         ],
     )  # fmt: skip

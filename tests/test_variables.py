@@ -432,21 +432,21 @@ class TestErrors:
         ("returned", "message"),
         [
             (lambda x: x, r"takes variables, so it must return \(gradients, variable_gradients\)"),
-            (lambda x: (x, []), r"each of the variables \['weights:0'\].* it returned 0"),
-            (lambda x: (x, [x, x]), r"each of the variables \['weights:0'\].* it returned 2"),
+            (lambda x: (x, []), r"each of the variables \['weights:0'\].* got list of 0"),
+            (lambda x: (x, [x, x]), r"each of the variables \['weights:0'\].* got list of 2"),
             (lambda x: (x, tf.ones([2])), r"each of the variables \['weights:0'\]"),
             (lambda x: (x, [None]), r"returned None for \['weights:0'\].*return zeros"),
             (
                 lambda x: (x, [tf.ones([3])]),
-                r"(?s)the gradient by the variable weights:0.*\[3\].*\[2\]",
+                r"(?s)the gradient with respect to the variable weights:0.*\[3\].*\[2\]",
             ),
             (
                 lambda x: (x, [tf.IndexedSlices(tf.ones([1, 3]), [0])]),
-                r"the gradient by the variable weights:0 has shape \[1, 3\]",
+                r"the gradient with respect to the variable weights:0 has shape \[1, 3\]",
             ),
             (
                 lambda x: (x, [tf.constant("a")]),
-                r"the gradient by the variable weights:0 has dtype string",
+                r"the gradient with respect to the variable weights:0 has dtype string",
             ),
         ],
     )
@@ -461,7 +461,9 @@ class TestErrors:
             lambda x: x * tf.reduce_sum(v),
             lambda x, variables: (x, [tf.IndexedSlices(tf.ones([1]), [0])]),
         )
-        with pytest.raises(ValueError, match=r"weights:0 is tf.IndexedSlices.*only for a scalar"):
+        with pytest.raises(
+            ValueError, match=r"weights:0 is tf.IndexedSlices.*only allowed for a scalar"
+        ):
             gradients(RUNS["eager"], h, [tf.ones([3])], [v])
 
 

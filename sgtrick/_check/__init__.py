@@ -1,1 +1,1 @@
-"""Embedded derivatives against numerical ones."""
+"""Comparison of embedded derivatives with numerical ones."""

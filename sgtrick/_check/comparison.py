@@ -1,4 +1,4 @@
-"""The derivatives of one function, embedded and numerical, entry by entry or along directions."""
+"""Embedded and numerical derivatives of one function, entry by entry or along directions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,14 +24,12 @@ from sgtrick._check.refusals import gradients_unless_refused
 from sgtrick._check.report import Entry
 from sgtrick._core.types import Tensor
 
-DIRECTIONS = 10  # of the random mode
-
-
-VISIBLE = 0.005  # differences this accurate tell a gradient that is off by 1 %
+DIRECTIONS = 10  # in random mode
+VISIBLE = 0.005  # differences of this accuracy detect a gradient that is off by 1 %
 
 
 def derivative(function: OfLeaves, random: np.random.Generator | None) -> OfLeaves:
-    """The gradient as a function: all rows of the Jacobian, or the one of a random projection."""
+    """The gradient as a function: all rows of the Jacobian, or one row of a random projection."""
     seed = None if random is None else int(random.integers(2**32))
 
     def gradient(inputs: Named) -> Named:
@@ -56,12 +54,12 @@ def derivative(function: OfLeaves, random: np.random.Generator | None) -> OfLeav
 
 
 class Comparison:
-    """The gradient of a function at one point beside its differences.
+    """The gradient of a function at one point, compared with differences.
 
     Attributes:
-        entries: In the order of the Jacobian.
-        evaluations: How often the function was called.
-        notes: What else is to be known.
+        entries: The entries, in the order of the Jacobian.
+        evaluations: The number of calls of the function.
+        notes: Remarks for the report.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Comparison:
         self._note_precision()
 
     def _compare_entries(self) -> None:
-        """Every entry of the Jacobian."""
+        """Compares every entry of the Jacobian."""
         pulled = [self._pulled(u) for _, u in unit_upstreams(self._ys)]
         gradients, refusals = [g for g, _ in pulled], [why for _, why in pulled]
         jacobians = []
@@ -139,8 +137,8 @@ class Comparison:
             self._note_asymmetry(np.concatenate(jacobians, axis=1))
 
     def _compare_directions(self, random: np.random.Generator) -> None:
-        """Derivatives of random projections of the value along random directions."""
-        # Every entry moves in proportion to its size, so that none leaves the others behind.
+        """Compares derivatives of random projections of the value along random directions."""
+        # Every entry moves in proportion to its size, so that no entry dominates the others.
         sizes = [
             np.where(x == 0, min(size, 1.0), np.abs(wide(x)))
             for x, size in zip(self._point, self._sizes, strict=True)
@@ -150,7 +148,7 @@ class Comparison:
         for i in range(DIRECTIONS):
             signs = random_signs(random, list(zip(self._names, self._xs, strict=True)))
             direction = [s / largest * v for s, v in zip(sizes, signs, strict=True)]
-            # Weighted, lest values of one size drown those of another.
+            # Weighted, so that large values do not hide small ones.
             weights = [np.abs(wide(y)).max(initial=0.0) or 1.0 for _, y in self._ys]
             u = [v / w for v, w in zip(random_signs(random, self._ys), weights, strict=True)]
             gradients, refusal = self._pulled(u)
@@ -194,15 +192,15 @@ class Comparison:
         """Appends the entries for the derivatives `[m]` along one line.
 
         Args:
-            names: Of the entries.
-            embedded: What the tape returns.
-            estimate: What the differences say.
-            scale: Of the derivatives that are rounded together with these.
-            value: Size of the values over that of `x`; what changes by less than a millionth of it
-                is constant as far as can be seen.
-            connected: Whether there was a gradient.
-            refusals: What was said by who refused to give these derivatives, where they are NaN.
-            of_terms: Of what is summed up in `embedded`, to which `rtol` applies too.
+            names: The names of the entries.
+            embedded: The derivatives that the tape returns.
+            estimate: The derivatives by differences.
+            scale: The size of the derivatives that autodiff rounds together with these.
+            value: The size of the values divided by that of `x`. Derivatives below a millionth of
+                it are indistinguishable from zero.
+            connected: Whether the tape returned a gradient.
+            refusals: The messages of functions that refused these derivatives, which are then NaN.
+            of_terms: The norm of the terms summed in `embedded`, to which `rtol` applies too.
         """
         larger = np.fmax(np.abs(embedded), np.abs(estimate.derivative))
         size = np.fmax(larger, of_terms)
@@ -211,7 +209,7 @@ class Comparison:
         visible = np.fmax(tolerance, VISIBLE * np.fmax(np.fmax(size, scale), 1e-6 * value))
         verdicts = _verdicts(embedded, estimate, tolerance, visible)
         absolutes = np.abs(embedded - estimate.derivative)
-        with np.errstate(invalid="ignore"):  # of what is not finite
+        with np.errstate(invalid="ignore"):  # derivatives may be infinite
             relatives = np.divide(
                 absolutes, larger, out=np.zeros_like(larger), where=absolutes != 0
             )
@@ -239,7 +237,7 @@ class Comparison:
             )
 
     def _along_entry(self, leaf: int, index: tuple[int, ...]) -> finite_differences.Estimate:
-        """The derivatives of all values by one entry of `x`."""
+        """The derivatives of all values with respect to one entry of `x`."""
         start = self._point[leaf][index]
 
         def move(step: float) -> tuple[list[Any], float]:
@@ -276,7 +274,7 @@ class Comparison:
         return finite_differences.differentiate(at, project(self._value), steps, rounding)
 
     def _pulled(self, upstream: Sequence[Tensor]) -> tuple[list[Any], str]:
-        """The gradients, NaN where they are refused, and what was said by who refused them."""
+        """The gradients, NaN where they are refused, and the messages of the refusals."""
 
         def pull() -> Any:
             return tape_gradients(self._tape, self._ys, self._xs, upstream)
@@ -294,7 +292,7 @@ class Comparison:
         return self._function(inputs)
 
     def _widen(self) -> None:
-        """Goes over to float64 for the differences, where the function can."""
+        """Switches to float64 for the differences if the function supports it."""
         narrow = ", ".join(sorted({t.dtype.name for t in [*self._xs, *(y for _, y in self._ys)]}))
         inputs = [
             (name, tf.cast(x, tf.float64)) for name, x in zip(self._names, self._xs, strict=True)
@@ -302,7 +300,7 @@ class Comparison:
         try:
             outputs = self._call(inputs)
             value = concatenate(outputs)
-        except Exception as error:  # whatever a function that knows one dtype raises
+        except Exception as error:  # functions of a fixed dtype may raise anything
             why = f"in float64 it raises {type(error).__name__}"
         else:
             if any(y.dtype != tf.float64 for _, y in outputs):
@@ -310,7 +308,7 @@ class Comparison:
             elif value.shape != self._value.shape or not np.allclose(
                 value, self._value, 0, 0.01 * np.abs(self._value).max()
             ):
-                why = "its value in float64 is another"
+                why = "its value in float64 differs"
             else:
                 self._point, self._value = [np.asarray(x) for _, x in inputs], value
                 self._roundoff = np.full_like(self._roundoff, np.finfo(np.float64).eps)
@@ -318,10 +316,10 @@ class Comparison:
                     f"embedded gradient in {narrow}, differences in float64 (rtol {self._rtol:.1g})"
                 )
                 return
-        self._narrow = f"f was evaluated in {narrow}, since {why}"
+        self._narrow = f"f was evaluated in {narrow}, because {why}"
 
     def _note_precision(self) -> None:
-        """Says what can be decided without float64."""
+        """Notes how accurate the differences are without float64."""
         if self._narrow is None:
             return
         errors = [
@@ -329,25 +327,23 @@ class Comparison:
             for e in self.entries
             if np.isfinite(e.uncertainty) and (e.numerical or e.embedded)
         ]
-        seen = (
-            f"; there, half of the entries show errors above {np.median(errors):.0e}"
-            if errors
-            else ""
-        )
+        seen = f"; the median error of the differences is {np.median(errors):.0e}" if errors else ""
         self.notes.append(f"{self._narrow}{seen} (rtol {self._rtol:.1g})")
 
     def _note_unconnected(self, name: str, connected: bool) -> None:
         if not connected:
-            self.notes.append(f"No gradient by {name}: the tape returns None, compared as zero.")
+            self.notes.append(
+                f"No gradient with respect to {name}: the tape returns None, compared as zero."
+            )
 
     def _note_asymmetry(self, hessian: Array) -> None:
-        """Says where the two mixed derivatives that should be one differ the most."""
+        """Notes the pair of mixed derivatives that should be equal but differ the most."""
         n = hessian.shape[1]
         hessians = hessian.reshape(-1, n, n)  # of each entry of the value
         size = np.fmax(np.abs(hessians), np.abs(np.swapaxes(hessians, 1, 2)))
         atol = 16 * self._unit * size.max(initial=0.0) if self._atol is None else self._atol
         excess = np.abs(hessians - np.swapaxes(hessians, 1, 2)) - self._rtol * size - atol
-        if not np.any(excess > 0):  # NaN is judged elsewhere
+        if not np.any(excess > 0):  # NaN entries have their own verdict
             return
         k, i, j = np.unravel_index(np.nanargmax(excess), excess.shape)
         rows = [name for name, *_ in entries_of(self._ys)]
@@ -363,13 +359,13 @@ class Comparison:
             if not np.isfinite(value):
                 raise ValueError(
                     f"{name}, which f returns, is {value} at x, so it has no derivative there. "
-                    "Check the gradient at an x where f is finite."
+                    "Choose an x where f is finite."
                 )
 
     def _check_repeatable(self) -> None:
         tensors = [tf.constant(x) for x in self._point]
         again = concatenate(self._call(list(zip(self._names, tensors, strict=True))))
-        # Sums over threads differ in the last digits.
+        # Multithreaded sums differ in the last digits.
         slack = 1e3 * self._roundoff * np.abs(self._value).max(initial=0.0)
         off = ~(np.abs(again - self._value) <= slack)
         if off.any():
@@ -377,7 +373,8 @@ class Comparison:
             name = [name for name, *_ in entries_of(self._ys)][i]
             raise ValueError(
                 f"f is not deterministic: at the same x, {name} was first {self._value[i]:.8g} and "
-                f"then {again[i]:.8g}. Fix its seed (tf.random.stateless_*) or its state."
+                f"then {again[i]:.8g}. Fix its seed (tf.random.stateless_*), or keep its state "
+                "constant."
             )
 
 
@@ -393,7 +390,7 @@ def _verdicts(
         kink = estimate.kink & (high - low > 4 * tolerance)
         between = (embedded >= low - allowed) & (embedded <= high + allowed)
         wrong = np.isfinite(error) & ~np.isfinite(embedded)
-        # Twice: an estimate that is off by as much as its own error is no proof.
+        # Twice the estimated error, because the estimate may be off by as much as that error.
         wrong |= (absolute > allowed) & (absolute > 2 * error)
         ok = (absolute <= allowed) & (error <= visible)
     return [

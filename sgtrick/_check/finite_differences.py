@@ -1,12 +1,12 @@
-"""The derivative along a line by central differences over a sweep of steps, and how far off it is.
+"""The derivative along a line by central differences over a sweep of steps, with its error.
 
-The steps shrink by a constant factor. Large ones are off by truncation, small ones by the noise of
-the function; which are best depends on the function, so every one is tried. Truncation is removed
-and estimated by Richardson extrapolation, as in C. J. F. Ridders, "Accurate computation of F'(x)
-and F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76. The noise is read off the
-smallest steps, where it is all that is left.
+The steps shrink by a constant factor. Large steps suffer from truncation error, small ones from the
+noise of the function. Which are best depends on the function, so all are tried. Richardson
+extrapolation removes and estimates the truncation error, as in C. J. F. Ridders, "Accurate
+computation of F'(x) and F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76. The noise is
+estimated from the smallest steps, where nothing else is left.
 
-Nothing here knows of TensorFlow.
+Nothing here depends on TensorFlow.
 """
 
 import math
@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RATIO = 4.0  # of one step to the next
-LARGEST = 0.1  # step, relative to the size of x or 1
-SMALLEST = 1e-7  # below which differences in float64 are rounding
+RATIO = 4.0  # of each step to the next
+LARGEST = 0.1  # largest step, relative to the size of x or 1
+SMALLEST = 1e-7  # smallest step; below it, differences in float64 are rounding error
 LEVELS = 4  # of extrapolation; higher ones amplify noise and gain no digits
-NOISY_STEPS = 5  # the smallest ones, where truncation is next to nothing
+NOISY_STEPS = 5  # number of smallest steps, where truncation is negligible
 Array = np.ndarray[Any, Any]
 
 
 class Estimate(NamedTuple):
-    """The numerical derivatives of `m` outputs along one line, arrays `[m]` but for the sweep."""
+    """The numerical derivatives of `m` outputs along one line; arrays are `[m]` unless noted."""
 
     derivative: Array  # NaN where no step was finite
-    error: Array  # of the derivative; inf where there is no telling
+    error: Array  # estimated error of the derivative; inf where unknown
     left: Array  # one-sided derivatives, which differ at a kink
     right: Array
-    kink: Array  # whether they do at the scale that the function can be seen on
+    kink: Array  # whether they differ at the smallest scale that noise lets us resolve
     steps: Array  # [k]
     differences: Array  # [k, m]
 
@@ -39,9 +39,9 @@ def sweep(size: float, position: float, eps: Any) -> Array:
     """Returns the steps, large to small.
 
     Args:
-        size: Of the leaf that moves.
-        position: Size of the entry that moves. Where it is much smaller than `size` the sweep goes
-            on to steps that do not change its sign.
+        size: Size of the leaf that moves.
+        position: Size of the entry that moves. If it is much smaller than `size`, the sweep
+            continues to steps that do not change its sign.
         eps: None, the largest step, or a pair of the smallest and the largest.
     """
     if eps is None:
@@ -59,18 +59,18 @@ def differentiate(
     """Differentiates `value` along a line.
 
     Args:
-        move: Takes a signed step; returns the values `[m]` there and the step as it came out in
-            the arithmetic of `x`.
-        value: At step zero, `[m]`.
-        steps: From `sweep`.
-        rounding: What the values are rounded to, `[m]`; their noise may be more.
+        move: Takes a signed step; returns the values `[m]` there, and the step as rounded in the
+            dtype of `x`.
+        value: The values at step zero, `[m]`.
+        steps: The steps from `sweep`.
+        rounding: The rounding error of the values, `[m]`; their noise may be larger.
     """
-    with np.errstate(all="ignore"):  # what is not finite is left out below
+    with np.errstate(all="ignore"):  # values that are not finite are dropped below
         ahead, behind = (list(zip(*map(move, s * steps), strict=True)) for s in (1, -1))
         f1, f2 = np.stack(ahead[0]), np.stack(behind[0])
         h1, h2 = np.array(ahead[1])[:, None], -np.array(behind[1])[:, None]
         right, left = (f1 - value) / h1, (value - f2) / h2
-        # The two steps differ by rounding alone, so this is of second order all the same.
+        # The two steps differ only by rounding, so this is still of second order.
         central = (f1 - f2) / (h1 + h2)
         h = np.broadcast_to((h1 + h2) / 2, central.shape)
         small = -min(NOISY_STEPS, math.ceil(len(steps) / 3))
@@ -82,10 +82,10 @@ def differentiate(
 def _choose(
     central: Array, right: Array, left: Array, h: Array, noise: Array, steps: Array
 ) -> Estimate:
-    """Takes from the tableau of extrapolations what has the smallest estimated error."""
-    # Of a smooth function the one-sided derivatives approach each other in proportion to the step,
-    # at a kink not at all, and over steps too large to see the function at x in no order. The
-    # threshold is between the two.
+    """Takes the entry of the extrapolation tableau with the smallest estimated error."""
+    # For a smooth function, the gap between the one-sided derivatives shrinks in proportion to the
+    # step; at a kink it does not shrink; and for steps too large to resolve the function near x it
+    # is erratic. The threshold lies between the first two.
     gap = np.abs(right - left)
     significant = gap > 4 * noise
     apart = np.zeros_like(significant)
@@ -100,7 +100,7 @@ def _choose(
             break
         coarse, fine = level[:-1], level[1:]
         level = fine + (fine - coarse) / (RATIO ** (2 * m) - 1)
-        # How far the unextrapolated pair is apart bounds the truncation of the extrapolated one.
+        # The distance to the unextrapolated pair bounds the truncation error of the extrapolation.
         spread = np.fmax(np.abs(level - fine), np.abs(level - coarse))
         for k, (estimate, total) in enumerate(zip(level, spread + noise[m:], strict=True)):
             better = total + penalty[k + m] < cost

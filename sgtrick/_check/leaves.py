@@ -26,7 +26,7 @@ def tape_gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Sequen
 
 
 def unit_upstreams(ys: Named) -> Iterator[tuple[str, list[Any]]]:
-    """Yields for every entry of the value its name and the upstream that picks it."""
+    """Yields the name of every entry of the value, and the upstream that selects it."""
     for name, leaf, index in entries_of(ys):
         upstream: list[Any] = [None] * len(ys)
         upstream[leaf] = np.zeros(ys[leaf][1].shape)
@@ -35,7 +35,7 @@ def unit_upstreams(ys: Named) -> Iterator[tuple[str, list[Any]]]:
 
 
 def entries_of(named: Named) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Yields the name of every entry, its leaf and its index there."""
+    """Yields the name of every entry, the number of its leaf, and its index in the leaf."""
     for leaf, (name, tensor) in enumerate(named):
         for index in np.ndindex(*tensor.shape):
             yield name + _show_index(index), leaf, index
@@ -46,7 +46,7 @@ def _show_index(index: tuple[int, ...]) -> str:
 
 
 def random_signs(random: np.random.Generator, named: Named) -> list[Array]:
-    """For every entry 1 or -1."""
+    """Random signs, 1 or -1, for every entry."""
     return [random.choice([-1.0, 1.0], size=tuple(tensor.shape)) for _, tensor in named]
 
 

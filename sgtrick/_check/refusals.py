@@ -1,6 +1,6 @@
-"""Derivatives that a function refuses to give, and what it says of them.
+"""Derivatives that a function refuses to give, and its messages about them.
 
-Refusals come as exceptions; as NaN where somebody else asked, around a `tf.function` and in XLA.
+Refusals are exceptions, or NaN where nothing can raise: around a `tf.function`, and in XLA.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ def gradients_unless_refused(
     """The gradients with respect to `xs`, NaN where they are refused, and why.
 
     Args:
-        pull: Asks for the gradients.
-        again: The same with a new forward pass, in which no function need be a graph.
-        xs: What the gradients are like.
+        pull: Computes the gradients.
+        again: Does so with a new forward pass, which can run eagerly.
+        xs: Tensors with the shapes and dtypes of the gradients.
     """
     found, why = _asked(pull)
     if found is not None and all(_is_finite(g) for g in found if g is not None):
@@ -32,24 +32,24 @@ def gradients_unless_refused(
     with _eagerly(), loud.noted() as messages:
         try:
             told, native = _asked(again)
-        except RuntimeError:  # some functions run in a graph alone
+        except RuntimeError:  # some functions run only in a graph
             told, native = None, ""
     if messages and told is not None:
         return told, " ".join(messages)
-    if found is not None:  # not finite, and nobody said so
+    if found is not None:  # not finite, but not refused
         return found, ""
     nans = [tf.fill(tf.shape(x), tf.constant(float("nan"), x.dtype)) for x in xs]
     return nans, " ".join(messages) or native or why
 
 
 def _asked(pull: Pull) -> tuple[list[Any] | None, str]:
-    """The gradients, or the message of the error in their place."""
+    """The gradients, or None and the message of the refusal."""
     try:
         return pull(), ""
     except NotImplementedError as error:
         return None, str(error)
     except LookupError as error:
-        if type(error) is not LookupError:  # a wrong key or index in the user's code
+        if type(error) is not LookupError:  # a KeyError or IndexError of the user's code
             raise
         return None, str(error)
     except tf.errors.InvalidArgumentError as error:
@@ -57,7 +57,7 @@ def _asked(pull: Pull) -> tuple[list[Any] | None, str]:
 
 
 def _without_nodes(message: str) -> str:
-    """What an operation said, without TensorFlow's names of nodes around it."""
+    """The message of an operation, without the node names that TensorFlow adds."""
     message = re.sub(r"\{\{(function_)?node .*?\}\}", "", message)
     return re.split(r" : Tensor had|\n\t ?\[\[", message)[0].rpartition("\n\n")[2].strip()
 
@@ -68,7 +68,7 @@ def _is_finite(gradient: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
-    """A scope in which every `tf.function` is an ordinary function, that can say what is wrong."""
+    """A scope in which every `tf.function` runs eagerly, so that it can raise."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:

@@ -1,4 +1,4 @@
-"""What `check_gradient` found: entries, their table and plot, and the error that carries them."""
+"""The report of `check_gradient`: entries, their table and plot, and the error that carries it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,17 +9,17 @@ SEVERITY = ("wrong", "refused", "cannot tell", "kink", "ok")
 SHOWN = 20  # entries in a printed table
 ADVICE = {
     "refused": (
-        "refused: f raises, or returns NaN, where this derivative is asked for, which it does not "
-        "know; what it says is above. The numerical column shows what the derivative would be."
+        "refused: f does not know this derivative and raises or returns NaN; its message is above. "
+        "The numerical column shows what the derivative would be."
     ),
     "cannot tell": (
-        "cannot tell: the differences are not accurate enough to see an error of 1 %. Try a "
-        "float64 x, steps (eps) at which f is smooth and above its noise, or a larger rtol if it "
-        "will do; report.plot() shows the differences of one entry."
+        "cannot tell: the differences are too inaccurate to detect an error of 1 %. Try a float64 "
+        "x, steps (eps) at which f is smooth and above its noise, or a larger rtol; report.plot() "
+        "shows the differences of one entry."
     ),
     "kink": (
         "kink: f has different slopes on the two sides of x (left | right), so no derivative. The "
-        "embedded one lies between them. Move x to check the gradient of either side."
+        "embedded one lies between them. Move x to check the gradient on either side."
     ),
 }
 
@@ -29,17 +29,18 @@ class Entry(NamedTuple):
 
     Attributes:
         order: 1 for the gradient, 2 for the derivative of the gradient.
-        name: `x[0]['a'][2, 3]`, `y[1] by x[3]`, or `direction 4`.
-        embedded: What the tape returns, 0 for None, NaN for what is refused.
-        numerical: By differences.
+        name: Its name, such as `x[0]['a'][2, 3]`, `y[1] by x[3]` (the derivative of `y[1]` with
+            respect to `x[3]`), or `direction 4`.
+        embedded: The derivative that the tape returns: 0 for None, NaN if refused.
+        numerical: The derivative by finite differences.
         uncertainty: The estimated error of `numerical`.
-        absolute: The difference of `embedded` and `numerical`.
-        relative: The same in relation to the larger of the two.
-        allowed: What `absolute` may be.
+        absolute: The absolute difference of `embedded` and `numerical`.
+        relative: The difference relative to the larger of the two.
+        allowed: The largest `absolute` that is accepted.
         verdict: `wrong`, `refused`, `cannot tell`, `kink` or `ok`.
-        remark: What else is to be said; of what is refused, the message of who refused it.
+        remark: A comment; for `refused`, the message of the refusal.
         steps: The step sizes that were tried, array `[k]`.
-        differences: The central differences there, array `[k]`.
+        differences: The central differences at these steps, array `[k]`.
     """
 
     order: int
@@ -57,7 +58,7 @@ class Entry(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, float]:
-        """What the table is sorted by: the verdict, then the error in units of what is allowed."""
+        """The sort key of the table: the verdict, then the error relative to the tolerance."""
         with np.errstate(invalid="ignore"):  # both are infinite where `embedded` is
             excess = np.divide(self.absolute, self.allowed) if self.absolute else 0.0
         return SEVERITY.index(self.verdict), -np.nan_to_num(excess, nan=np.inf)
@@ -65,7 +66,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradientReport:
-    """What `check_gradient` found; prints as a table.
+    """The result of `check_gradient`; prints as a table.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -80,10 +81,10 @@ class GradientReport:
         (False, 2, 'x[0]')
 
     Attributes:
-        entries: The worst first: by verdict, then by error in units of what is allowed.
+        entries: The entries, worst first: by verdict, then by error relative to the tolerance.
         mode: `full` or `random`.
-        evaluations: How often the function was called.
-        notes: What else is to be known about the check.
+        evaluations: The number of calls of the function.
+        notes: Further remarks about the check.
     """
 
     entries: tuple[Entry, ...]
@@ -93,16 +94,16 @@ class GradientReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every entry is `ok` or, at a `kink`, between the slopes of the two sides."""
+        """Whether every entry is `ok` or a `kink`."""
         return all(entry.verdict in ("ok", "kink") for entry in self.entries)
 
     @property
     def worst(self) -> Entry:
-        """The entry that is most wrong."""
+        """The worst entry."""
         return self.entries[0]
 
     def count(self, verdict: str) -> int:
-        """How many entries have this verdict."""
+        """The number of entries with this verdict."""
         return sum(entry.verdict == verdict for entry in self.entries)
 
     def __str__(self) -> str:
@@ -119,15 +120,15 @@ class GradientReport:
         return "\n".join(lines)
 
     def plot(self, entry: str | int = 0, *, order: int | None = None, ax: Any = None) -> Any:
-        """Plots the error of the central differences against the step size, for a doubtful entry.
+        """Plots the difference between central differences and embedded derivative by step size.
 
-        Where the embedded derivative is right, the error falls with the step until the noise of
-        the function takes over. Where it is wrong, the error levels off at how wrong it is.
+        If the embedded derivative is right, the difference falls with the step until the noise of
+        the function takes over. If it is wrong, the difference levels off at the size of the error.
 
         Args:
-            entry: Its name or its row in the table; the worst if not given.
-            order: Which derivative is meant, if a name occurs in both orders.
-            ax: The Matplotlib axes; made if None.
+            entry: The name of the entry, or its row in the table; by default the worst.
+            order: The order of the derivative, if a name occurs in both orders.
+            ax: The Matplotlib axes to draw on; created if None.
 
         Returns:
             The axes.
@@ -153,7 +154,7 @@ class GradientReport:
             if candidate.name == entry and order in (None, candidate.order):
                 return candidate
         names = ", ".join(candidate.name for candidate in self.entries[:5])
-        raise KeyError(f"No entry is called {entry!r}. The first ones are {names}.")
+        raise KeyError(f"entry must be a name from the table, such as {names}, got {entry!r}.")
 
 
 class GradientCheckError(AssertionError):
@@ -176,7 +177,7 @@ class GradientCheckError(AssertionError):
         self.report = report
         super().__init__(f"{_headline(report.worst)}\n{report}")
 
-    def __reduce__(self) -> Any:  # else pickling, as between test workers, passes the message on
+    def __reduce__(self) -> Any:  # by default, pickling would pass the message to __init__
         return type(self), (self.report,)
 
 
@@ -206,7 +207,7 @@ def _align(entries: tuple[Entry, ...]) -> list[str]:
             *(f"{number:.1e}" for number in (e.uncertainty, e.absolute, e.relative)),
         )
         verdict = f"{e.verdict} ({e.remark})" if e.remark else e.verdict
-        if e.verdict == "refused":  # what was said is below the table, once
+        if e.verdict == "refused":  # the message is printed once, below the table
             numbers, verdict = ("-", *numbers[1:3], "-", "-"), e.verdict
         row = (e.name, *numbers, verdict)
         rows.append((str(e.order), *row) if second else row)
@@ -223,11 +224,11 @@ def _align(entries: tuple[Entry, ...]) -> list[str]:
 
 
 def _draw(entry: Entry, ax: Any) -> None:
-    # Okabe and Ito's colours, told apart by line and marker too.
+    # Okabe and Ito's colours; lines and markers differ too.
     blue, vermilion, green = "#0072B2", "#D55E00", "#009E73"
     steps, error = entry.steps, np.abs(entry.differences - entry.embedded)
     seen = np.isfinite(error)
-    # A difference that is right to the last digit has no place on a logarithmic axis.
+    # A logarithmic axis cannot show an error of zero.
     floor = 1e-17 * max(abs(entry.numerical), abs(entry.embedded), 1e-300)
     ax.loglog(
         steps[seen],

@@ -1,7 +1,7 @@
 """The dot-product test: whether one function is the transpose of another.
 
-For a linear `L` and its transpose, `<u, L t> = <L' u, t>`. Where TensorFlow transposed `L` and lost
-a part on the way, at a host call say, or where `L` is not linear, the two sides differ for almost
+For a linear `L` and its transpose, `<u, L t> = <L' u, t>`. If TensorFlow lost a part of `L` when
+transposing it, for example at a host call, or if `L` is not linear, the two sides differ for almost
 all `u` and `t`.
 """
 
@@ -20,7 +20,7 @@ from sgtrick._core.types import Tensor
 def holds(
     us: Sequence[Tensor], lt: Sequence[Any], lu: Sequence[Tensor], ts: Sequence[Tensor]
 ) -> Tensor:
-    """Whether `<us, lt> = <lu, ts>` to within rounding; true where the sums are not finite.
+    """Whether `<us, lt> = <lu, ts>` up to rounding; true if the sums are not finite.
 
     Args:
         us: Upstream gradients.
@@ -35,7 +35,7 @@ def holds(
 
 @dataclasses.dataclass(frozen=True)
 class _Balance:
-    """Whether the sum of the first products is that of the others."""
+    """Whether the first `count` products have the same sum as the others."""
 
     count: int
 
@@ -48,15 +48,15 @@ class _Balance:
         sums = [tf.cast(tf.reduce_sum(t), dtype) for t in terms]
         sizes = [tf.cast(tf.reduce_sum(tf.abs(t)), dtype) for t in terms]
         difference = tf.add_n([s if i < self.count else -s for i, s in enumerate(sums)])
-        # Rounding in L itself is not bounded by eps: half of the digits decide.
+        # Rounding in L itself is not bounded by eps, so compare only half of the digits.
         fits = tf.abs(difference) <= max(_eps(t.dtype) for t in tensors) ** 0.5 * tf.add_n(sizes)
-        # Not as "not greater", which TensorFlow's optimizer makes "less or equal", false for NaN.
-        # Stopped, for the second JVP of is_nan fails in a function.
+        # Not written as "not greater", which TensorFlow's optimizer turns into "less or equal",
+        # false for NaN. Stopped, since the second JVP of is_nan fails in a function.
         return fits | tf.math.is_nan(tf.stop_gradient(difference))
 
 
 def is_multiple(many: Sequence[Tensor], ones: Sequence[Tensor], factor: int) -> Tensor:
-    """Whether `many` are `factor` times `ones`, to within rounding; true where they are NaN."""
+    """Whether `many` are `factor` times `ones`, up to rounding; true where they are NaN."""
     if len(many) != len(ones):
         return tf.constant(False)
     return tracing.as_one(_Multiple(factor), *many, *ones)
@@ -81,7 +81,7 @@ class _Multiple:
 
 
 def probe(like: Tensor) -> Tensor:
-    """A direction that no structure favours: fixed pseudo-random numbers of the size of 1."""
+    """A generic direction: fixed pseudo-random numbers of order 1."""
     dtype = like.dtype
     size = like.shape.num_elements()
     numbers = _numbers(dtype.real_dtype)
@@ -99,12 +99,12 @@ def probe(like: Tensor) -> Tensor:
 
 @functools.cache
 def _numbers(dtype: Any) -> Any:
-    # A prime count, so that tiling them never falls into step with the rows of a matrix.
+    # A prime count, so that tiles never align with the rows of a matrix.
     return np.random.default_rng(0).normal(size=1009).astype(dtype.as_numpy_dtype)
 
 
 def _pairs(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Those of which neither is None, which is zero."""
+    """The pairs without None, which means zero."""
     return [
         (tf.convert_to_tensor(p), tf.convert_to_tensor(q))
         for p, q in zip(a, b, strict=True)
@@ -117,6 +117,6 @@ def _term(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _eps(dtype: Any) -> float:
-    if dtype == tf.bfloat16:  # which NumPy does not know
+    if dtype == tf.bfloat16:  # NumPy does not know it
         return 2.0**-7
     return float(np.finfo(dtype.real_dtype.as_numpy_dtype).eps)

@@ -1,4 +1,4 @@
-"""What a tensor of a graph is made of, by walking back along its operations."""
+"""What a tensor in a graph depends on, found by walking back along its operations."""
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
@@ -12,7 +12,7 @@ from sgtrick._core.types import Operation, Tape, Tensor
 def is_connected(tensor: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
     """Whether TensorFlow can differentiate a tensor with respect to one of `sources`.
 
-    Loops and branches count as connected to all that they take. Ways through `others` do not count.
+    Loops and branches count as connected to all their inputs. Paths through `others` do not count.
     """
     wanted = {graphs.identity_of(t) for s in sources for t in _same(s)}
     until = set(map(graphs.identity_of, others))
@@ -22,11 +22,11 @@ def is_connected(tensor: Tensor, sources: Sequence[Tensor], others: Sequence[Ten
 
 
 def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Whether an eager tensor of which another one is made is connected with one of `sources`.
+    """Whether `tensor` depends on an eager tensor that is connected to one of `sources`.
 
     Args:
-        tape: A persistent tape of how the eager ones were computed, or None.
-        tensor: A tensor of a graph.
+        tape: A persistent tape that recorded the eager tensors, or None.
+        tensor: A tensor in a graph.
         sources: Eager tensors.
     """
     if tape is None:
@@ -39,7 +39,7 @@ def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bo
 
 
 def _same(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a tensor and those that it is another name of, within this graph and outside."""
+    """Yields a tensor and the tensors that it is an alias of, within this graph and outside."""
     while tensor is not None:
         yield tensor
         op = graphs.operation(tensor) if isinstance(tensor, tf.Tensor) else None
@@ -52,7 +52,8 @@ def _same(tensor: Tensor) -> Iterator[Tensor]:
 def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
     """Whether a tensor may have a derivative other than through `others`.
 
-    Constants count that were there before the graph had a later version: somebody may watch them.
+    Constants that are older than the version `before` of the graph count, since a tape may watch
+    them.
     """
     until = set(map(graphs.identity_of, others))
     for t in _walk(tensor, differentiably=True, until=until):
@@ -63,7 +64,7 @@ def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
             continue
         if op.type == "Const" and not graphs.was_made_since(op, before):
             return True
-        # A placeholder, what is read from a variable, or from a list of tensors.
+        # A placeholder, or a read from a variable or a tensor list.
         begins = not any(structures.is_differentiable(i.dtype) for i in op.inputs)
         if begins and (op.type == "Placeholder" or not graphs.has_no_gradient(op)):
             return True
@@ -73,16 +74,16 @@ def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
 def begins(
     ys: Sequence[Tensor], point: Sequence[Tensor], before: int
 ) -> tuple[list[Tensor], dict[Hashable, str]]:
-    """What tensors of a graph are made of that was there before, or outside, besides the point.
+    """The older and outer tensors that tensors in a graph depend on, apart from the point.
 
     Args:
-        ys: The tensors.
-        point: Does not count.
-        before: The version of the graph before they were computed.
+        ys: Tensors in the graph that is being traced.
+        point: Tensors to leave out.
+        before: The version of the graph before `ys` were computed.
 
     Returns:
-        The tensors as a function that uses them sees them; and by the identity of each handle of a
-        variable how it is used, "read" or "gathered".
+        The tensors, as seen by a function that closes over them; and for the identity of each
+        variable's handle how it is used, "read" or "gathered".
     """
     seen = set(map(graphs.identity_of, point))
     tensors: list[Tensor] = []
@@ -110,9 +111,9 @@ def begins(
 
 
 def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Whether a tensor takes no numbers from elsewhere than `sources`.
+    """Whether a tensor is computed from `sources` alone.
 
-    False where a constant of floating dtype, a captured tensor, a variable or the host has a part.
+    False if it depends on a floating constant, a captured tensor, a variable or a host call.
     """
     wanted = set(map(graphs.identity_of, sources))
     for t in _walk(tensor, differentiably=False, until=wanted):
@@ -128,9 +129,9 @@ def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
 def _walk(
     tensor: Tensor, *, differentiably: bool, until: Collection[Hashable] = ()
 ) -> Iterator[Tensor]:
-    """Yields the tensor and all that it is computed from, into functions and outer graphs."""
+    """Yields a tensor and all that it depends on, also in called functions and outer graphs."""
     seen: set[Hashable] = set()
-    # A tensor, and the calls in whose functions it stands, the innermost last.
+    # A tensor, and the calls of the functions that it is in, the innermost last.
     stack: list[tuple[Tensor, tuple[Operation, ...]]] = [(tensor, ())]
     while stack:
         t, calls = stack.pop()

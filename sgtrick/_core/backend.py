@@ -1,4 +1,4 @@
-"""Linear maps and checked arguments of the value form, once for all frameworks of tensors."""
+"""Linear maps and checked arguments of the value form, for all tensor libraries."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,16 +11,17 @@ from sgtrick._core.types import Ndims, Structure, Tensor, TensorLike
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """The operations that a framework supplies, and what the value form makes of them.
+    """The operations that a tensor library supplies, and what the value form builds from them.
 
-    dtypes are names. Ranks and numbers of dimensions are ints, or tensors where they are unknown.
+    dtypes are given by name. Ranks and numbers of dimensions are ints, or tensors if they are
+    unknown while tracing.
     """
 
     name: str
     # (value, name, *, dtype=None): errors name the argument
     to_tensor: Callable[..., Tensor]
     dtype_of: Callable[[Tensor], str]
-    # what is known of it
+    # as far as it is known
     shape_of: Callable[[Tensor], shapes.Shape | None]
     rank: Callable[[Tensor], Ndims]
     as_dtype: Callable[[Tensor, str], Tensor]
@@ -29,24 +30,24 @@ class Backend:
     zeros_like: Callable[[Tensor], Tensor]
     # of several tensors
     add: Callable[[Sequence[Tensor]], Tensor]
-    # (c, z), like c: zero where z is, even if c is not finite
+    # (c, z), like c: zero where z is zero, even if c is not finite
     times: Callable[[Tensor, Tensor], Tensor]
     broadcast_to: Callable[[Tensor, Any], Tensor]
-    # (t, axis, count): before axis
+    # (t, axis, count): dimensions of size 1 before axis
     insert_ones: Callable[[Tensor, Ndims, Ndims], Tensor]
-    # (t, i, j): the last j dimensions with the i before
+    # (t, i, j): swaps the last j dimensions with the i before them
     swap: Callable[[Tensor, Ndims, Ndims], Tensor]
-    # (t, first, last): over dimensions, the last one not
+    # (t, first, last): over the dimensions range(first, last)
     sum: Callable[[Tensor, Ndims, Ndims], Tensor]
-    # leaves in a structure
+    # (structure, leaves)
     pack: Callable[[Structure, Sequence[Any]], Structure]
-    # (fx, gx, x, batch_ndims, names): gx and batch_ndims
+    # (fx, gx, x, batch_ndims, names): returns gx and batch_ndims
     check_at_run_time: Callable[..., tuple[Tensor, Ndims]]
-    # (t, like, name, like_name): t, checked to have that shape
+    # (t, like, name, like_name): t, checked to have the shape of like
     shaped_like: Callable[..., Tensor]
 
     def cast(self, t: Tensor, dtype: str) -> Tensor:
-        """Takes the real part without complaint."""
+        """Casts, taking the real part of complex numbers if `dtype` is real."""
         came = self.dtype_of(t)
         if came == dtype:
             return t
@@ -57,15 +58,15 @@ class Backend:
     def inner(self, c: Tensor, z: Tensor, batch_ndims: Ndims) -> Tensor:
         """Returns `<c, z>` over the domain of `z`, its dimensions after the batch.
 
-        Shapes `B + E + D` and `B + D` give `B + E`. Zero entries of `z` count as zero and pull
-        zero upstream back to zero, even where `c` is not finite.
+        Shapes `B + E + D` and `B + D` give `B + E`. Where `z` is zero, so is the product, and where
+        the upstream gradient is zero, so is the gradient, even if `c` is not finite.
         """
         rank, z_rank = self.rank(c), self.rank(z)
         z = self.insert_ones(self.cast(z, self.dtype_of(c)), batch_ndims, rank - z_rank)
         return self.sum(self.times(c, z), rank - (z_rank - batch_ndims), rank)
 
     def linear(self, leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: str) -> list[Tensor]:
-        """Returns the terms `<gx_i, z_i>`; a leaf that is None has none."""
+        """Returns the terms `<gx_i, z_i>` of the leaves that are not None."""
         return [
             self.cast(self.inner(leaf.gx, z_i, leaf.batch_ndims), dtype)
             for leaf, z_i in zip(leaves, z, strict=True)
@@ -87,7 +88,7 @@ class Backend:
 
     def to_dtype(self, value: TensorLike, dtype: str, name: str, why: str) -> Tensor:
         """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part."""
-        # A bare Python number would lose digits by way of float32.
+        # Converting a Python number to float32 first would lose digits.
         value = self.to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
         dtypes.check_cast(self.dtype_of(value), dtype, name, why)
         return self.as_dtype(value, dtype)
@@ -101,16 +102,16 @@ class Backend:
         batch_ndims: Ndims | None,
         names: shapes.Names,
     ) -> Leaf:
-        """Converts a leaf of `x` and the Jacobian of the tensor `fx` by it: checks the contract.
+        """Converts and checks a leaf of `x` and the Jacobian of the tensor `fx` with respect to it.
 
         Raises:
-            TypeError: A dtype without derivatives, or a complex derivative of something real.
+            TypeError: A dtype has no derivatives, or a real function has a complex derivative.
             ValueError: The shapes do not fit together.
         """
         x = self.to_tensor(x, names.x)
         fx_dtype, x_dtype = self.dtype_of(fx), self.dtype_of(x)
         dtype = dtypes.of_jacobian(fx_dtype, x_dtype, names)
-        why = f"{names.fx} is {fx_dtype}, {names.x} {x_dtype}"
+        why = f"{names.fx} is {fx_dtype} and {names.x} is {x_dtype}"
         gx = self.to_dtype(gx, dtype, names.gx, why)
         known = self.shape_of(fx), self.shape_of(gx), self.shape_of(x)
         stated = batch_ndims is None or isinstance(batch_ndims, int)

@@ -1,4 +1,4 @@
-"""Calls of a function, in which the differentiated arguments are found by position or name."""
+"""Calls of a function, and the arguments with respect to which they are differentiated."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Argnums, Function, Kwargs, Tensor
 
 
-@dataclasses.dataclass(frozen=True)  # of a named tuple, AutoGraph would not convert __call__
+@dataclasses.dataclass(frozen=True)  # AutoGraph does not convert __call__ of named tuples
 class Call:
-    """The arguments of one call: keywords turned into positions, defaults filled in."""
+    """The arguments of one call, with keywords turned into positions and defaults filled in."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -32,7 +32,7 @@ class Call:
         return [leaf for _, leaf in structures.flatten([*self.args, *self.kwargs.values()])]
 
     def replace(self, keys: Sequence[int | str], values: Sequence[Any]) -> "Call":
-        """The same call with other arguments there."""
+        """The same call with the arguments at `keys` replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for key, value in zip(keys, values, strict=True):
             if isinstance(key, int):
@@ -43,13 +43,13 @@ class Call:
 
 
 class Selection:
-    """The arguments by which a call is differentiated, apart from those that keep autodiff.
+    """The arguments of a call that a rule covers; all others keep their autodiff gradient.
 
     Attributes:
         call: The call.
-        xs: Their leaves that have derivatives, as tensors.
-        stopped_xs: The same without a derivative.
-        stopped: The call with these in their place.
+        xs: The leaves of these arguments that have derivatives, as tensors.
+        stopped_xs: The same, stopped.
+        stopped: The call with the stopped leaves.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Selection:
         self.stopped = self.at(self.stopped_xs)
 
     def others(self) -> "Selection":
-        """The other arguments of the stopped call, as far as someone may ask for their gradient."""
+        """The other arguments of the stopped call whose gradient may be requested."""
         call = self.stopped
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
         return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded)
 
     def on(self, call: Call, xs: Sequence[Tensor]) -> Call:
-        """Another call with leaves in the place of `xs`."""
+        """Another call, with the leaves `xs` in these arguments."""
         return call.replace(self._keys, self._pack(xs, self._flat))
 
     def read(self) -> Call:
-        """The call with the present values of variables, which may be assigned later."""
+        """The call with the current values of variables, which may be assigned later."""
         call = self.at(self.xs)
         if len(self._keys) == len(self.call.args) + len(self.call.kwargs):
             return call
@@ -100,20 +100,20 @@ class Selection:
         )
 
     def check_numbers(self, name: str) -> None:
-        """Raises if the arguments hold something, but nothing that could ever have derivatives."""
+        """Checks that the arguments, unless they are empty, hold something numeric."""
         if self._flat and not any(map(structures.is_number, self._flat)):
             raise TypeError(
-                f"argnums selects {', '.join(self._parameters)} of {name}, by which there is no "
-                f"derivative: {', '.join(type(leaf).__name__ for leaf in self._flat)}. Name the "
-                "arguments by which the gradient is."
+                f"argnums selects {', '.join(self._parameters)} of {name}, for which there is no "
+                f"derivative: {', '.join(type(leaf).__name__ for leaf in self._flat)}. Select the "
+                "arguments that the gradient is with respect to."
             )
 
     def at(self, xs: Sequence[Tensor]) -> Call:
-        """The call with other leaves in the place of `xs`."""
+        """The call with other leaves instead of its own `xs`."""
         return self.call.replace(self._keys, self._pack(xs, self._flat))
 
     def primals(self, call: Call) -> tuple[Any, ...]:
-        """The arguments in question of a call that `at` returned."""
+        """These arguments, of a call that `at` returned."""
         return tuple(call.args[k] if isinstance(k, int) else call.kwargs[k] for k in self._keys)
 
     def tangents(self, z: Sequence[Any]) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class Selection:
         for parameter, argument, gradient in zip(
             self._parameters, self._arguments, gradients, strict=True
         ):
-            by = f"the gradient by {parameter}"
+            by = f"the gradient with respect to {parameter}"
             for path, x, gx in structures.pair(argument, gradient, parameter, by):
                 names = shapes.Names("the value", f"{by}{path}", f"{parameter}{path}")
                 if structures.has_derivatives(x):
@@ -155,7 +155,7 @@ class Callee:
 
     Attributes:
         f: The function itself.
-        name: What errors call it.
+        name: Its name in errors.
         own: How many of the positional arguments are the instance or class: 1 for a method.
     """
 
@@ -166,7 +166,7 @@ class Callee:
         self._parameters = list(self._signature.parameters.values()) if self._signature else []
         kinds = {parameter.kind for parameter in self._parameters}
         self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        # The instance that a method is called on is no argument of it.
+        # self and cls do not count as arguments.
         self.own = int(bool(self._parameters) and self._parameters[0].name in ("self", "cls"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,10 +226,10 @@ class Callee:
 def imitate(form: Any, f: Callable[..., Any]) -> Any:
     """`functools.update_wrapper` without `__wrapped__`; returns `form`.
 
-    Where a function with `__wrapped__` is itself an argument of a `tf.function`, TensorFlow passes
-    the wrapped one on, and the custom derivative would be lost without a word.
+    If a function with `__wrapped__` is passed to a `tf.function`, TensorFlow uses the wrapped
+    function instead, and the custom derivative would be silently lost.
     """
-    # Attributes of a form that f already is would replace those of this one.
+    # If f is itself a form, its attributes would replace those of this one.
     functools.update_wrapper(form, f, updated=())
     del form.__wrapped__
     signature = signature_of(f)
@@ -243,7 +243,7 @@ def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
     """Returns `make(f)`, under a class method or static method if `f` is one."""
     if not isinstance(f, (classmethod, staticmethod)):
         form = imitate(make(f), f)
-        if form.__name__ == "<lambda>":  # of which Keras stores the code, which is that of the form
+        if form.__name__ == "<lambda>":  # Keras stores a lambda's code, here the code of the form
             form.__name__ = "sgtrick(<lambda>)"
         return form
     inside = as_form(f.__func__, make)
@@ -254,19 +254,19 @@ def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
 
 
 def unbound(f: Any) -> Any:
-    """What a class method or static method is made of, as a class body sees it; else `f`."""
+    """The function inside a class method or static method; any other `f` unchanged."""
     return f.__func__ if isinstance(f, (classmethod, staticmethod)) else f
 
 
 def name_of(f: Any) -> str:
-    """What errors call a function."""
+    """The name of a function in errors."""
     return str(getattr(f, "__name__", type(f).__name__))
 
 
 def bind(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Kwargs, name: str
 ) -> inspect.BoundArguments:
-    """`signature.bind`, whose errors say of which function."""
+    """`signature.bind`, whose errors name the function."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -274,7 +274,7 @@ def bind(
 
 
 def signature_of(f: Function) -> inspect.Signature | None:
-    """The signature of `f`, None where it has none that Python can see."""
+    """The signature of `f`, None if Python cannot find it."""
     try:
         return inspect.signature(f)
     except (TypeError, ValueError):  # some builtins have none

@@ -1,4 +1,4 @@
-"""What a function is made of besides its arguments: variables, and tensors from outside."""
+"""What a function depends on besides its arguments: variables, and tensors that it closes over."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from sgtrick._core.types import Tangent, Tensor
 
 
 class Closure:
-    """A call of a function, watched for what it is made of."""
+    """A call of a function, recorded to find out what the result depends on."""
 
     def __init__(self, f: Callable[[], Any], passed: Sequence[Tensor]) -> None:
-        """Calls `f`, to which the tensors `passed` are passed.
+        """Calls `f`, which uses the tensors `passed` as arguments.
 
         Attributes:
-            result: What it returned.
-            before: The version of the graph before.
+            result: The value that it returned.
+            before: The version of the graph before the call.
         """
         self._f, self._passed, self.before = f, list(passed), graphs.version()
         self._tape: Any = None
@@ -32,7 +32,7 @@ class Closure:
             self.result = f()
 
     def others(self, ys: Sequence[Tensor], point: Sequence[Tensor]) -> Others | None:
-        """What values of the result are made of besides the point, None if of nothing."""
+        """What the values `ys` of the result depend on besides the point, None if nothing."""
         if self._tape is None:
             return None
         variables = [
@@ -53,7 +53,7 @@ class Closure:
         if not tensors and not handles and not self._passed:
             return None
         known = {graphs.identity_of(graphs.as_used(v.handle)): v for v in variables}
-        # The gradients of tables that are gathered from are slices, which zeros would fill.
+        # Gradients of variables that are gathered from are IndexedSlices; zeros would be dense.
         read = [v for key, v in known.items() if handles.get(key) == "read"]
         if len(read) == len(handles):
             return Others(self._passed, [*tensors, *read])
@@ -69,8 +69,8 @@ class Closure:
     ) -> Tensor | bool:
         """The dot-product test of the values' own derivatives.
 
-        In derivatives of higher order it fails without a reason, and what decides is whether there
-        are tensors that the function closes over at all.
+        In higher derivatives it can fail for no reason. Then the answer is whether the function
+        closes over any tensors.
         """
         us = [u for u in us if u is not None]
         with tf.init_scope(), tapes.not_recording():
@@ -78,7 +78,7 @@ class Closure:
             found = self._tape.gradient(list(ys), list(sources), probes)
             found = [None if g is None else tf.convert_to_tensor(g) for g in found]
         if not tf.executing_eagerly():
-            # Forward mode fails over a function that captures what is new to it.
+            # Forward mode over a function fails if new tensors are captured.
             probes = [tf.constant(p.numpy()) for p in probes]
             found = [None if g is None else tf.constant(g.numpy()) for g in found]
         with tapes.not_recording():
@@ -88,7 +88,7 @@ class Closure:
         return not self._closes_over_tensors(point)
 
     def _closes_over_tensors(self, point: Sequence[Tensor]) -> bool:
-        """Whether the call uses tensors other than its arguments, as far as can be seen."""
+        """Whether the call uses tensors other than its arguments; true if it cannot be traced."""
         try:
             captured = tracing.trace(lambda: [self._f(), None][1], []).graph.captures
         except Exception:  # code that only runs eagerly

@@ -1,4 +1,4 @@
-"""`device=` arguments: named, a list of preferences, or the surrounding scope."""
+"""`device=` arguments: a name, a list of preferences, or None for the surrounding scope."""
 
 import contextlib
 import functools
@@ -11,9 +11,9 @@ from sgtrick._core.types import Device, Tensor
 
 
 def scope(device: Device) -> contextlib.AbstractContextManager[Any]:
-    """Returns a `tf.device` scope of the first present choice, an empty one for None.
+    """Returns a `tf.device` scope of the first choice that is present, an empty one for None.
 
-    TensorFlow's soft placement would take the CPU for an absent GPU without a word.
+    TensorFlow's soft placement would silently use the CPU if a GPU is absent.
 
     Raises:
         ValueError: None of the devices is present, or a name cannot be parsed.
@@ -27,14 +27,14 @@ def scope(device: Device) -> contextlib.AbstractContextManager[Any]:
             if _matches(choice, candidate):
                 return tf.device(candidate.to_string())  # type: ignore[no-any-return]
     raise ValueError(
-        f"device={device!r} is not present. Present are "
-        f"{[f'{d.device_type}:{d.device_index}' for d in present]}. Name one of these, give a list "
-        "of preferences such as ['GPU', 'CPU'], or None for the surrounding tf.device scope."
+        f"device={device!r} is not present. Available devices: "
+        f"{[f'{d.device_type}:{d.device_index}' for d in present]}. Pass one of these, a list of "
+        "preferences such as ['GPU', 'CPU'], or None for the surrounding tf.device scope."
     )
 
 
 def of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Returns a scope of the device that a tensor is on, or in a graph was asked to be on."""
+    """Returns a scope of the device that a tensor is on, or in a graph was requested for it."""
     return tf.device(tensor.device) if _several() else contextlib.nullcontext()
 
 
@@ -49,7 +49,7 @@ def _parse(choice: Device) -> Any:
             choice = tf.DeviceSpec.from_string(choice)
         except ValueError as error:
             raise ValueError(
-                f"device={choice!r} is not a device name. Such a name is 'CPU:0', 'GPU' or "
+                f"device={choice!r} is not a device name. Pass a name such as 'CPU:0', 'GPU' or "
                 "'/device:GPU:1'."
             ) from error
     if not isinstance(choice, tf.DeviceSpec):

@@ -1,6 +1,6 @@
 """The dtype contract between a value, its Jacobian and the point, and its errors.
 
-dtypes are names. Nothing here knows of TensorFlow.
+dtypes are given by name. This module does not depend on TensorFlow.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ def is_differentiable(dtype: str) -> bool:
 
 
 def of_jacobian(fx: str, x: str, names: Names) -> str:
-    """Returns the dtype in which a Jacobian multiplies `x`.
+    """Returns the dtype that a Jacobian has when it multiplies `x`.
 
     Raises:
         TypeError: `x` has no derivatives.
@@ -30,7 +30,7 @@ def of_jacobian(fx: str, x: str, names: Names) -> str:
 
 
 def check_differentiable(dtype: str, name: str) -> None:
-    """Insists that what is called `name` has derivatives."""
+    """Checks that the argument called `name` has derivatives."""
     if not is_differentiable(dtype):
         raise TypeError(
             f"{name} has dtype {dtype}, which has no derivatives. Cast it to a floating dtype."
@@ -38,21 +38,21 @@ def check_differentiable(dtype: str, name: str) -> None:
 
 
 def check_cast(came: str, expected: str, name: str, why: str) -> None:
-    """Insists that a cast is one between numbers that drops no imaginary part."""
+    """Checks that a cast is between numbers and drops no imaginary part."""
     if not (is_differentiable(came) or came.startswith(("int", "uint"))):
-        raise TypeError(f"{name} has dtype {came}, expected {expected}.")
+        raise TypeError(f"{name} has dtype {came}, expected {expected}. Pass numbers.")
     if is_complex(came) and not is_complex(expected):
         raise TypeError(
-            f"{name} has dtype {came}, expected {expected} since {why}. Pass its real part."
+            f"{name} has dtype {came}, expected {expected}, since {why}. Pass its real part."
         )
 
 
 def check_hessian(fx: str, xs: Iterable[str]) -> None:
-    """Insists that second derivatives are matrices."""
+    """Checks that second derivatives are matrices."""
     if not is_complex(fx) and any(map(is_complex, xs)):
         raise TypeError(
-            f"hx: the second derivative of a real fx ({fx}) by a complex x is not one "
-            "matrix. Give the real and imaginary parts of x as two leaves."
+            f"hx: the second derivative of a real fx ({fx}) with respect to a complex x is not a "
+            "single matrix. Pass the real and imaginary parts of x as two leaves."
         )
 
 

@@ -1,7 +1,7 @@
 """A value with a Jacobian: the kept override of the forms that know the Jacobian itself.
 
-A Jacobian multiplies, so that these forms are linear and complete in both modes. What may be
-missing is the Jacobian's own derivative, which is a Hessian or an error.
+Multiplication by a Jacobian is linear and works in both modes. Only the derivative of the Jacobian
+may be unknown: it is a Hessian or an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ from sgtrick._core.types import Gradient, Tangent, Tensor
 def embed(
     name: str, y: Tensor, xs: Sequence[Tensor], jacobians: Callable[[], Sequence[Leaf | None]]
 ) -> Tensor:
-    """Returns `y`, its own derivatives included, with Jacobians with respect to `xs`.
+    """Returns `y`, which keeps its own derivatives, with Jacobians with respect to `xs`.
 
     Args:
-        name: What errors call the function.
+        name: The function's name in errors.
         y: The value, shape `B + R`.
         xs: The points, which `y` itself does not depend on.
         jacobians: Returns a leaf for each of `xs`, None where there is no gradient. Called when a
-            gradient is asked for.
+            gradient is requested.
     """
     rule = beside(of_jacobians(name, y, jacobians))
     return keep([y], [y, *xs], rule._replace(sources=xs))[0]
 
 
 def beside(rule: Rule, count: int = 1) -> Rule:
-    """The rule of `count` values whose own derivatives are added to those of `rule`."""
+    """The rule of `count` values that keep their own derivatives in addition to those of `rule`."""
 
     def pull(*upstream: Tensor) -> list[Gradient]:
         return [*upstream, *rule.pull(*upstream)]
@@ -65,13 +65,13 @@ def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | N
 def embed_constant(
     name: str, y: Tensor, leaves: Sequence[Leaf], hessian: "Hessian | str"
 ) -> Tensor:
-    """Returns `y` with gradients that came with it, without a derivative of their own.
+    """Returns `y` with gradients that were computed with it, and have no derivative of their own.
 
     Args:
-        name: What errors call the function.
+        name: The function's name in errors.
         y: The value.
         leaves: The points with their gradients.
-        hessian: The derivative of the gradients, or what the error says of its absence.
+        hessian: The derivative of the gradients, or the message of the error if it is unknown.
     """
     xs = [leaf.x for leaf in leaves]
 
@@ -87,10 +87,10 @@ def embed_constant(
 
 
 class Hessian(Protocol):
-    """A Hessian by what it multiplies."""
+    """A Hessian as a linear map, for both modes."""
 
     def pull(self, *z: Tensor) -> list[Gradient]:
-        """From what multiplies the gradients to what it makes of the points: `z -> H' z`."""
+        """From cotangents of the gradients to cotangents of the points: `z -> H' z`."""
 
     def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients: `t -> H t`."""
@@ -99,7 +99,7 @@ class Hessian(Protocol):
 def differentiable(
     name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], hessian: Hessian
 ) -> list[Tensor]:
-    """Returns gradients that were computed elsewhere, with a Hessian as their derivative."""
+    """Returns gradients that were computed elsewhere, with the Hessian as their derivative."""
     again = tracing.carried(hessian.pull, tracing.specs_of(gxs), xs[0])
     xs = [graphs.here(x) for x in xs]
 
@@ -115,7 +115,7 @@ def differentiable(
 
 
 def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str) -> list[Tensor]:
-    """Returns tensors that were computed elsewhere, and an error for their derivative."""
+    """Returns tensors that were computed elsewhere, whose derivative is an error."""
     xs = [graphs.here(x) for x in xs]
 
     def pull(*z: Tensor) -> list[Gradient]:

@@ -1,4 +1,4 @@
-"""Calls whose value is computed at a fixed point, and what they are given there."""
+"""Calls whose value is computed at a fixed point, and the gradients that they get there."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ class ValueAtPoint(NamedTuple):
     """A call whose value was computed at a fixed point.
 
     Attributes:
-        name: What errors call the function.
-        point: The arguments by which there are gradients.
-        others: The others.
+        name: The function's name in errors.
+        point: The arguments that the gradients are with respect to.
+        others: The other arguments.
         closure: The call itself.
     """
 
@@ -34,13 +34,13 @@ class ValueAtPoint(NamedTuple):
         known: Callable[[], list[Any]],
         evaluated: Callable[[calls.Call], list[Any]],
     ) -> Tensor:
-        """The value with its gradients; what else it depends on keeps autodiff.
+        """The value with its gradients; everything else that it depends on keeps autodiff.
 
         Args:
             y: The value.
-            at: The call, read when it was made.
-            known: The gradients of this call.
-            evaluated: Those of another call.
+            at: The call, with the values that variables had when it was made.
+            known: Returns the gradients of this call.
+            evaluated: Returns those of another call.
         """
         xs = self.point.xs
         if not xs:
@@ -49,7 +49,7 @@ class ValueAtPoint(NamedTuple):
         if not tf.executing_eagerly() and not ancestry.has_sources(
             y, self.point.stopped_xs, self.closure.before
         ):
-            # TensorFlow would look for the derivatives of all of f, for nobody.
+            # Otherwise TensorFlow would differentiate all of f, to no purpose.
             return keep([y], xs, rule)[0]
         others = self.closure.others([y], self.point.stopped_xs)
         if others is None:
@@ -65,12 +65,12 @@ class ValueAtPoint(NamedTuple):
         return mixed.keep_own(moving, [y], rule._replace(sources=xs))[0]
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
-        """A call at another point, and with others in their place."""
+        """A call at another point and with other tensors as the other arguments."""
         return self.others.on(self.point.on(call, xs), passed)
 
 
 def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> calls.Selection:
-    """The arguments that `argnums` selects, some of which may have derivatives."""
+    """The arguments that `argnums` selects, checked to be numeric."""
     point = f.select(argnums, args, kwargs)
     if not point.xs:
         point.check_numbers(f.name)
@@ -78,19 +78,19 @@ def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> cal
 
 
 def check_function(f: Any, name: str) -> None:
-    """Insists that what is passed as `name` can be called, perhaps as a method."""
+    """Checks that the argument called `name` can be called, perhaps as a method."""
     if not callable(f) and not hasattr(f, "__get__"):
-        raise TypeError(f"{name} must be a function, got {type(f).__name__}: {f!r}.")
+        raise TypeError(f"{name} must be a function, got {type(f).__name__}.")
 
 
 def checked_value(y: Structure, name: str) -> Tensor:
-    """The value that the function `name` returned, one tensor that has derivatives."""
-    if isinstance(y, (tuple, list)):  # which would be stacked
+    """The value that the function `name` returned, checked to be one tensor with derivatives."""
+    if isinstance(y, (tuple, list)):  # converting would stack it
         raise TypeError(
-            f"{name} must return one tensor, got a {type(y).__name__} of {len(y)}. For several "
-            "outputs there are sgtrick.custom_jvp and sgtrick.custom_vjp."
+            f"{name} must return one tensor, got a {structures.kind_of(y)}. For several outputs "
+            "use sgtrick.custom_jvp or sgtrick.custom_vjp."
         )
-    y = structures.to_tensor(y, f"what {name} returns")
+    y = structures.to_tensor(y, f"the result of {name}")
     if not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"{name} returned dtype {y.dtype.name}, which has no derivatives. Cast it to a "
@@ -100,20 +100,19 @@ def checked_value(y: Structure, name: str) -> Tensor:
 
 
 def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Any:
-    """One gradient for one argument, a tuple of them for a tuple `argnums`."""
+    """The gradients as a tuple, one for each of `argnums`."""
     if not isinstance(argnums, (list, tuple)):
         return (gradients,)
     if not (isinstance(gradients, (list, tuple)) and len(gradients) == len(argnums)):
         raise ValueError(
             f"{name} must return a tuple of {len(argnums)} gradients, one for each of "
-            f"argnums={argnums!r}, got {type(gradients).__name__}"
-            + (f" of {len(gradients)}." if isinstance(gradients, (list, tuple)) else ".")
+            f"argnums={argnums!r}, got {structures.kind_of(gradients)}."
         )
     return gradients
 
 
 def pair_of(result: Structure, what: str) -> Any:
-    """What a function returned, which must be a pair."""
+    """The result of a function, checked to be a pair; `what` is the start of the error."""
     if not structures.is_pair(result):
-        raise TypeError(f"{what}, got {type(result).__name__}: {result!r}.")
+        raise TypeError(f"{what}, got {structures.kind_of(result)}.")
     return result

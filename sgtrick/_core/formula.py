@@ -1,8 +1,8 @@
 """The formula `stop(f) + L(x - stop(x))`.
 
-`z = x - stop(x)` is zero in value and the identity in derivative, and `L` is linear in `z`. So the
-sum has the value of `f` and the derivative of `L`. It is written as `stop(f) - L(stop(x) - x)`,
-since `-0.0 - 0.0` is `-0.0` and `-0.0 + 0.0` is not.
+`z = x - stop(x)` has the value zero and the identity as its derivative, and `L` is linear in `z`.
+So the sum has the value of `f` and the derivative of `L`. It is written as
+`stop(f) - L(stop(x) - x)`, since `-0.0 - 0.0` is `-0.0` but `-0.0 + 0.0` is not.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ def formula(
         fx: The value, shape `B + R`.
         leaves: Points and Jacobians.
         hessian_times: Maps the `z_i` to the `(H z)_i`, each of the shape and dtype of its `gx_i`.
-        order: Through which order derivatives are known. The next one is not finite, where the
-            formula alone would have zero. None: all are.
-        stopped: Whether `fx` and `gx_i` are without derivatives, as the formula wants them.
+        order: The highest order of known derivatives. The next one is made not finite, since the
+            formula alone would give zero. None: all derivatives are known.
+        stopped: Whether `fx` and `gx_i` are stopped, as the formula assumes.
 
     Returns:
-        A tensor of the shape and dtype of `fx`, and of its value whatever the leaves hold.
+        A tensor of the shape, dtype and value of `fx`, whatever values the leaves have.
     """
-    # Where z is a factor of gradients, those of gx or of H z, the guard of the sum comes too late.
+    # If z is a factor of gradients, those of gx or of H z, guarding the sum is too late.
     guard = hessian_times is not None or not stopped
     minus_z = [minus_zero(leaf.x, guard=guard) for leaf in leaves]
     g = [leaf.gx for leaf in leaves]
@@ -54,8 +54,8 @@ def formula(
 def _unknown_beyond(order: int, t: Tensor) -> Tensor:
     """Returns `t + t^(order + 1/2)`, for a `t` that is zero.
 
-    The power adds nothing to derivatives through `order`. To the next one it adds what is not
-    finite, in every direction: `0^(-1/2)` times the derivative of `t`, which is infinite or NaN.
+    The power adds nothing to derivatives up to `order`. To the next one it adds `0^(-1/2)` times
+    the derivative of `t`, which is infinite or NaN in every direction.
     """
     if t.dtype.is_complex:
         re, im = tf.math.real(t), tf.math.imag(t)
@@ -65,7 +65,7 @@ def _unknown_beyond(order: int, t: Tensor) -> Tensor:
 
 
 def minus_zero(x: Tensor, *, guard: bool = False) -> Tensor:
-    """Returns `-z = stop(x) - x`; NaN where `x` is not finite, or with `guard` cut off there."""
+    """Returns `-z = stop(x) - x`: NaN where `x` is not finite, or stopped there with `guard`."""
     minus_z = tf.stop_gradient(x) - x
     return _zero_or_guarded(minus_z) if guard else minus_z
 
@@ -73,7 +73,7 @@ def minus_zero(x: Tensor, *, guard: bool = False) -> Tensor:
 def with_linear(y: Tensor, minus_terms: Sequence[Tensor]) -> Tensor:
     """Returns `y - sum(minus_terms)` for terms that are zero: the value of `y` to the last bit.
 
-    The derivative of an entry with a NaN is cut off.
+    Entries whose terms are NaN get no derivative.
     """
     h = y - _zero_or_guarded(tf.add_n(minus_terms))
     h.set_shape(y.shape)
@@ -81,8 +81,8 @@ def with_linear(y: Tensor, minus_terms: Sequence[Tensor]) -> Tensor:
 
 
 def _zero_or_guarded(t: Tensor) -> Tensor:
-    """A tensor that is zero by construction, cut off where it came out NaN."""
+    """A tensor that is zero by construction, replaced by a constant zero where it is NaN."""
     if t.dtype.is_complex:
         return tf.where(tf.equal(t, 0), t, tf.zeros([], t.dtype))
-    # The same in kernels that TensorFlow runs at once and does not hand to another thread.
+    # The same, by kernels that TensorFlow runs inline and does not hand to another thread.
     return tf.math.multiply_no_nan(t, tf.cast(tf.math.is_finite(tf.stop_gradient(t)), t.dtype))

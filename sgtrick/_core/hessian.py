@@ -1,6 +1,6 @@
-"""Hessians as callers give them: blocks, or a function for the product with a vector.
+"""Hessians as callers pass them: blocks, or a function for the product with a vector.
 
-As the derivative of the gradients, a Hessian is known at one point: its own derivative is refused.
+A Hessian is only known at one point, so its own derivative is an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,8 @@ from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Gradient, Tangent, Tensor
 
 _THIRD = (
-    "A third derivative of {0} was asked for, which was given a value, a gradient and a Hessian. "
-    "Give the function itself derivatives of every order, by sgtrick.with_gradient or "
-    "sgtrick.custom_jvp."
+    "A third derivative of {0} was asked for, but only its value, gradient and Hessian are known. "
+    "For derivatives of every order, use sgtrick.with_gradient or sgtrick.custom_jvp."
 )
 
 
@@ -29,12 +28,12 @@ def symmetric(
     at: Sequence[Tensor],
     xs: Sequence[Tensor],
 ) -> "Symmetric":
-    """A Hessian by a function for its product with a vector, which nothing differentiates.
+    """A Hessian, given by a function for its product with a vector that is never differentiated.
 
     Args:
-        name: What errors call the function.
-        times: From `at` and one tensor like each of `xs` to as many.
-        at: What the function takes to know the point.
+        name: The function's name in errors.
+        times: Maps `at` and one tensor like each of `xs` to one tensor like each of `xs`.
+        at: Tensors that tell `times` the point.
         xs: The points.
     """
 
@@ -66,14 +65,14 @@ class Symmetric(NamedTuple):
 
 
 class Blocks(value_form.Blocks):
-    """Blocks, of which only the symmetric part counts, as in `1/2 <H z, z>`."""
+    """Blocks, of which only the symmetric part matters, as in `1/2 <H z, z>`."""
 
     def __init__(self, name: str, *given: Any) -> None:
         super().__init__(TENSORFLOW, *given)
         self._name = name
 
     def pull(self, *z: Tensor) -> list[Gradient]:
-        """From what multiplies the gradients to what it makes of the points."""
+        """From cotangents of the gradients to cotangents of the points."""
         pulled = []
         for leaf, column in zip(self._leaves, zip(*self._known(), strict=True), strict=True):
             blocks = [(block, z_i) for block, z_i in zip(column, z, strict=True) if block]
@@ -86,7 +85,7 @@ class Blocks(value_form.Blocks):
         return self.times(tangents, self._known())
 
     def _known(self) -> list[list[Leaf | None]]:
-        """The symmetric part, whose own derivative is refused."""
+        """The symmetric part, whose own derivative is an error."""
         rows = self.symmetric()
         known = iter(
             embedding.refused(
@@ -100,7 +99,7 @@ class Blocks(value_form.Blocks):
 
 
 class Product(value_form.Product):
-    """A function for the product, which the gradients' own derivative is made of."""
+    """A function for the product with a vector, called when the gradients are differentiated."""
 
     def __init__(self, name: str, fx: Tensor, *given: Any) -> None:
         super().__init__(TENSORFLOW, *given)
@@ -114,7 +113,7 @@ class Product(value_form.Product):
             ts_ = [tf.identity(t) for t in ts]
             products = self.times(ts_)
         if all(g is None for g in tape.gradient(products, ts)):
-            # It called the host, or is no product: H is symmetric, and a constant is not.
+            # Either it calls the host, or it does not depend on v. The latter is not symmetric.
             ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
             fits = adjoint.holds(ws, products, self.times(ws), ts)
             zero = loud.zero_if(fits, self.not_connected)
@@ -123,14 +122,14 @@ class Product(value_form.Product):
         return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
 
     def pull(self, *z: Tensor) -> list[Gradient]:
-        """From what multiplies the gradients to what it makes of the points: `H` is symmetric."""
+        """From cotangents of the gradients to cotangents of the points, as `H` is symmetric."""
         if self._fx.shape.rank == self._leaves[0].batch_ndims:
             products = self.push(*map(TENSORFLOW.conj, z))
             return [
                 TENSORFLOW.cast(TENSORFLOW.conj(hz), leaf.x.dtype.name)
                 for hz, leaf in zip(products, self._leaves, strict=True)
             ]
-        # A Hessian for each entry of the range: what multiplies them is summed over.
+        # There is a Hessian for each entry of the range, and the result is a sum over them.
         v = [adjoint.probe(leaf.x) for leaf in self._leaves]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(v)

@@ -1,4 +1,4 @@
-"""Whether TensorFlow can differentiate a gradient again, and what is said where it cannot."""
+"""Whether TensorFlow can differentiate a gradient again, and the message if it cannot."""
 
 from collections.abc import Sequence
 
@@ -12,24 +12,24 @@ from sgtrick._core.types import Gradient, Tensor
 
 
 def message(name: str) -> str:
-    """What is said where a gradient cannot be differentiated again."""
+    """The error for a gradient that cannot be differentiated again."""
     return (
-        f"The gradient of {name} was differentiated again, and TensorFlow sees no connection from "
+        f"The gradient of {name} was differentiated again, but TensorFlow sees no connection from "
         "the gradient to the point: it was computed by a host call or by NumPy, was stopped, or "
-        "does not depend on the point. If it is a constant, add 0 * x to it, which says so. "
-        "Otherwise make it of TensorFlow's operations, or give the call its own gradient by one of "
-        "sgtrick's forms."
+        "does not depend on the point. If it really is a constant, add 0 * x to it. Otherwise "
+        "compute it from TensorFlow ops, or give the host call its own gradient with one of "
+        "sgtrick's functions."
     )
 
 
 def is_lost(gradient: Tensor, sources: Sequence[Tensor], us: Sequence[Tensor]) -> bool:
-    """Whether a gradient in a graph cannot be differentiated, and is not made of `us` alone."""
+    """Whether a gradient in a graph depends on more than `us`, but cannot be differentiated."""
     connected = ancestry.is_connected(gradient, sources, us)
     return not connected and not ancestry.is_made_of(gradient, us)
 
 
 def is_constant(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
-    """Whether a gradient is made of the upstream gradient alone, as that of a linear function."""
+    """Whether a gradient depends on the upstream gradient alone, like that of a linear function."""
     at = present(us)
 
     def gradient(*upstream: Tensor) -> Tensor:
@@ -37,13 +37,13 @@ def is_constant(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
 
     try:
         graph = tracing.trace(gradient, tracing.specs_of(at)).graph
-    except Exception:  # what cannot be traced looks at numbers
+    except Exception:  # a rule that cannot be traced may depend on anything
         return False
     return ancestry.is_made_of(graph.outputs[0], graph.inputs[: len(at)])
 
 
 def values_of(gradient: Gradient) -> Tensor:
-    """The numbers of a gradient that may be slices."""
+    """The numbers of a gradient, which may be `tf.IndexedSlices`."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 

@@ -1,4 +1,4 @@
-"""Errors for whoever asks for a derivative that is not known: when run, not when traced."""
+"""Errors for unknown derivatives: raised when they are computed, not when they are traced."""
 
 import contextlib
 import dataclasses
@@ -20,8 +20,8 @@ _NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
 def not_raising() -> Iterator[None]:
     """A scope without errors, only NaN: for the gradient of a `tf.function` as a whole.
 
-    There, TensorFlow computes the gradients with respect to all arguments, and keeps those that
-    somebody asked for.
+    There, TensorFlow computes the gradients with respect to all arguments, and then keeps those
+    that were requested.
     """
     token = _MAY_RAISE.set(False)
     try:
@@ -32,9 +32,9 @@ def not_raising() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
-    """A scope without errors, only NaN, that yields what the errors would have said.
+    """A scope without errors, only NaN, that yields the messages of the errors.
 
-    In eager; it may be more than what somebody asked for.
+    Only in eager execution. There may be messages about derivatives that were not requested.
     """
     messages: list[str] = []
     token = _NOTED.set(messages)
@@ -48,20 +48,21 @@ def noted() -> Iterator[list[str]]:
 def failure(
     like: Tensor, message: str, through: Sequence[Tensor], unless: Tensor | bool = False
 ) -> Tensor:
-    """NaN like a tensor, for who differentiates with respect to it; an error where one can be sent.
+    """An unknown gradient with respect to a tensor: NaN, or where possible an error.
 
-    Tapes call pullbacks, and graphs are traced, for derivatives that nobody asked for. In graphs
-    the error comes when the NaN is computed, except in XLA, which has no errors. In eager it comes
-    where the tape was asked for the gradient of just this tensor.
+    Tapes call pullbacks, and graphs are traced, for derivatives that were never requested. So in
+    graphs the error is raised when the NaN is computed, except in XLA, which cannot raise. In eager
+    execution it is raised if the tape was asked for the gradient with respect to this very tensor.
 
     Args:
         like: The tensor.
-        message: What the error says.
-        through: What a gradient would be linear in. So is the NaN, for forward mode transposes it.
-        unless: Where this is true there is no NaN but zero.
+        message: The message of the error.
+        through: The tensors that a gradient would be linear in. So is the NaN, since forward mode
+            transposes it.
+        unless: If this is true, the result is zero instead of NaN.
 
     Raises:
-        LookupError: In eager.
+        LookupError: In eager execution.
     """
     if tf.executing_eagerly() and unless:
         return tf.zeros_like(like)
@@ -80,7 +81,7 @@ def failure(
 def failures(
     likes: Sequence[Tensor], message: str, through: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The same for each of several tensors; None for those without derivatives."""
+    """`failure` for each of several tensors; None for those without derivatives."""
     return [
         failure(like, message, through) if structures.is_differentiable(like.dtype) else None
         for like in likes
@@ -88,10 +89,10 @@ def failures(
 
 
 def zero_if(holds: Tensor, message: str) -> Tensor:
-    """Zero, a float64; an error with this message where `holds` is false, in XLA NaN.
+    """Zero, a float64; if `holds` is false, an error with this message, or NaN in XLA.
 
     Raises:
-        LookupError: In eager.
+        LookupError: In eager execution.
     """
     if tf.executing_eagerly() and _MAY_RAISE.get():
         if not holds:
@@ -103,10 +104,10 @@ def zero_if(holds: Tensor, message: str) -> Tensor:
 
 
 def along(zero: Tensor, through: Sequence[Tensor]) -> Tensor:
-    """What `zero_if` returned, times a sum of `through`: it stays NaN where that is differentiated.
+    """The result of `zero_if` times a sum of `through`, so that its derivatives are NaN too.
 
-    Forward mode around a function takes derivatives of gradients with respect to what they are
-    linear in, and in these a constant would be lost.
+    Forward mode around a function differentiates gradients with respect to the tensors that they
+    are linear in, which would drop a constant.
     """
     return tf.math.multiply_no_nan(_total(through), zero)
 
@@ -117,7 +118,7 @@ def _total(through: Sequence[Tensor]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Finite:
-    """A number, or an error with this message where it is NaN, except in XLA."""
+    """A number, or an error with this message if it is NaN, except in XLA."""
 
     message: str
 
@@ -127,7 +128,7 @@ class _Finite:
 
 @dataclasses.dataclass(frozen=True)
 class _Zero:
-    """Zero, or NaN where something does not hold; an error with this message, if there is one."""
+    """Zero, or NaN if `holds` is false; with a message, an error instead of the NaN."""
 
     message: str | None
 
@@ -138,7 +139,7 @@ class _Zero:
 
 
 def zero_if_still(tangents: Sequence[Tensor], message: str) -> Tensor:
-    """The same where any of the tangents is not zero, as those of what does not move."""
+    """Zero if all tangents are zero; otherwise an error, as in `zero_if`."""
     still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents]
     return zero_if(tf.reduce_all(tf.stack(still)), message)
 

@@ -1,7 +1,7 @@
-"""An override that `tf.vectorized_map` maps: the override of the batch, with the mapped pullback.
+"""An override under `tf.vectorized_map`: the override of the batch, with the mapped pullback.
 
-What the pullback uses of the forward pass is found by tracing it, and then taken from the batch as
-well.
+The tensors that the pullback uses from the forward pass are found by tracing it, and replaced by
+those of the batch.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from sgtrick._core.types import Gradient, Tensor
 def of_batch(
     rule: Rule, count: int, batch: mapping.Vectorized
 ) -> tuple[list[Tensor], list[Tensor], Rule]:
-    """The outputs for all members, the inputs, and the rule of the former.
+    """The outputs for all members, the inputs, and the rule for the batch.
 
     Args:
-        rule: That of one member.
-        count: Of its outputs, which are the first inputs of its operation.
+        rule: The rule of one member.
+        count: The number of outputs, which are the first inputs of its operation.
         batch: The operation for all members.
     """
-    # In the place of an output without derivatives stands None.
+    # None for outputs without derivatives.
     live = [y if structures.is_differentiable(y.dtype) else None for y in batch.outputs[:count]]
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
@@ -70,11 +70,11 @@ def of_batch(
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
-    """An error for who differentiates the batched outputs."""
+    """A rule that raises an error when the batched outputs are differentiated."""
     message = (
-        f"tf.vectorized_map over a function whose gradient function calls {name}, of which the "
-        "gradient function uses a tensor that the first one computed and did not pass. Pass it as "
-        "an argument, or map with tf.map_fn."
+        f"{name} cannot be mapped by tf.vectorized_map here: it is called in the gradient function "
+        "of another function, and its own gradient function closes over a tensor that was computed "
+        f"there. Pass this tensor to {name} as an argument, or map with tf.map_fn."
     )
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:

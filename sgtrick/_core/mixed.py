@@ -1,21 +1,22 @@
-"""Values at a fixed point `x`, made of other things `w` too, and how the one moves with the other.
+"""Mixed derivatives of values that depend on a fixed point `x` and on other tensors `w`.
 
-Let `y = f(x, w)`: `x` are the arguments that a rule is for, `w` all others, variables and tensors
-from outside. The rule tells the gradient with respect to the point, as a function of everything::
+Let `y = f(x, w)`: `x` are the arguments that a rule covers, `w` all other arguments, variables and
+tensors that `f` closes over. The rule gives the gradient with respect to the point, as a function
+of everything::
 
     G(u, x, w) = (df/dx)' u
 
-With respect to `w` TensorFlow differentiates the values themselves. They were computed at a point
-that is stopped, so that it finds `(df/dw)' u` there, and not how that moves with `x`. But second
-derivatives are symmetric: for every direction `t` of `w`, with `u` held,
+With respect to `w`, TensorFlow differentiates the values themselves. They were computed at a
+stopped point, so it finds `(df/dw)' u` there, but not the derivative of that with respect to `x`.
+But second derivatives are symmetric: for every direction `t` of `w`, with `u` fixed,
 
     d/dx <(df/dw)' u, t>  =  d/dx d/dw <f, u> [t]  =  dG/dw [t]
 
-and the right-hand side is made of `G` alone. So to each gradient with respect to `w` a zero is
-added, whose gradient with respect to `x` is `dG/dw [t]` for a cotangent `t`; and each tangent
-`df/dw [t]` is given the same for a cotangent `u`. This in its turn is a gradient with respect to
-the point, of values that are made of `x` and other things, now `w` and `u`, or `w` and `t`. So the
-same serves again, to every order.
+and the right-hand side only involves `G`. So to each gradient with respect to `w` a zero is added,
+whose gradient with respect to `x` is `dG/dw [t]` for a cotangent `t`; and each tangent `df/dw [t]`
+gets the same for a cotangent `u`. This in turn is a gradient with respect to the point, of values
+that depend on `x` and on other tensors, now `w` and `u`, or `w` and `t`. So the construction
+repeats, to every order.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,21 +32,20 @@ from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tangent, Tensor, Variable
 
-# `G`: from upstream gradients, the point, and those of the others that are passed to it.
+# `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
 PointGradients = Callable[
     [Sequence[Tensor | None], Sequence[Tensor], Sequence[Tensor]], Sequence[Gradient]
 ]
 
 
 class Others(NamedTuple):
-    """`w`: what values are made of besides the point.
+    """`w`: what values depend on besides the point.
 
     Attributes:
         passed: Tensors that are passed to the gradients.
-        closed: Tensors and then variables that the gradients find by themselves.
-        covers: Whether derivatives of the values are those along tangents of these, and of nothing
-            else that they are made of.
-        unknown: Whether they are made of something else for certain.
+        closed: Tensors, followed by variables, that the gradients close over.
+        covers: Whether these account for all derivatives of the values along given tangents.
+        unknown: Whether the values certainly depend on something else, too.
     """
 
     passed: Sequence[Tensor]
@@ -58,10 +58,10 @@ class ByPoint(NamedTuple):
     """The gradients of values with respect to their point.
 
     Attributes:
-        name: What errors call the function.
+        name: The function's name in errors.
         gradients: `G`.
         xs: The point.
-        others: What else the values are made of.
+        others: What else the values depend on.
     """
 
     name: str
@@ -78,12 +78,12 @@ class ByPoint(NamedTuple):
     ) -> list[Tensor]:
         """Returns `dG/dw [t]`: the derivative of the gradients along tangents of the others.
 
-        Tapes differentiate backwards alone, so twice: first `v -> (dG/dw)' v`, which is linear in
-        `v`, whatever that is; then this with respect to `v`, for the cotangents `t`.
+        Tapes only differentiate backwards, so this takes two: first `v -> (dG/dw)' v`, which is
+        linear in `v`, so any `v` will do; then this with respect to `v`, for the cotangents `t`.
         """
         vs = [adjoint.probe(x) for x in xs]
-        # What a graph captured before is not recorded when it is used again, and tensors that
-        # happen to be the same are to be told apart.
+        # A tensor that a graph has captured before is not recorded when it is used again, and equal
+        # tensors have to be told apart.
         xs, passed = [tf.identity(x) for x in xs], [tf.identity(t) for t in passed]
         ws = [*passed, *(graphs.as_used(c) for c in self.others.closed)]
         with tf.GradientTape(watch_accessed_variables=False) as outer:
@@ -98,7 +98,7 @@ class ByPoint(NamedTuple):
             gs = [g for g, _ in pairs]
             pulled = inner.gradient(gs, ws, [tf.cast(v, g.dtype) for g, v in pairs])
             pairs = [
-                (tf.convert_to_tensor(p), t)  # of a table that is gathered from, slices
+                (tf.convert_to_tensor(p), t)  # IndexedSlices, for a table that is gathered from
                 for p, t in zip(pulled, tangents, strict=True)
                 if p is not None and t is not None
             ]
@@ -124,7 +124,7 @@ class ByPoint(NamedTuple):
         return [tf.zeros_like(y) if g is None else g for g, y in zip(found, ys, strict=True)]
 
     def again(self, gradients: PointGradients, given: Sequence[Tensor]) -> "ByPoint":
-        """The same of derivatives of the values, which are made of what is `given` to them, too."""
+        """The same for derivatives of the values, which also depend on what is `given` to them."""
         others = Others([*given, *self.others.passed], self.others.closed)
         return ByPoint(self.name, gradients, self.xs, others)
 
@@ -132,14 +132,14 @@ class ByPoint(NamedTuple):
 def keep_own(
     point: ByPoint, ys: Sequence[Tensor], rule: Rule | None = None, gap: "Gap | None" = None
 ) -> list[Tensor]:
-    """Returns `ys`, with the derivatives that they have and those with respect to the point.
+    """Returns `ys`, with their own derivatives and those with respect to the point.
 
     Args:
-        point: The latter.
+        point: The gradients with respect to the point.
         ys: The values at a fixed point.
-        rule: From upstream gradients of `ys` to those with respect to the point, and from tangents
-            of the point to those of `ys`: for first derivatives.
-        gap: What is not known of how they move with the point.
+        rule: For first derivatives: from upstream gradients of `ys` to gradients with respect to
+            the point, and from tangents of the point to tangents of `ys`.
+        gap: The part of their derivative with respect to the point that is unknown.
     """
     point = _within_reach(point, ys)
     xs, others = list(point.xs), point.others
@@ -151,7 +151,7 @@ def keep_own(
             by_xs = gap.pulled(by_xs, xs, us)
         if tf.executing_eagerly() and not tapes.somebody_records():
             return [*us, *by_xs, *[None] * (len(inputs) - len(ys) - len(xs))]
-        # Where this runs, the forward pass may be out of reach.
+        # The tensors of the forward pass may be out of reach here.
         near = _within_reach(point, us)
         live = [tf.convert_to_tensor(u) for u in present(us)]
         n = len(live)
@@ -165,13 +165,13 @@ def keep_own(
             assert others.covers
             return others.covers(spread(zs[:n], us), zs[n:])
 
-        # Of (df/dw)' u what moves with x: nothing in value.
+        # The part of (df/dw)' u that varies with x. Its value is zero.
         zeros = [tf.zeros_like(_as_tensor(t)) for t in (*near.others.passed, *near.others.closed)]
         kept = keep_own(near.again(gradients, live), [*live, *zeros], gap=_gap(point, covers))
         return [*spread(kept[:n], us), *by_xs, *kept[n:]]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        # Those of the values along the others, which TensorFlow finds at the fixed point.
+        # of_ys are the tangents along the others, which TensorFlow computed at the fixed point.
         of_ys, of_xs = tangents[: len(ys)], tangents[len(ys) : len(ys) + len(xs)]
         of_others = tangents[len(ys) + len(xs) :]
         along = rule.push(*of_xs) if rule and callable(rule.push) else point.along_point(ys, of_xs)
@@ -204,12 +204,12 @@ def keep_own(
 
 
 class Gap(NamedTuple):
-    """Derivatives of values, of which not all that they are made of is known.
+    """Derivatives of values that may depend on unknown tensors.
 
     Attributes:
-        name: What errors call the function.
-        covers: From cotangents of them, whether what is known is all that these are of.
-        unknown: Whether there is something else for certain.
+        name: The function's name in errors.
+        covers: Whether the known tensors account for the derivatives, given their cotangents.
+        unknown: Whether there certainly are unknown tensors.
     """
 
     name: str
@@ -219,7 +219,7 @@ class Gap(NamedTuple):
     def pulled(
         self, by_xs: Sequence[Gradient], xs: Sequence[Tensor], us: Sequence[Tensor | None]
     ) -> list[Gradient]:
-        """Gradients with respect to the point, and errors where a part is missing."""
+        """Gradients with respect to the point, or errors if a part is missing."""
         message, fits = _ELSEWHERE.format(self.name), self.covers(*us)
         return [
             g + loud.failure(x, message, present(us), unless=fits)
@@ -227,7 +227,7 @@ class Gap(NamedTuple):
         ]
 
     def pushed(self, along: Sequence[Tangent], tangents: Sequence[Tangent]) -> Sequence[Tangent]:
-        """Tangents along those of the point, and errors where a part is missing."""
+        """Tangents along those of the point, or errors if a part is missing."""
         if not self.unknown:
             return along
         zero = loud.zero_if_still(present(tangents), _ELSEWHERE.format(self.name))
@@ -235,26 +235,27 @@ class Gap(NamedTuple):
 
 
 def _gap(point: ByPoint, covers: Callable[..., Tensor | bool]) -> Gap | None:
-    """That of derivatives of values, None where all is known that the values are made of."""
+    """The gap of derivatives of values, None if everything that the values depend on is known."""
     return Gap(point.name, covers, point.others.unknown) if point.others.covers else None
 
 
 _ELSEWHERE = (
-    "A derivative of {0} with respect to something that it closes over was differentiated again, "
-    "with respect to its arguments, and how the one moves with the other is not known. Pass what "
-    "it closes over as an argument; or differentiate with respect to the arguments first."
+    "A mixed derivative of {0} is unknown: its derivative with respect to something that it closes "
+    "over was differentiated with respect to its arguments. Pass what it closes over as an "
+    "argument; or differentiate with respect to the arguments first."
 )
 
 
 def _within_reach(point: ByPoint, us: Sequence[Tensor | None]) -> ByPoint:
-    """The same with gradients that can be called where the tensors that they use are out of reach.
+    """The same gradients, callable where the tensors that they close over are out of reach.
 
-    A gradient graph is differentiated in another one, which can take tensors of the former, and
-    none of the forward graph. Then what the gradients have found by themselves is passed to them.
+    A gradient graph is differentiated in another graph, which can use tensors of the gradient
+    graph, but not of the forward graph. So tensors that the gradients close over are passed to
+    them.
 
     Args:
         point: The gradients.
-        us: What they are called on is like these: None stays None.
+        us: The upstream gradients in calls have None at the same positions as these.
     """
     xs, passed, closed = point.xs, point.others.passed, point.others.closed
     graph = tf.compat.v1.get_default_graph()
@@ -267,7 +268,7 @@ def _within_reach(point: ByPoint, us: Sequence[Tensor | None]) -> ByPoint:
     traced = tracing.Traced(dense, tracing.specs_of(present(like)))
     captured = [here(t) for t in traced.captured]
     tensors = [c for c in closed if isinstance(c, tf.Tensor)]
-    # Where the gradients take them from.
+    # Their positions among the tensors that the gradients capture.
     places = [next((i for i, t in enumerate(traced.captured) if _is(t, c)), None) for c in tensors]
     count = len(passed)
 

@@ -1,12 +1,12 @@
-"""The kept override: outputs whose derivatives are what a pullback returns, whatever they were.
+"""The kept override: outputs whose derivatives are those of a pullback, however they were computed.
 
 TensorFlow drops overrides in forward mode inside a graph and in `tf.vectorized_map`. Both can be
-told otherwise: an accumulator is given the JVP itself, and the operation brings its own rule for
-`tf.vectorized_map`, by which the batched outputs are overridden again, with the mapped pullback.
+prevented: accumulators are given the JVP itself, and the operation comes with its own rule for
+`tf.vectorized_map`, which overrides the batched outputs again, with the mapped pullback.
 
-The pullback runs when a gradient is asked for, and not before. It may be anything: not linear, a
-host call, a loop, stateful. A derivative that TensorFlow loses in it when it is differentiated in
-its turn raises: that is what `_guarded` adds.
+The pullback runs only when a gradient is requested. It may be anything: nonlinear, a host call, a
+loop, stateful. If TensorFlow loses a derivative when differentiating the pullback in turn, this
+raises: that is what `_guarded` adds.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ def keep(
     """Returns `ys`, to the last bit, with the derivatives of a rule with respect to `xs`.
 
     Args:
-        ys: Tensors. What else they depend on gets nothing: to keep a derivative of `ys`
-            themselves, they have to be among `xs` too.
+        ys: Tensors. Nothing else that they depend on gets a gradient: to keep the derivatives of
+            `ys` themselves, pass them among `xs` too.
         xs: Tensors.
         rule: The derivatives.
-        natural: The same values by operations whose own derivatives are right to first order, for
-            transformations that drop overrides from a stored model. Otherwise these raise.
-        in_graph: Whether a graph keeps the override. Otherwise tapes and accumulators within it
-            take the rule, and `natural` serves for all else.
+        natural: The same values, by operations whose own derivatives are right to first order, for
+            transformations that drop overrides from a stored model. Without it, these raise.
+        in_graph: Whether a graph keeps the override. If not, tapes and accumulators within it use
+            the rule, and everything else uses `natural`.
     """
     ys, xs = list(ys), list(xs)
     if not any(structures.is_differentiable(x.dtype) for x in xs):
@@ -76,7 +76,7 @@ def _outputs(
     natural: Sequence[Tensor] | None,
     in_graph: bool,
 ) -> list[Tensor]:
-    """The outputs of a graph, which no tape has seen."""
+    """The outputs in a graph, not recorded by any tape."""
     if not in_graph:
         with tapes.not_recording():
             return [tf.identity(y) for y in natural or ys]
@@ -97,7 +97,7 @@ def _outputs(
 
 _DROPPED = (
     "TensorFlow dropped the gradient of {0}: a loaded SavedModel is mapped by tf.vectorized_map, "
-    "or was stored with experimental_custom_gradients=False. Map with tf.map_fn, or store with "
+    "or was saved with experimental_custom_gradients=False. Map with tf.map_fn, or save with "
     "experimental_custom_gradients=True."
 )
 
@@ -110,7 +110,7 @@ def _pull(
     *,
     by_graph: bool,
 ) -> list[Gradient]:
-    """Calls the pullback on the device of the outputs, with errors for what gets lost in it."""
+    """Calls the pullback on the device of the outputs, with errors for derivatives it loses."""
     upstream = [
         u if structures.is_differentiable(y.dtype) else None
         for u, y in zip(upstream, ys, strict=True)
@@ -136,7 +136,7 @@ def _pull_for_graph(
 def _push(
     rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], tangents: Sequence[Tangent]
 ) -> list[Tangent]:
-    """The tangents of the outputs, with errors for what gets lost in a rule for them."""
+    """The tangents of the outputs, with errors for derivatives that a JVP rule loses."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     push = rule.push or (lambda *ts: transposed(rule, ys, ts))
@@ -163,13 +163,13 @@ def _push(
 
 
 class _Pulled(NamedTuple):
-    """What a pullback returned, and what it was made of.
+    """The result of a pullback, and what it may depend on.
 
     Attributes:
-        gradients: What it returned.
-        us: The upstream gradients that it was given.
-        sources: What the gradients may depend on besides.
-        tape: A persistent tape of how they were computed, in eager.
+        gradients: The result.
+        us: The upstream gradients that the pullback was called with.
+        sources: What else the gradients may depend on.
+        tape: A persistent tape that recorded the pullback, in eager execution.
     """
 
     gradients: list[Gradient]
@@ -179,7 +179,7 @@ class _Pulled(NamedTuple):
 
     @property
     def at(self) -> list[Tensor]:
-        """The upstream gradients that are there."""
+        """The upstream gradients that are not None."""
         return present(self.us)
 
     @property
@@ -191,7 +191,7 @@ class _Pulled(NamedTuple):
 def _guarded(
     rule: Rule, xs: Sequence[Tensor], upstream: Sequence[Tensor | None], *, by_graph: bool
 ) -> list[Gradient]:
-    """The gradients, whose own derivatives are those of the pullback, or errors."""
+    """The gradients, whose own derivatives are those of the pullback or errors."""
     if callable(rule.push) and rule.lost is not None and not any(rule.lost):
         return list(rule.pull(*upstream))
     pulled = _recorded(rule, xs, upstream)
@@ -203,7 +203,7 @@ def _guarded(
 
 
 def _recorded(rule: Rule, xs: Sequence[Tensor], upstream: Sequence[Tensor | None]) -> _Pulled:
-    """Calls the pullback, so that it can be seen afterwards what the gradients depend on."""
+    """Calls the pullback, and records what the gradients depend on."""
     sources = xs if rule.sources is None else rule.sources
     us = [None if u is None else tf.identity(u) for u in upstream]
     if not tf.executing_eagerly():
@@ -216,10 +216,10 @@ def _recorded(rule: Rule, xs: Sequence[Tensor], upstream: Sequence[Tensor | None
 
 
 def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], bool]:
-    """Says whether TensorFlow loses the derivative of some gradient with respect to the sources.
+    """Returns whether TensorFlow loses the derivative of a gradient with respect to the sources.
 
-    Of a graph that is known from its operations. Of a tape it has to be asked, which takes a
-    backward pass: so only when it matters.
+    In a graph, the operations show it. In eager execution it takes a backward pass, so it is only
+    found out when it matters.
     """
     if rule.lost is not None:
         known = any(rule.lost)
@@ -231,7 +231,7 @@ def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], bool]:
     tape = pulled.tape
 
     def ask() -> bool:
-        with loud.not_raising():  # it is not the caller who asks
+        with loud.not_raising():  # the caller has not requested these gradients
             return any(
                 all(d is None for d in tape.gradient(part, pulled.sources))
                 and not lost.is_constant(rule, pulled.us, i)
@@ -243,7 +243,7 @@ def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], bool]:
 
 
 def _enumerated(gradients: Sequence[Gradient]) -> list[tuple[int, Tensor]]:
-    """The numbers of those gradients that are not None, by their places."""
+    """The numbers of the gradients that are not None, with their positions."""
     return [(i, lost.values_of(g)) for i, g in enumerate(gradients) if g is not None]
 
 
@@ -257,10 +257,10 @@ def _with_errors(
 ) -> list[Tensor]:
     """The gradients that are not None, as outputs of an operation that adds errors.
 
-    It passes derivatives on and adds nothing, but for errors: with respect to the sources, where a
-    gradient is not connected to any of them; with respect to the upstream gradient, where the
-    pullback cannot be transposed. TensorFlow transposes in forward mode around a function, which
-    cannot be told from a second derivative.
+    The operation passes derivatives on, and only adds errors: with respect to the sources, if a
+    gradient is not connected to any of them; with respect to the upstream gradient, if the pullback
+    cannot be transposed. Forward mode around a function transposes, and cannot be told from a
+    second derivative.
     """
     parts, at = pulled.parts, pulled.at
     transposable = by_graph and not callable(rule.push)
@@ -270,7 +270,7 @@ def _with_errors(
         if loses():
             with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
                 points = loud.failures(xs, lost.message(rule.name), z)
-            if by_graph:  # forward mode over forward mode differentiates what z becomes
+            if by_graph:  # forward mode over forward mode differentiates the results of z
                 z = tuple(_losing(rule.name, list(z), xs))
         if not transposable:
             return [*z, *points]
@@ -280,7 +280,7 @@ def _with_errors(
             found = tracing.gradients_in(parts[0].graph, parts, at, z)
             fits = adjoint.holds(parts, z, found, at)
             zero = loud.zero_if(fits, not_transposed(rule.name))
-        # Both ways, for a pullback that has no derivative would lose the error, too.
+        # In both, since a pullback without a derivative would also lose the error.
         moved = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return [*moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
 
@@ -294,7 +294,7 @@ def _with_errors(
 
 
 def _is_of_function(parts: Sequence[Tensor]) -> bool:
-    """Whether the gradient of the function that holds these tensors is made, as a whole."""
+    """Whether this traces the gradient of a whole function, namely the one with these tensors."""
     if tf.executing_eagerly():
         return False
     return parts[0].graph is not tf.compat.v1.get_default_graph()
@@ -313,7 +313,7 @@ def _losing(name: str, parts: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor
 
 
 def _unless_moving(name: str, along: Sequence[Tangent], points: Sequence[Tangent]) -> list[Tangent]:
-    """Tangents, or an error where the points have some."""
+    """Tangents, or an error if the points have nonzero tangents."""
     zero = loud.zero_if_still(present(points), lost.message(name))
     return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
 
@@ -337,6 +337,6 @@ def _pass_on(
 
 
 def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tensor]:
-    """The outputs for all members of a batch, kept in their turn."""
+    """The outputs for all members of a batch, as a kept override again."""
     ys, xs, rule = mapped.of_batch(rule, count, batch)
     return keep(ys, xs, rule, natural=ys)

@@ -1,4 +1,4 @@
-"""The derivative of outputs with respect to inputs, as a form states it."""
+"""The derivative of outputs with respect to inputs, as a form defines it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,15 +10,16 @@ class Rule(NamedTuple):
     """The derivative of outputs with respect to inputs.
 
     Attributes:
-        name: What errors call the function.
+        name: The function's name in errors.
         pull: From one upstream gradient for each output, None for those without derivatives, to one
             gradient or None for each input.
         push: From one tangent for each input to one tangent for each output; or the message of the
-            error for forward mode; or None, where forward mode transposes `pull`, with a test.
-        sources: What the gradients may depend on: the inputs, unless stated otherwise.
-        tape: A persistent tape that has recorded what `pull` uses of the forward pass, in eager.
-        lost: Says for each gradient whether TensorFlow cannot differentiate it with respect to the
-            sources, where that is known beforehand.
+            error in forward mode; or None to transpose `pull`, with a test.
+        sources: The tensors that the gradients may depend on; by default the inputs.
+        tape: A persistent tape that recorded the parts of the forward pass that `pull` uses, in
+            eager execution.
+        lost: For each gradient, whether TensorFlow cannot differentiate it with respect to the
+            sources. None if this is not known beforehand.
     """
 
     name: str

@@ -4,9 +4,9 @@ With batch shape `B`, range `R` and domain `D`:
 
     fx: B + R        x: B + D        gx: B + R + D
 
-Only `len(B)`, the number of batch dimensions, is ever in doubt, so it is all that is inferred here.
-Shapes are tuples in which None is an unknown dimension; None in a shape's place is an unknown rank.
-Nothing here knows of TensorFlow.
+Only `len(B)`, the number of batch dimensions, is ever in doubt, so only that is inferred here.
+Shapes are tuples in which None is an unknown dimension; None instead of a shape is an unknown rank.
+This module does not depend on TensorFlow.
 """
 
 from typing import NamedTuple, TypeGuard
@@ -15,7 +15,7 @@ Shape = tuple[int | None, ...]
 
 
 class Names(NamedTuple):
-    """What the caller calls the value, the Jacobian and the point: `fx`, `gx['a']`, `x['a']`."""
+    """The caller's names of the value, the Jacobian and the point: `fx`, `gx['a']`, `x['a']`."""
 
     fx: str
     gx: str
@@ -27,26 +27,29 @@ def infer_batch_ndims(
 ) -> int | None:
     """Returns `len(B)`, checking every dimension that is known.
 
-    `gx` with the rank of `x` is the gradient of each batch member, so all of `fx` is batch; `gx`
-    with the ranks of `fx` and `x` together is the full Jacobian of a function without a batch.
+    If `gx` has the rank of `x`, it is the gradient of each batch member, so all of `fx` is batch;
+    if its rank is the sum of those of `fx` and `x`, it is the full Jacobian of a function without a
+    batch.
 
     Args:
         fx: Shape of the value, `B + R`.
         gx: Shape of the Jacobian, `B + R + D`. Rank 0 is accepted for a scalar `fx`: the same
             partial derivative for every entry of `x`.
         x: Shape of the point, `B + D`.
-        batch_ndims: `len(B)` where the caller states it, None to infer it.
+        batch_ndims: `len(B)` if the caller passed it, None to infer it.
         names: For errors.
 
     Returns:
-        `len(B)`, or None where it hangs on a rank that is not known yet.
+        `len(B)`, or None if it depends on a rank that is not known yet.
 
     Raises:
-        ValueError: The shapes fit no reading, or not the stated one, which may be no number.
+        ValueError: The shapes do not fit together, or `batch_ndims` is not a number of dimensions.
     """
     inferred = batch_ndims
-    if inferred is not None and (not isinstance(inferred, int) or inferred < 0):
-        raise ValueError(f"batch_ndims must be None or an int of at least 0, got {batch_ndims!r}.")
+    if inferred is not None and (not is_int(inferred) or inferred < 0):
+        raise ValueError(
+            f"batch_ndims must be None or an int of at least 0, got {show_option(batch_ndims)}."
+        )
     if inferred is None:
         if fx == ():
             inferred = 0
@@ -63,20 +66,20 @@ def infer_batch_ndims(
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether this counts or places dimensions or arguments, as a bool does not."""
+    """Whether this is an int, such as a number of dimensions or a position, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_name: str) -> None:
-    """Insists that two shapes may be equal."""
+    """Checks that two shapes may be equal."""
     if shape is not None and expected is not None and not compatible(shape, expected):
         raise ValueError(
-            f"{name} has shape {show(shape)}, {like_name} {show(expected)}. They must be equal."
+            f"{name} has shape {show(shape)}, {like_name} {show(expected)}. The two must be equal."
         )
 
 
 def is_known(*shapes: Shape | None) -> bool:
-    """Whether the shapes are known in full, which leaves nothing to check at run time."""
+    """Whether the shapes are fully defined, so that there is nothing to check at run time."""
     return all(shape is not None and None not in shape for shape in shapes)
 
 
@@ -87,8 +90,13 @@ def compatible(a: Shape, b: Shape) -> bool:
     )
 
 
+def show_option(value: object) -> str:
+    """An option as it is printed in errors: tensors and other objects by their type alone."""
+    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+
+
 def show(shape: Shape | None) -> str:
-    """A shape as errors print it: `[3, ?]`."""
+    """A shape as it is printed in errors: `[3, ?]`."""
     if shape is None:
         return "[unknown rank]"
     return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"
@@ -114,22 +122,22 @@ def _advice(
             return f"{stated}, {names.fx} and {names.x} need at least {batch_ndims} dimensions."
         if not compatible(fx[:batch_ndims], x[:batch_ndims]):
             return (
-                f"{stated}, {names.fx} and {names.x} must agree in their first {batch_ndims} "
-                f"dimensions, got {show(fx[:batch_ndims])} and {show(x[:batch_ndims])}."
+                f"{stated}, the leading dimensions of {names.fx} and {names.x} must be equal, "
+                f"got {show(fx[:batch_ndims])} and {show(x[:batch_ndims])}."
             )
         return f"{stated}, {names.gx} must have the shape {show(fx + x[batch_ndims:])}."
     assert fx is not None
     assert x is not None
-    would_do = []
+    fitting = []
     if compatible(fx, x[: len(fx)]):
         of = "each batch member" if fx else "a scalar"
-        would_do.append(f"{names.gx} {show(x)} (the gradient of {of})")
+        fitting.append(f"{names.gx} {show(x)} (the gradient of {of})")
     if fx:
-        would_do.append(f"{names.gx} {show(fx + x)} (the full Jacobian)")
+        fitting.append(f"{names.gx} {show(fx + x)} (the full Jacobian)")
     if gx is not None and compatible(gx, x):
         batches = " or ".join(show(x[:n]) for n in range(len(x) + 1))
-        would_do.append(f"{names.fx} {batches} (batch dimensions with which {names.x} begins)")
+        fitting.append(f"{names.fx} {batches} (the leading dimensions of {names.x} as batch)")
     return (
-        f"What would do: {'; or '.join(would_do)}. If {names.fx} has both batch and range "
-        "dimensions, state batch_ndims."
+        f"Expected {'one of: ' if len(fitting) > 1 else ''}{'; '.join(fitting)}. If {names.fx} has "
+        "both batch and range dimensions, pass batch_ndims."
     )

@@ -1,4 +1,4 @@
-"""Structures flattened to leaves that know their path, dtype and shape, and the errors of these."""
+"""Structures as leaves with paths; checks of leaves whose errors name them by path."""
 
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from sgtrick._core.types import Structure, Tensor
 
 
 class Leaf(NamedTuple):
-    """One leaf of `x` with the Jacobian by it."""
+    """One leaf of `x` and the Jacobian with respect to it."""
 
     path: str  # its place in the structure: "['a'][0]"
     x: Any  # tensor, B + D
-    gx: Any  # tensor, B + R + D, of the dtype in which it multiplies x
-    batch_ndims: Any  # len(B): an int, or an int32 tensor where it hangs on unknown ranks
+    gx: Any  # tensor, B + R + D, of the dtype that it has when it multiplies x
+    batch_ndims: Any  # len(B): an int, or an int32 tensor if it depends on unknown ranks
 
 
 def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look alike."""
+    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look the same."""
     if isinstance(structure, Mapping):
         for key in sorted(structure):
             yield from flatten(structure[key], f"{path}[{key!r}]")
@@ -33,7 +33,7 @@ def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_object(structure: Structure) -> bool:
-    """Whether `tf.nest` takes this object apart: attrs classes, dataclasses that say how."""
+    """Whether `tf.nest` flattens this object: attrs classes, dataclasses with `__tf_flatten__`."""
     return hasattr(structure, "__attrs_attrs__") or hasattr(structure, "__tf_flatten__")
 
 
@@ -42,7 +42,7 @@ def pair(
 ) -> list[tuple[str, Any, Any]]:
     """Returns `(path, leaf of x, leaf of gx)` for every leaf.
 
-    As in TFP, a list of one also stands for the leaf it holds.
+    As in TFP, a leaf and a list that holds only this leaf are interchangeable.
     """
     xs, gxs = list(flatten(x)), list(flatten(gx))
     if [path for path, _ in xs] == [path for path, _ in gxs]:
@@ -65,14 +65,14 @@ def pair_hessian(hx: Structure, x: Structure, differentiated: Container[str]) ->
         differentiated: The paths of the leaves of `x` that have a Jacobian.
 
     Raises:
-        ValueError: It is no such structure, or has a block without its transpose or Jacobian.
+        ValueError: `hx` has another structure, or a block without its transpose or its Jacobian.
     """
     paths = [path for path, _ in flatten(x)]
     blocks = dict(flatten(hx))
     expected = [p + q for p in paths for q in paths]
     if list(blocks) != expected:
         raise ValueError(
-            "hx must hold a structure like x for each leaf of x, as jax.hessian returns it.\n"
+            "hx must have a structure like x for each leaf of x, as jax.hessian returns it.\n"
             f"  expected: {', '.join('hx' + path for path in expected)}\n"
             f"  got:      {', '.join('hx' + path for path in blocks) or 'none'}"
         )
@@ -82,18 +82,18 @@ def pair_hessian(hx: Structure, x: Structure, differentiated: Container[str]) ->
                 if blocks[q + p] is not None:
                     raise ValueError(
                         f"hx{p}{q} is None but its transpose hx{q}{p} is not. Pass both, or None "
-                        "for both where they are zero."
+                        "for both if they are zero."
                     )
             elif p not in differentiated or q not in differentiated:
                 raise ValueError(
-                    f"hx{p}{q} is given, but gx{p if p not in differentiated else q} is None: "
-                    "what has no first derivative has no second. Pass None there."
+                    f"hx{p}{q} is given, but gx{p if p not in differentiated else q} is None. "
+                    f"Without a first derivative there is no second one: pass None as hx{p}{q}."
                 )
     return blocks
 
 
 def is_dense(leaf: Any) -> bool:
-    """Whether a leaf is a dense tensor, or a variable, which stands for one."""
+    """Whether a leaf is a dense tensor or a variable."""
     return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
 
 
@@ -114,18 +114,24 @@ def has_derivatives(leaf: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number, array, tensor or variable, or None in the place of one."""
+    """Whether a leaf is a number, array, tensor or variable, or None instead of one."""
     return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
 
 
 def may_be_recorded(leaf: Any) -> bool:
-    """Whether a tape may know a leaf: numbers and arrays are none's."""
+    """Whether a tape may have recorded a leaf, which it cannot for numbers and arrays."""
     return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
 
 
 def is_pair(returned: Any) -> bool:
-    """Whether what a function returned is a pair."""
+    """Whether a function returned a pair."""
     return isinstance(returned, (tuple, list)) and len(returned) == 2
+
+
+def kind_of(value: Any) -> str:
+    """A value as it is described in errors: its type and length, not its numbers."""
+    kind = type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, (tuple, list)) else kind
 
 
 def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
@@ -134,7 +140,7 @@ def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
     if isinstance(came, tf.DType) and came.base_dtype != came:
         raise TypeError(
             f"{name} is a reference variable of TensorFlow 1, which cannot carry a custom "
-            "gradient. Make it with use_resource=True."
+            "gradient. Create it with use_resource=True."
         )
     if dtype is None and isinstance(value, tf.Tensor):
         return value
@@ -145,23 +151,23 @@ def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
 
 
 def no_tensor(value: Any, name: str, error: Exception) -> TypeError:
-    """What is raised where `value` cannot be converted."""
+    """The error for a `value` that cannot be converted."""
     return TypeError(
         f"{name} must be a tensor, variable, array or number, got {type(value).__name__}: {error}"
     )
 
 
 def static_shape(tensor: Tensor) -> shapes.Shape | None:
-    """What is known of a tensor's shape without running it."""
+    """The shape of a tensor as far as it is known while tracing."""
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
 def checked(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
-    """Returns `tensor`; a run-time error with its and the others' shapes where `fits` is false."""
+    """Returns `tensor`; if `fits` is false, a run-time error with its and the others' shapes."""
     shape = tf.shape(tensor)
     check = tf.debugging.Assert(fits, [message, shape, *map(tf.shape, others)], summarize=16)
     with tf.control_dependencies([check]):
-        # XLA leaves assertions out; there the impossible size is the error.
+        # XLA drops assertions; there the impossible size is the error.
         impossible = tf.fill([tf.where(fits, 0, 1)], -2)
         checked = tf.reshape(tensor, tf.concat([shape, impossible], 0))
     checked.set_shape(tensor.shape)
@@ -169,7 +175,7 @@ def checked(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
 
 
 def shaped_like(tensor: Tensor, like: Tensor, name: str, like_name: str) -> Tensor:
-    """Returns `tensor`, checked to have the shape of `like`: while tracing where that is known.
+    """Returns `tensor`, checked to have the shape of `like`: while tracing, if that is known.
 
     Raises:
         ValueError: The shapes cannot be equal.
@@ -179,7 +185,7 @@ def shaped_like(tensor: Tensor, like: Tensor, name: str, like_name: str) -> Tens
     if shapes.is_known(shape, expected):
         return tensor
     fits = equal_shapes(tf.shape(tensor), tf.shape(like))
-    message = f"These shapes, of {name} and of what it must be like, differ:"
+    message = f"{name} does not have the expected shape. The shape it has, and the expected one:"
     return checked(fits, tensor, message, like)
 
 

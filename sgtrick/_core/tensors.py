@@ -1,4 +1,4 @@
-"""The operations that TensorFlow supplies to the value form, unknown shapes and ranks included."""
+"""TensorFlow's operations for the value form, with support for unknown shapes and ranks."""
 
 import tensorflow as tf
 
@@ -8,7 +8,7 @@ from sgtrick._core.types import Ndims, Tensor
 
 
 def _rank(t: Tensor) -> Ndims:
-    """An int where it is known, else a tensor."""
+    """An int if it is known, else a tensor."""
     return tf.rank(t) if t.shape.rank is None else t.shape.rank
 
 
@@ -20,7 +20,7 @@ def _times(c: Tensor, z: Tensor) -> Tensor:
     """Returns `c * z`, and zero where `z` is zero even if `c` is not finite."""
     if not c.dtype.is_complex:
         return tf.math.multiply_no_nan(c, z)
-    # The registered gradient of multiply_no_nan forgets to conjugate, so: by real parts.
+    # The registered gradient of multiply_no_nan does not conjugate, so use real parts.
     a, b = tf.math.real(c), tf.math.imag(c)
     re, im = tf.math.real(z), tf.math.imag(z)
     return tf.complex(_times(a, re) - _times(b, im), _times(a, im) + _times(b, re))
@@ -51,16 +51,16 @@ def _swap(t: Tensor, i: Ndims, j: Ndims) -> Tensor:
 def _check_at_run_time(
     fx: Tensor, gx: Tensor, x: Tensor, batch_ndims: Ndims | None, names: shapes.Names
 ) -> tuple[Tensor, Ndims]:
-    """The contract of `shapes` in graph ops: returns `gx` and `len(B)`."""
+    """The checks of `shapes` as graph ops; returns `gx` and `len(B)`."""
     b = batch_ndims
-    if not tf.is_tensor(b):  # as that of another leaf is, whose rank is not known
+    if not tf.is_tensor(b):  # that of another leaf whose rank is unknown is a tensor
         known = structures.static_shape(fx), structures.static_shape(gx), structures.static_shape(x)
         b = shapes.infer_batch_ndims(*known, b, names)
     fx_shape, gx_shape, x_shape = tf.shape(fx), tf.shape(gx), tf.shape(x)
     if b is None:
         b = tf.where(tf.equal(tf.rank(gx), tf.rank(x)), tf.rank(fx), 0)
     if fx.shape.rank in (0, None) and gx.shape.rank in (0, None):
-        # The same partial for every entry, if both turn out to have rank 0.
+        # If both turn out to have rank 0, it is the same partial derivative for every entry.
         n = tf.where(tf.equal(tf.rank(fx) + tf.rank(gx), 0), tf.rank(x), 0)
         gx_shape = tf.concat([x_shape[:n], gx_shape], 0)
         gx = tf.broadcast_to(gx, gx_shape)
@@ -70,8 +70,8 @@ def _check_at_run_time(
         & structures.equal_shapes(gx_shape, tf.concat([fx_shape, x_shape[b:]], 0))
     )
     message = (
-        f"The shapes of {names.gx}, {names.fx} and {names.x}, in this order, do not fit together. "
-        "With batch, range and domain shapes B, R and D they must be B + R + D, B + R and B + D:"
+        f"The shapes of {names.gx}, {names.fx} and {names.x}, listed below, do not fit together. "
+        "With batch, range and domain shapes B, R and D they must be B + R + D, B + R and B + D."
     )
     gx = structures.checked(fits, gx, message, fx, x)
     if isinstance(b, int):

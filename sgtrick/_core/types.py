@@ -1,7 +1,7 @@
-"""The types that signatures name.
+"""The types in signatures.
 
-TensorFlow ships no annotations. So what is its own is `Any` to type checkers, and its name is for
-readers; the rest, and where None may stand, is checked.
+TensorFlow ships no annotations, so its types are `Any` to type checkers, and their names are for
+readers. All other types are checked, and so is where None is allowed.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-Tensor: TypeAlias = tf.Tensor  # eager, or of a graph
+Tensor: TypeAlias = tf.Tensor  # eager or symbolic
 Variable: TypeAlias = tf.Variable
 Graph: TypeAlias = tf.Graph
 Operation: TypeAlias = tf.Operation
@@ -22,11 +22,11 @@ Spec: TypeAlias = tf.TensorSpec
 Array: TypeAlias = npt.NDArray[Any]
 TensorLike: TypeAlias = Tensor | Variable | Array | np.generic | bool | int | float | complex
 
-# What tf.nest takes: a leaf, or lists, tuples, named tuples and dicts of structures. Only
-# tf.nest looks into one, so that no type says more.
+# What tf.nest accepts: a leaf, or a list, tuple, named tuple or dict of structures. Only tf.nest
+# looks inside, so a more precise type would not help.
 Structure: TypeAlias = Any
 
-# None where there is no derivative. With respect to a table that is gathered from, slices.
+# None where there is no derivative; IndexedSlices for a table that is gathered from.
 Gradient: TypeAlias = Tensor | tf.IndexedSlices | None
 Tangent: TypeAlias = Tensor | None
 
@@ -35,14 +35,14 @@ Pullback: TypeAlias = Callable[..., Sequence[Gradient]]
 # From one tangent for each input to one tangent for each output.
 Pushforward: TypeAlias = Callable[..., Sequence[Tangent]]
 
-# What users pass: of any arguments.
+# What users pass, with any arguments.
 Function: TypeAlias = Callable[..., Any]
-# What functions take, and what is read of their decorators' options.
+# The arguments of functions, and the options of decorators.
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 Argnums: TypeAlias = int | str | Sequence[int | str]
 Device: TypeAlias = str | tf.DeviceSpec | Sequence[str | tf.DeviceSpec] | None
 DTypeLike: TypeAlias = str | DType | np.dtype[Any] | type
 
-# A number of dimensions: a tensor where it depends on a rank that is not known while tracing.
+# A number of dimensions: a tensor if it depends on a rank that is unknown while tracing.
 Ndims: TypeAlias = int | Tensor

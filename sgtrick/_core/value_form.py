@@ -1,4 +1,4 @@
-"""What callers of the value form give, checked: a value, Jacobians and a Hessian."""
+"""The arguments of the value form, checked: a value, Jacobians and a Hessian."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from sgtrick._core.types import Ndims, Structure, Tensor
 def at_point(
     backend: Backend, fx: Structure, gx: Structure, x: Structure, batch_ndims: int | None
 ) -> tuple[Tensor, list[Leaf]]:
-    """Returns the value, and the points and Jacobians that are not None."""
+    """Returns the value, and the points with the Jacobians that are not None."""
     pairs = [
         (path, backend.to_tensor(x, f"x{path}"), gx)
         for path, x, gx in structures.pair(x, gx)
         if gx is not None
     ]
     dtype = None
-    if type(fx) is float and pairs:  # has no dtype of its own and takes the precision of x
+    if type(fx) is float and pairs:  # has no dtype, and gets the precision of x
         dtype = backend.dtype_of(pairs[0][1])
         dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
         dtype = dtype if dtypes.is_differentiable(dtype) else None
@@ -36,7 +36,7 @@ Rows = list[list[Leaf | None]]
 
 
 def is_zero(hx: Structure) -> bool:
-    """Whether that is said of the whole Hessian."""
+    """Whether `hx` states that the whole Hessian is zero."""
     return isinstance(hx, (int, float)) and hx == 0
 
 
@@ -68,7 +68,7 @@ class Blocks:
         self._rows = [[block(p, q) for q in leaves] for p in leaves]
 
     def times(self, z: Sequence[Any], rows: Rows | None = None) -> list[Tensor]:
-        """Returns `H z`, each of the shape and dtype of its `gx`; or the same of other blocks."""
+        """Returns `H z`, each of the shape and dtype of its `gx`, for these or for other blocks."""
         return [
             self._backend.push(row, z, leaf.gx)
             for leaf, row in zip(self._leaves, rows or self._rows, strict=True)
@@ -87,14 +87,14 @@ class Blocks:
         ]
 
     def _mean(self, block: Leaf, other: Leaf, i: Ndims, j: Ndims) -> Leaf:
-        """Of `B + R + D_i + D_j` and of what is `B + R + D_j + D_i`."""
+        """The mean of a block `B + R + D_i + D_j` and the transpose of one `B + R + D_j + D_i`."""
         swapped = self._backend.swap(other.gx, j, i)
         gx = block.gx + self._backend.cast(swapped, self._backend.dtype_of(block.gx))
         return block._replace(gx=gx / 2)
 
 
 class Product:
-    """A function `v -> H v` on the structure of `x`, called for second derivatives alone."""
+    """A function `v -> H v` on the structure of `x`, called only for second derivatives."""
 
     def __init__(
         self, backend: Backend, hx: Callable[[Any], Any], x: Tensor, leaves: Sequence[Leaf]
@@ -123,6 +123,6 @@ class Product:
 
 _NOT_CONNECTED = (
     "hx(v) is not connected to v, so the second derivative would be lost. {0} must be able to "
-    "differentiate it. Where it calls code outside {0}, give it its own gradient: H is symmetric, "
-    "so that the gradient of v -> H v is u -> H u."
+    "differentiate it. If it calls code outside {0}, give it its own gradient: H is symmetric, so "
+    "the gradient of v -> H v is u -> H u."
 )

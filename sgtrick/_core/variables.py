@@ -12,20 +12,20 @@ from sgtrick._core.types import Gradient, Graph, Structure, Tape, Tensor, Variab
 
 
 class Reader:
-    """Runs a function and says which trainable variables it read."""
+    """Runs a function and finds the trainable variables that it reads."""
 
     def __init__(self) -> None:
         self._orders: dict[frozenset[Any], list[Any]] = {}
 
     def __call__(self, f: Callable[[], Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns what `f` returns, and its variables, each once, in the order first read.
+        """Returns the result of `f`, and its variables, each once, in the order first read.
 
-        Eager execution does not keep the order. There, `f` is traced once for it if it reads
-        several; where it cannot be traced, the order is that in which the variables were made.
+        Eager execution does not keep the order. So if `f` reads several variables, it is traced
+        once; if it cannot be traced, the order is that in which the variables were created.
 
         Args:
             f: The call.
-            arguments: Variables among these do not count.
+            arguments: Variables among these are left out.
         """
         result, variables, _ = self._run(f, arguments, tf.GradientTape())
         return result, variables
@@ -48,7 +48,7 @@ class Reader:
                 [a for a in arguments if structures.is_dense(a) and not hasattr(a, "assign")]
             )
             result = f()
-        handles = [_handle(a) for a in arguments]  # held, so that no identity is used again
+        handles = [_handle(a) for a in arguments]  # kept alive, so that no id is reused
         known = {id(t) for t in (*arguments, *handles) if t is not None}
         variables = [
             v
@@ -68,18 +68,18 @@ class Reader:
 
 
 def _handle(variable: Any) -> Tensor | None:
-    """What a variable has in common with those that it wraps; None for what is none.
+    """The handle that a variable shares with the variable that it wraps; None for other values.
 
-    Layers of Keras wrap them, and cast what they read from them.
+    Keras layers wrap variables, and cast what they read from them.
     """
     variable = getattr(variable, "_value", variable)
     try:
         return getattr(variable, "handle", None)
-    except ValueError:  # of many replicas, outside of them
+    except ValueError:  # a variable of many replicas, read outside of them
         return None
 
 
-# A method is called for many objects, each with variables of its own, that should not live on here.
+# A method is called on many objects, each with its own variables, which must not stay alive here.
 _KEPT = 16
 
 
@@ -94,35 +94,36 @@ def pull_variables(
     """Returns the gradient of each variable, from the Jacobians that a gradient function returned.
 
     Args:
-        jacobians: Of `y` by each of them.
+        jacobians: Of `y` with respect to each of them.
         variables: The variables that the function read.
         reads: Their values.
         y: The value of the function.
-        upstream: The gradient by `y`.
-        name: What errors call the function.
+        upstream: The gradient with respect to `y`.
+        name: The function's name in errors.
     """
     names = [v.name for v in variables]
     what = f"The gradient function of {name} must return a gradient for each of the variables"
     if not isinstance(jacobians, (list, tuple)) or len(jacobians) != len(names):
-        came = len(jacobians) if isinstance(jacobians, (list, tuple)) else repr(jacobians)
-        raise ValueError(f"{what} {names}, in a list in this order, it returned {came}.")
+        raise ValueError(
+            f"{what} {names}, in a list in this order, got {structures.kind_of(jacobians)}."
+        )
     missing = [v for v, g in zip(names, jacobians, strict=True) if g is None]
     if missing:
-        raise ValueError(f"{what}, it returned None for {missing}. Where it is zero, return zeros.")
+        raise ValueError(f"{what}, but returned None for {missing}. If it is zero, return zeros.")
     return [
         _pull_one(g, x, y, upstream, v) for g, x, v in zip(jacobians, reads, names, strict=True)
     ]
 
 
 def _pull_one(gx: Tensor, x: Tensor, y: Tensor, upstream: Tensor, variable: str) -> Gradient:
-    what = f"the gradient by the variable {variable}"
+    what = f"the gradient with respect to the variable {variable}"
     if not isinstance(gx, tf.IndexedSlices):
         names = shapes.Names("the value", what, f"the variable {variable}")
         return TENSORFLOW.transpose(TENSORFLOW.leaf("", x, gx, y, 0, names), upstream)
     if y.shape.rank != 0:
         raise ValueError(
-            f"{what} is tf.IndexedSlices, expected a tensor since the value has shape {y.shape}: "
-            "such slices are only for a scalar."
+            f"{what} is tf.IndexedSlices, which is only allowed for a scalar value, but the value "
+            f"has shape {y.shape}. Return a tensor."
         )
     values = TENSORFLOW.to_dtype(gx.values, x.dtype.name, what, f"the variable is {x.dtype.name}")
     indices = tf.convert_to_tensor(gx.indices)
@@ -134,7 +135,7 @@ def _pull_one(gx: Tensor, x: Tensor, y: Tensor, upstream: Tensor, variable: str)
 def _in_order(
     variables: list[Variable], handles: list[Tensor], graph: Graph | None = None
 ) -> list[Variable]:
-    """By the place of the first handle in `handles`; those that are not there come last."""
+    """Sorted by their first place in `handles`; variables that are not there come last."""
     places: dict[int, int] = {id(handle): i for i, handle in reversed(list(enumerate(handles)))}
 
     def place(v: Variable) -> int:
@@ -147,7 +148,7 @@ def _in_order(
 
 
 def _used(graph: Graph, before: int) -> list[Tensor]:
-    """The handles of variables that operations of a graph take, in the order of operations."""
+    """The handles of variables that operations of a graph use, in the order of operations."""
     taken = [t for op in graph.get_operations()[before:] for t in op.inputs]
     return [t for t in taken if t.dtype == tf.resource]
 

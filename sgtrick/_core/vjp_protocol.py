@@ -1,4 +1,4 @@
-"""What `custom_vjp` asks of a function and its rule, the same with and without Keras."""
+"""What `custom_vjp` requires of a function and its rule, shared with `sgtrick.keras`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,12 @@ from sgtrick._core.types import Args, Function, Kwargs, Structure, Tensor
 
 
 def value_and_rule(f: Function, returned: Structure) -> tuple[Any, Any]:
-    """Returns `(y, grad_fn)`, which is what `f` must have returned."""
+    """Returns the result of `f`, checked to be `(y, grad_fn)`."""
     if not (structures.is_pair(returned) and callable(returned[1])):
         raise TypeError(
-            f"{calls.name_of(f)} must return (y, grad_fn), the value and a function "
-            f"from the upstream gradient to the gradients of the arguments, got {returned!r}."
+            f"{calls.name_of(f)} must return (y, grad_fn), the value and a function from the "
+            "upstream gradient to the gradients of the arguments, got "
+            f"{structures.kind_of(returned)}."
         )
     y, grad_fn = returned
     return y, grad_fn
@@ -21,7 +22,7 @@ def value_and_rule(f: Function, returned: Structure) -> tuple[Any, Any]:
 def gradients_of(
     primals: Sequence[Tensor], returned: Structure, paths: Sequence[str], name: str
 ) -> list[tuple[Any, str]]:
-    """Returns `(gradient, path)` for each argument that is not None, of what a grad_fn returned."""
+    """Returns `(gradient, path)` for each argument that is not None, from a grad_fn's result."""
     gradients = [leaf for _, leaf in structures.flatten(returned)]
     omitted = primals[len(gradients) :]
     if len(gradients) > len(primals) or any(x is not None for x in omitted):
@@ -29,7 +30,7 @@ def gradients_of(
             f"grad_fn of {name} returned {len(gradients)} gradients, expected "
             f"{len(primals)}, one for each of: {', '.join(paths)}."
         )
-    # strict is wrong here: what has no gradient may be left out at the end.
+    # Not strict: at the end, arguments without a gradient may be left out.
     return [
         (g, path) for g, x, path in zip(gradients, primals, paths, strict=False) if x is not None
     ]
@@ -38,7 +39,7 @@ def gradients_of(
 def check_shape(
     shape: shapes.Shape | None, expected: shapes.Shape | None, path: str, name: str
 ) -> None:
-    """Insists that a gradient may have the shape of its argument."""
+    """Checks that a gradient may have the shape of its argument."""
     if shape is not None and expected is not None and not shapes.compatible(shape, expected):
         raise ValueError(
             f"grad_fn of {name} returned a gradient of shape {shapes.show(shape)} "
@@ -47,7 +48,7 @@ def check_shape(
 
 
 def arguments_of(f: Function, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keywords turned into positions where `f` has these."""
+    """The arguments, with keywords turned into positions where `f` allows it."""
     signature = calls.signature_of(f) if kwargs else None
     if signature is None:
         return args, kwargs
@@ -56,7 +57,7 @@ def arguments_of(f: Function, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ..
 
 
 def leaves_of(args: Args, kwargs: Kwargs) -> list[tuple[str, Any]]:
-    """`(path, leaf)` of all arguments, keywords in their order, which `tf.nest` would sort."""
+    """`(path, leaf)` of all arguments; keywords in the given order, which `tf.nest` would sort."""
     leaves = [*structures.flatten(args, "argument ")]
     for name, value in kwargs.items():
         leaves += structures.flatten(value, f"argument [{name!r}]")

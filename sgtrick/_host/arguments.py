@@ -1,4 +1,4 @@
-"""Arguments of an engine: tensors of one batch, each with its event dimensions."""
+"""Arguments of an engine: tensors with a common batch, each with its own event dimensions."""
 
 import functools
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, in
     for path, _, n in flat:
         if not (shapes.is_int(n) or isinstance(n, np.integer)) or n < 0:
             raise ValueError(
-                f"event_ndims must be an int of at least 0, or one for each argument, got {n!r} "
-                f"for {name}{path}."
+                "event_ndims must be a non-negative int, or one for each argument, got "
+                f"{n!r} for {name}{path}."
             )
     return [(name + path, leaf, n) for path, leaf, n in flat]
 
@@ -30,12 +30,12 @@ def with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, in
 def tensors_of(
     flat: Sequence[tuple[str, Any, int]], default: Any
 ) -> tuple[list[Any], list[Any], Any]:
-    """The leaves as tensors, the dtypes of their gradients, and that of the value."""
-    # Variables may say another dtype than that in which a layer of Keras reads them.
+    """The leaves as tensors, the dtypes of their gradients, and the dtype of the value."""
+    # Convert first: a variable's dtype can differ from the one in which a Keras layer reads it.
     read = [
         None if type(leaf) is float else structures.to_tensor(leaf, path) for path, leaf, _ in flat
     ]
-    # A number has no dtype of its own: it takes that of the others, or of the engine.
+    # A Python float has no dtype of its own: it takes that of the others, or the engine's.
     floating = [x.dtype for x in read if x is not None and x.dtype.is_floating]
     common = _widest(floating) if floating else default
     xs, dtypes = [], []
@@ -44,8 +44,8 @@ def tensors_of(
             x = structures.to_tensor(leaf, path, dtype=common)
         if x.dtype.is_complex:
             raise TypeError(
-                f"{path} is complex ({x.dtype.name}), and an engine takes real arrays. Pass its "
-                "real and its imaginary part as two arguments."
+                f"{path} is complex ({x.dtype.name}), and an engine takes real arrays. Pass the "
+                "real and the imaginary part as two arguments."
             )
         shape = structures.static_shape(x)
         if shape is not None and len(shape) < ndims:
@@ -56,7 +56,7 @@ def tensors_of(
 
 
 def _widest(dtypes: Sequence[Any]) -> Any:
-    """The dtype that holds all: of float16 and bfloat16, neither does."""
+    """The smallest dtype that holds all others; float16 and bfloat16 need float32."""
     size = max(dtype.size for dtype in dtypes)
     widest = {dtype for dtype in dtypes if dtype.size == size}
     return (widest.pop() if len(widest) == 1 else tf.float32).as_numpy_dtype
@@ -65,9 +65,9 @@ def _widest(dtypes: Sequence[Any]) -> Any:
 def broadcast_batches(
     xs: Sequence[Tensor], event_ndims: Sequence[int], paths: Sequence[str]
 ) -> tuple[list[Any], Any]:
-    """The tensors with a common batch shape, and what is known of it.
+    """The tensors broadcast to a common batch shape, and its static shape.
 
-    Autodiff of the broadcast sums the gradients of what is repeated.
+    Autodiff of the broadcast sums the gradients of a repeated tensor.
     """
     if not xs:
         return [], tf.TensorShape([])
@@ -80,7 +80,7 @@ def broadcast_batches(
         )
         raise ValueError(
             f"The batch shapes of {shown} do not broadcast, with event_ndims={list(event_ndims)}. "
-            "What is before the event dimensions is batch."
+            "All dimensions before the event dimensions are batch: check event_ndims."
         ) from error
     if len(xs) == 1 or all(b.is_fully_defined() and b == batch for b in batches):
         return list(xs), batch
@@ -101,7 +101,7 @@ def broadcast_batches(
 
 
 def padded(xs: Sequence[Tensor], event_ndims: Sequence[int], batch_ndims: int) -> list[Any]:
-    """The tensors with that many batch dimensions, those that lack being of size 1."""
+    """The tensors with `batch_ndims` batch dimensions each, missing ones added with size 1."""
     tensors = []
     for x, n in zip(xs, event_ndims, strict=True):
         lacking = batch_ndims + n - x.shape.rank
@@ -110,7 +110,7 @@ def padded(xs: Sequence[Tensor], event_ndims: Sequence[int], batch_ndims: int) -
 
 
 def _with_event(x: Tensor, event_ndims: int, path: str) -> Tensor:
-    """Returns `x`, checked to have at least these dimensions: in graphs when they are run."""
+    """Returns `x`, checked to have at least `event_ndims` dimensions (at run time in graphs)."""
     if x.shape.rank is not None:
         return x
     message = f"event_ndims={event_ndims}, but {path} has fewer dimensions:"

@@ -1,4 +1,4 @@
-"""What an engine is called with and must return, and what it is told when it does not."""
+"""What an engine is called with and must return, and the errors if it does not."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ Shape = tuple[int, ...]
 
 
 class CallSpec:
-    """What flat arrays are as arguments of an engine, and what has to come back.
+    """How flat arrays form the arguments of an engine, and what it must return.
 
     Attributes:
-        name: What errors call the engine.
-        paths: Of the leaves of the arguments: "x['a']".
-        event_ndims: How many dimensions of each leaf belong to one call.
-        dtypes: Of the gradients by leaf; None for a leaf that has no derivatives.
-        has_aux: Whether there is something beside the value.
-        places: Which leaves have derivatives.
-        gradient_dtypes: Of the gradients by these.
-        outputs: The dtypes of what comes back: value, gradients of leaves with derivatives, aux.
+        name: The engine's name in error messages.
+        paths: The names of the leaves of the arguments, such as "x['a']".
+        event_ndims: The number of event dimensions of each leaf.
+        dtypes: The gradient dtype of each leaf; None for a leaf without derivatives.
+        has_aux: Whether the engine returns aux beside the value.
+        places: The indices of the leaves that have derivatives.
+        gradient_dtypes: The gradient dtypes of those leaves.
+        outputs: The dtypes of the results: value, gradients of leaves with derivatives, aux.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class CallSpec:
         self.outputs = [np.dtype(value_dtype), *self.gradient_dtypes]
         if aux_dtype is not None:
             self.outputs.append(np.dtype(aux_dtype))
-        # The structure alone: TensorFlow keeps callbacks, and tensors would keep their graph.
+        # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.
         self._args = tf.nest.map_structure(lambda _: None, args)
         self._nested = any(map(tf.nest.is_nested, args))
         self.has_derivatives = bool(self.gradient_dtypes)
 
     def pack(self, leaves: Sequence[Array]) -> Sequence[Any]:
-        """Leaves as the arguments that the engine takes."""
+        """Packs leaves into the arguments of the engine."""
         if not self._nested:
             return leaves
         return tf.nest.pack_sequence_as(self._args, leaves)  # type: ignore[no-any-return]
 
     def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
-        """Copies for the engine, which may change and keep them: the buffers are TensorFlow's.
+        """Copies for the engine, which may modify and keep them; the originals are TensorFlow's.
 
         Args:
-            arrays: The leaves as they came.
-            dtype: What those that have derivatives are cast to.
+            arrays: The leaves as TensorFlow passed them.
+            dtype: The dtype to which leaves with derivatives are cast.
 
         Raises:
             ValueError: A leaf has too few dimensions.
@@ -72,7 +72,7 @@ class CallSpec:
         ):
             if own is not None:
                 leaf = copy(a, dtype)
-            else:  # a string would end at its last byte that is not zero
+            else:  # as a NumPy string, bytes would lose trailing zeros
                 leaf = np.array(a, object if isinstance(a, bytes) else None)
             if leaf.ndim < ndims:
                 raise too_few_dimensions(path, leaf.shape, ndims)
@@ -82,17 +82,18 @@ class CallSpec:
     def gradients(
         self, gradient: Structure, batch: Shape, events: Sequence[Shape], what: str = "the gradient"
     ) -> list[Any]:
-        """The gradients by the leaves that have derivatives, checked; None where one is not known.
+        """The checked gradients of the leaves that have derivatives; None for unknown ones.
 
         Args:
-            gradient: What the engine returned for it.
+            gradient: The gradient that the engine returned.
             batch: The batch shape of the call.
             events: The shapes of the leaves, without batch.
-            what: What errors call it.
+            what: What error messages call the gradient.
 
         Raises:
-            TypeError: It is no array of real numbers, or is by a leaf without derivatives.
-            ValueError: A wrong shape or structure.
+            TypeError: A gradient is not an array of real numbers, or belongs to a leaf without
+                derivatives.
+            ValueError: The shape or structure is wrong.
         """
         parts = self.split(gradient, what)
         found = [
@@ -104,19 +105,19 @@ class CallSpec:
         for k in self._without:
             if parts[k] is not None:
                 raise TypeError(
-                    f"{what} of {self.name} by {self.paths[k]} must be None, got {show(parts[k])}: "
+                    f"{self._named(what, self.paths[k])} must be None, got {show(parts[k])}: "
                     f"{self.paths[k]} has a dtype without derivatives."
                 )
         return found
 
     def split(self, gradient: Structure, what: str) -> Sequence[Any]:
-        """The leaves of what has the structure of the arguments.
+        """The leaves of a gradient that has the structure of the arguments.
 
         Raises:
-            ValueError: It has another structure.
+            ValueError: It has a different structure.
         """
         like: Any = self._args
-        if gradient is None:  # there is nothing to differentiate by
+        if gradient is None:  # no argument has derivatives
             return [None] * len(self.paths)
         if len(like) == 1:
             if not self._nested:
@@ -133,21 +134,23 @@ class CallSpec:
         by: str | None = None,
         events: Sequence[Shape] = (),
     ) -> Any:
-        """`value` as an array of real numbers, of this shape unless None; NaN where masked.
+        """`value` as an array of real numbers, NaN where masked, of shape `shape` unless None.
 
-        With `events`, the shapes of the leaves, errors say what most likely led to another shape.
+        Given `events`, the shapes of the leaves, errors name the likely cause of a wrong shape.
         """
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             what = self._named(what, by)
-            raise TypeError(f"{what} is no array, but {show(value)}: {error}") from error
+            raise TypeError(
+                f"{what} must be an array of real numbers, got {show(value)}: {error}"
+            ) from error
         if array.dtype.kind not in "fiu":
             raise TypeError(f"{self._named(what, by)} must be real numbers, got {show(value)}.")
         if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             array = np.where(np.ma.getmaskarray(value), np.nan, array)
         if shape is not None and array.shape != shape:
-            # R has no numbers but vectors of length one.
+            # A number in R is a vector of length one.
             if type(value) in (int, float) and math.prod(shape) == 1:
                 return array.reshape(shape)
             raise ValueError(
@@ -157,36 +160,36 @@ class CallSpec:
         return array
 
     def _named(self, what: str, by: str | None) -> str:
-        return f"{what} of {self.name}" + (f" by {by}" if by else "")
+        return f"{what} of {self.name}" + (f" with respect to {by}" if by else "")
 
 
 def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
-    """What most likely led to the shape of a value."""
+    """The most likely cause of a wrong value shape."""
     if events and batch and came == ():
         return (
-            " The engine is vectorized, so it returns a value for each member of the batch: sum "
-            "over the point alone, say with axis=-1, or leave vectorized=True away."
+            " The engine is vectorized, so it must return one value for each batch member: sum "
+            "only over the event dimensions, for example with axis=-1, or remove vectorized=True."
         )
     if any(came == batch + event for event in events):
         return (
-            " That is the shape of the point: sum over it, or state event_ndims=0 if each number "
+            " That is the shape of the point: sum over it, or pass event_ndims=0 if each number "
             "is a point of its own."
         )
     return ""
 
 
 def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError:
-    """What is raised for an argument with fewer dimensions than one call of the engine takes."""
+    """The error for an argument with fewer dimensions than `event_ndims`."""
     return ValueError(
         f"{path} has shape {shapes.show(shape)}, but the engine is declared to take arrays of "
-        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. State event_ndims, for "
-        "example event_ndims=0 for a number; and pass a list of numbers as an array, for a list "
-        "is a structure."
+        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. Pass event_ndims, for "
+        "example event_ndims=0 for a number. Convert a list of numbers to an array: a list is a "
+        "structure of arguments."
     )
 
 
 def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
-    """The parts of `value` that stand where `like` has leaves."""
+    """The parts of `value` at the leaves of `like`."""
     if isinstance(like, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(like):
             raise ValueError(f"{what} must be a dict of {sorted(like)}, got {show(value)}.")
@@ -207,12 +210,12 @@ def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
 def copy(array: Any, dtype: Any) -> Any:
     if array.dtype == dtype:
         return np.array(array)
-    with np.errstate(all="ignore"):  # the range of one dtype is wider than that of the other
+    with np.errstate(all="ignore"):  # numbers outside the range of a narrower dtype overflow
         return np.array(array, dtype)
 
 
 def show(value: Any) -> str:
-    """What a value is, in a line."""
+    """A one-line description of a value."""
     if value is None:
         return "None"
     if isinstance(value, Mapping):

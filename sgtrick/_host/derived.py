@@ -1,4 +1,4 @@
-"""Functions that another framework differentiates, as engines of arrays."""
+"""Engines made of functions that another framework differentiates."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,39 +10,39 @@ from sgtrick._core import calls, structures
 from sgtrick._core.types import Args, Function, Structure
 from sgtrick._host.engine import WrongUse
 
-# Which leaves to map over, by batch dimension from the first to the last, by group of leaves.
+# The leaves to map over: for each batch dimension in order, for each group of leaves, the axis.
 Dims = tuple[tuple[tuple[int | None, ...], ...], ...]
 
 
 class Framework(Protocol):
-    """What a framework has to offer. Functions take groups of leaves: points, constants, vectors.
+    """What a framework must provide. Functions take groups of leaves: points, constants, vectors.
 
-    `f(points, constants)` returns a scalar, or `(scalar, aux)`; it is a function of one member.
+    `f(points, constants)` returns a scalar, or `(scalar, aux)`, for one batch member.
     """
 
     def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
-        """From arrays `(points, constants)` to `(value or (value, aux), gradients)`, mapped."""
+        """The mapped function `(points, constants) -> (value or (value, aux), gradients)`."""
         ...
 
     def hessian_times(self, f: Function, dims: Dims) -> Function:
-        """From arrays `(points, constants, vs)` to the Hessian times `vs`, mapped."""
+        """The mapped function `(points, constants, vs) -> Hessian times vs`."""
         ...
 
     def why_no_scalar(self, value: Any) -> str | None:
-        """What is wrong with the value that `f` returned."""
+        """Why the value that `f` returned is not a scalar; None if it is one."""
         ...
 
     def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
-        """Whether `f(points, constants)` uses point `k`, and its value does not depend on it."""
+        """Whether `f(points, constants)` reads point `k` but is not differentiable through it."""
         ...
 
     def advice(self, error: Exception) -> str | None:
-        """What to do about an error that is raised at whatever point."""
+        """What to do about an error that the function raises at every point; None if unknown."""
         ...
 
 
 class Split(NamedTuple):
-    """The leaves of a call; those to differentiate by are its points, all others its constants."""
+    """The leaves of a call: points, which are differentiated, and constants, all others."""
 
     args: Args
     leaves: list[Any]
@@ -54,22 +54,22 @@ class Split(NamedTuple):
         return [[self.leaves[k] for k in self.places], list(others)]
 
     def joined(self, points: Sequence[Any], constants: Sequence[Any]) -> Any:
-        """The arguments with other leaves."""
+        """The arguments with these leaves."""
         own, rest = dict(zip(self.places, points, strict=True)), iter(constants)
         flat = [own[k] if k in own else next(rest) for k in range(len(self.leaves))]
         return tf.nest.pack_sequence_as(self.args, flat)
 
     def packed(self, parts: Sequence[Any]) -> Any:
-        """What has a part for each point, as `from_numpy` expects it."""
+        """One part for each point, in the structure that `from_numpy` expects of a gradient."""
         own = dict(zip(self.places, parts, strict=True))
         packed = tf.nest.pack_sequence_as(self.args, [own.get(k) for k in range(len(self.leaves))])
         return packed[0] if len(packed) == 1 else packed
 
 
 class Derived:
-    """The engine `(value, gradient)` and the `hessp` of a function of one member.
+    """The engine `(value, gradient)` and the `hessp` of a function of one batch member.
 
-    Arguments that members share come with batch dimensions of size 1, and are not mapped over.
+    Arguments that members share have batch dimensions of size 1, and are not mapped over.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Derived:
         self._transformed: dict[Any, Function] = {}
 
     def evaluate(self, *args: Any) -> Any:
-        """Value, perhaps aux, and gradients, of a batch."""
+        """The value (or value and aux) and the gradients of a batch."""
         split = _split(args)
         if not split.places:
             raise WrongUse(
-                f"{self._name} has no argument of a floating dtype, so there is no gradient to "
-                "derive. Pass one as a float, or call the function itself."
+                f"{self._name} has no argument of a floating dtype, so it has no gradient. Pass an "
+                "argument as a float, or call the function itself."
             )
         groups, dims = self._mapped(split, split.groups())
         value, gradients = self._run("gradient", split, groups, dims)
@@ -110,7 +110,7 @@ class Derived:
     def _mapped(
         self, split: Split, groups: Sequence[Sequence[Any]]
     ) -> tuple[list[tuple[Any, ...]], Dims]:
-        """The leaves without the batch dimensions that they do not have, and those they have."""
+        """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
         ndims = Split(split.args, self._by_leaf(split.args), split.places).groups()
         fronts = [
             [leaf.shape[: leaf.ndim - n] for leaf, n in zip(group, own, strict=True)]
@@ -136,7 +136,7 @@ class Derived:
         by_argument = stated if isinstance(stated, (tuple, list)) else [stated] * len(args)
         return [
             n
-            for arg, ndims in zip(args, by_argument, strict=False)  # defaults may be left out
+            for arg, ndims in zip(args, by_argument, strict=False)  # defaults may be omitted
             for n in (
                 tf.nest.flatten(ndims)
                 if tf.nest.is_nested(ndims)
@@ -145,7 +145,7 @@ class Derived:
         ]
 
     def _run(self, what: str, split: Split, groups: Sequence[Any], dims: Dims) -> Any:
-        """The transformed function, made once for all calls of the same structure, at `groups`."""
+        """Calls the transformed function, which is made once for each structure of arguments."""
         key = what, split.places, dims, repr(tf.nest.map_structure(lambda _: 0, split.args))
         if key not in self._transformed:
             like = split._replace(leaves=[None] * len(split.leaves))  # keeps no arrays
@@ -159,7 +159,7 @@ class Derived:
         return self._advised(self._transformed[key], *groups)
 
     def _advised(self, f: Function, *args: Any) -> Any:
-        """`f(*args)`, with our own advice in front of the framework's errors."""
+        """`f(*args)`, with advice added to the framework's errors."""
         try:
             return f(*args)
         except WrongUse:
@@ -172,16 +172,16 @@ class Derived:
             raise WrongUse(f"{self._name} {advice}\n{said}") from error
 
     def _function(self, split: Split, has_aux: bool) -> Function:
-        """The function of `(points, constants)`, that returns what it should."""
+        """The user's function as one of `(points, constants)`, with its result checked."""
 
         def f(points: Sequence[Any], constants: Sequence[Any]) -> Any:
             returned = self._fn(*split.joined(points, constants))
             if structures.is_pair(returned) != self._has_aux:
-                wanted = "(value, aux)" if self._has_aux else "the value alone"
+                wanted = "(value, aux)" if self._has_aux else "only the value"
                 raise WrongUse(
                     f"{self._name} must return {wanted}, got {type(returned).__name__}. The "
-                    "gradient is derived: a function that returns one, too, is for from_numpy; and "
-                    "has_aux=True says that something stands beside the value."
+                    "gradient is computed by autodiff: use from_numpy for a function that returns "
+                    "its gradient, and has_aux=True for one that returns (value, aux)."
                 )
             value = returned[0] if self._has_aux else returned
             why = self._framework.why_no_scalar(value)
@@ -194,7 +194,7 @@ class Derived:
     def _check_connection(
         self, split: Split, groups: Sequence[Any], dims: Dims, place: int
     ) -> None:
-        """Raises if a gradient is zero since the value was cut off from the point."""
+        """Raises if a gradient is zero because the value was detached from the point."""
         first = [list(group) for group in groups]
         for level in dims:
             for group, own in zip(first, level, strict=True):
@@ -207,12 +207,12 @@ class Derived:
                 f"{self._name} uses {self._path(split.args, place)}, but its value is cut off from "
                 "it, so that the gradient would be zero. The usual causes are .item(), float(), "
                 ".detach(), .numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
-                "integers. Take them out; or pass what is to be a constant as integers; or, if the "
-                "derivative is zero indeed, add 0 * x.sum() to the value."
+                "integers. Remove them. If the argument is a constant, pass it as integers; if the "
+                "derivative really is zero, add 0 * x.sum() to the value."
             )
 
     def _path(self, args: Args, place: int) -> str:
-        """What a leaf is called: "p['loc']"."""
+        """The name of a leaf, such as "p['loc']"."""
         signature = calls.signature_of(self._fn)
         names = list(signature.parameters) if signature else []
         named = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]

@@ -1,4 +1,4 @@
-"""Evaluates a function of NumPy arrays for the members of a batch, by turns or by an executor."""
+"""Evaluates a function of NumPy arrays for the members of a batch, in order or by an executor."""
 
 import contextlib
 import itertools
@@ -27,21 +27,21 @@ from sgtrick._host.replies import (
 )
 
 
-class WrongUse(TypeError):  # noqa: N818 - reads as what it is, and is caught as a TypeError
-    """An engine that can work nowhere as it was declared: no failure that `on_error` rejects."""
+class WrongUse(TypeError):  # noqa: N818 - callers catch it as a TypeError
+    """An engine that cannot work at any point as declared, so `on_error` does not apply."""
 
 
 class Engine:
-    """A function of arrays with its derivatives, in it or beside it, and how it is to be called.
+    """A function of arrays with its derivatives, and how to call it.
 
     Attributes:
-        dtype: What floating arguments are cast to.
-        calls: How often the function was called for a value and a gradient.
-        hess_calls: How often it was called for second derivatives.
-        failures: How many of all these calls raised.
-        nonfinite: For how many points the value, or an entry of the gradient, was not finite.
-        seconds: Wall time of all evaluations together.
-        has_whole_hessian: Whether the function for second derivatives returns all of the Hessian.
+        dtype: The dtype to which floating arguments are cast.
+        calls: Number of calls for a value and a gradient.
+        hess_calls: Number of calls for second derivatives.
+        failures: Number of calls, of either kind, that raised.
+        nonfinite: Number of points where the value or an entry of the gradient was not finite.
+        seconds: Total wall time of all evaluations.
+        has_whole_hessian: Whether the function for second derivatives returns the whole Hessian.
     """
 
     def __init__(
@@ -59,11 +59,13 @@ class Engine:
     ) -> None:
         """See `from_numpy`.
 
-        `broadcasts` says of a vectorized engine that it takes arguments that all members share with
-        batch dimensions of size 1; the others get views of the common batch shape.
+        With `broadcasts`, a vectorized engine gets arguments that all members share with batch
+        dimensions of size 1; without, it gets views of the common batch shape.
         """
         if hessp is not None and hess is not None:
-            raise TypeError("Pass hessp or hess: either is enough for second derivatives.")
+            raise TypeError(
+                "hessp and hess were both given. Pass hessp or hess: one of them is enough."
+            )
         self.dtype, self._instead = _floating(dtype), _number(on_error)
         self._functions = [reticulate.as_engine(f) for f in (fn, grad) if f is not None]
         self._hessian = [reticulate.as_engine(f) for f in (hessp, hess) if f is not None]
@@ -73,27 +75,27 @@ class Engine:
         self.calls, self.hess_calls, self.failures, self.nonfinite = 0, 0, 0, 0
         self.seconds = 0.0
         self._counting = threading.Lock()
-        # TensorFlow calls from any thread, and most engines expect one call at a time. An executor
-        # says how many it may be. The same thread may come again, from inside the engine.
+        # TensorFlow calls from any thread, and most engines expect one call at a time; an executor
+        # sets its own limit. Reentrant, because an engine may call itself through TensorFlow.
         self._turn: Any = threading.RLock() if executor is None else contextlib.nullcontext()
-        # One that does one thing at a time is given one: the engine may return the same buffer.
+        # A serial executor gets one call at a time, as the engine may reuse its result buffer.
         self._concurrent = executor is not None and not isinstance(executor, MainThreadExecutor)
 
     def evaluate(self, reply: ValueAndGradient, *arrays: Array) -> list[Any]:
-        """Returns the values, the gradients by the leaves that have derivatives, and perhaps aux.
+        """Returns the values, the gradients of the leaves that have derivatives, and aux if any.
 
         Args:
-            reply: What the arrays are, and what has to come back.
+            reply: How to pass the arrays to the engine, and what it must return.
             arrays: The leaves, with equally many batch dimensions, which are broadcast.
         """
         return self._answer(_Asked(reply, self._functions, "calls"), arrays)
 
     def hessian_times(self, reply: HessianTimes, *arrays: Array) -> list[Any]:
-        """Returns the products of the Hessian with a vector, by the leaves that have derivatives.
+        """Returns the Hessian times a vector, one part for each leaf that has derivatives.
 
         Args:
-            reply: What the arrays are, and what has to come back.
-            arrays: The leaves, and the vector's: one for each that has derivatives.
+            reply: How to pass the arrays to the engine, and what it must return.
+            arrays: The leaves, then the parts of the vector, one for each leaf with derivatives.
         """
         return self._answer(_Asked(reply, self._hessian, "hess_calls"), arrays)
 
@@ -103,7 +105,7 @@ class Engine:
         return bool(self._hessian)
 
     def _answer(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
-        """The arrays for TensorFlow."""
+        """The results as arrays for TensorFlow; updates the counters."""
         with self._turn:
             begin = time.perf_counter()
             try:
@@ -118,7 +120,7 @@ class Engine:
                     self.seconds += time.perf_counter() - begin
 
     def _parts(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
-        """What came back for all members of the batch."""
+        """The results for all members of the batch."""
         reply = asked.reply
         leaves = reply.incoming(arrays, self.dtype)
         batch, events = split_shapes(leaves, reply.event_ndims)
@@ -132,7 +134,8 @@ class Engine:
             returned = self._returned(asked, result)
         except _Failure as failure:
             if self._instead is not None and math.prod(batch) > 1:
-                # One bad member must not reject the others. What failed may have changed `leaves`.
+                # One bad member must not reject the others. The failed call may have modified
+                # `leaves`, so copy them again.
                 leaves = reply.incoming(arrays, self.dtype)
                 return self._by_member(asked, arrays, leaves, batch, events)
             return self._failed(asked, failure, arrays, batch, events)
@@ -152,7 +155,7 @@ class Engine:
         batch: Shape,
         events: Sequence[Shape],
     ) -> list[Any]:
-        """Calls the engine for each member of the batch, and joins what comes back.
+        """Calls the engine for each member of the batch, and joins the results.
 
         A vectorized engine is called with batches of one.
         """
@@ -161,7 +164,7 @@ class Engine:
         plain = not (one or any(shared))
 
         def start(i: Shape) -> tuple[list[Any], Callable[[], Any]]:
-            if plain:  # the usual case, in less time
+            if plain:  # a fast path for the usual case
                 member = [a[(*i, ...)] for a in leaves]
             else:
                 member = [_of(i, *a, len(one)) for a in zip(leaves, shared, strict=True)]
@@ -184,21 +187,21 @@ class Engine:
         return results.joined()
 
     def _returned(self, asked: "_Asked", result: Callable[[], Any]) -> Any:
-        """What comes back of one call.
+        """The result of one call.
 
         Args:
-            asked: What it is a call for.
+            asked: The request that the call belongs to.
             result: Makes the call, or waits for the executor.
 
         Raises:
             _Failure: The engine raised.
-            RuntimeError: There is no answer from the executor.
+            RuntimeError: The executor did not answer.
         """
         asked.calls += 1
         try:
             return result()
         except (reticulate.WrongThreadError, WrongUse):
-            raise  # no failure of the engine at this point: it could not be called, or never works
+            raise  # not a failure at this point: the engine could not be called, or never works
         except Exception as error:
             lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
             if lost and self._executor is not None:
@@ -213,7 +216,7 @@ class Engine:
         batch: Shape,
         events: Sequence[Shape],
     ) -> list[Any]:
-        """The parts in the place of those of a call that failed, or the error."""
+        """The parts that replace those of a failed call; raises if `on_error` is "raise"."""
         asked.failures += 1
         error = failure.__cause__
         assert error is not None
@@ -222,10 +225,10 @@ class Engine:
         return asked.reply.instead(self._instead, batch, events)
 
     def _started(self, asked: "_Asked", leaves: Sequence[Array]) -> Callable[[], Any]:
-        """Starts a call if there is an executor; returns what gives its result."""
+        """Starts a call if there is an executor; returns a function that returns its result."""
         if len(asked.functions) == 1:
             return self._call(asked, asked.functions[0], leaves)
-        # Neither sees what the other does to its arguments.
+        # Neither function sees how the other modifies its arguments.
         copies = [a.copy() if a.flags.writeable else a for a in leaves]
         f, grad = asked.functions
         value, gradient = self._call(asked, f, leaves), self._call(asked, grad, copies)
@@ -247,7 +250,7 @@ class Engine:
 
 
 class _Asked:
-    """What an engine is asked for once, whom to call for it, and what came of it."""
+    """One request to an engine: the expected reply, the functions to call, and the counts."""
 
     def __init__(self, reply: Reply, functions: Sequence[Function], counter: str) -> None:
         self.reply, self.functions, self.counter = reply, functions, counter
@@ -260,15 +263,15 @@ class _Failure(Exception):  # noqa: N818 - never seen by callers
 
 
 def _broadcast(a: Any, shape: Shape) -> Any:
-    """`a`, or a view of it that takes no memory and cannot be written to."""
+    """`a`, or a read-only view of it that takes no memory."""
     return a if a.shape == shape else np.broadcast_to(a, shape)
 
 
 def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
-    """What the engine gets of a leaf for member `i`: an array, also where it has no dimensions.
+    """The part of a leaf for member `i`, always an array, even without dimensions.
 
-    What members share is copied, so that each may change its own. `ones` is how many dimensions
-    come in front, as a batch of one.
+    A shared leaf is copied, so that each member may modify its own copy. `ones` is the number of
+    leading dimensions of size 1 to add, as a batch of one.
     """
     if shared:
         i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
@@ -278,18 +281,18 @@ def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
 
 
 def _lost(name: str, error: BaseException) -> str:
-    """What is said when there is no answer from an executor."""
+    """The message for an executor that did not answer."""
     why = (
         "A worker has died or could not load the engine, the engine cannot be sent to it, or the "
         "executor is shut down."
     )
-    trace = str(error.__cause__)  # what the pool could not make of an answer
+    trace = str(error.__cause__)  # the traceback if the pool could not unpickle an answer
     if "loads(" in trace:
         said = [line for line in trace.splitlines() if line.strip("' ")][-1]
         why = (
-            f"{said}. It lost the pool since an exception, or a reply, could be pickled by the "
-            "worker but not unpickled here. Let the engine raise one of Python's own, such as "
-            "ArithmeticError(str(error))."
+            f"{said}. The pool is lost because an exception or a result could be pickled by the "
+            "worker but not unpickled here. Raise one of Python's built-in exceptions in the "
+            "engine, such as ArithmeticError(str(error))."
         )
     return f"{name} got no answer from its executor: {_said(error).rstrip('.')}. {why}"
 
@@ -313,8 +316,8 @@ def _floating(dtype: Any) -> Any:
         found = None
     if found is None or found.kind != "f":
         raise TypeError(
-            f"dtype must be a real floating dtype such as 'float64', got {dtype!r}. A complex "
-            "argument can be passed as two, its real and its imaginary part."
+            f"dtype must be a real floating dtype such as 'float64', got {dtype!r}. Pass a complex "
+            "argument as two, its real and its imaginary part."
         )
     return found
 
@@ -340,6 +343,6 @@ def _check_executor(executor: futures.Executor | None, functions: Sequence[Any])
         except Exception as error:
             raise TypeError(
                 f"The engine cannot be sent to the processes of the executor: {_said(error)}. "
-                "Define it at the top level of a module, without a lambda or closure; or use a "
+                "Define it at the top level of a module, not as a lambda or closure; or use a "
                 "ThreadPoolExecutor."
             ) from error

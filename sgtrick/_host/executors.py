@@ -1,4 +1,4 @@
-"""An executor for engines that may only be called from the thread that made them."""
+"""An executor for engines that may only be called from the thread that created them."""
 
 import concurrent.futures
 import contextvars
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class MainThreadExecutor(concurrent.futures.Executor):
-    """Runs submitted work on the thread that made the executor, while another one computes.
+    """Runs submitted work on the thread that created the executor.
 
-    TensorFlow calls host functions of a `tf.function` from threads of its own. R closures, embedded
-    interpreters, GUI toolkits and MPI codes may only be called from the thread that they live on,
-    and hang or abort elsewhere. `run` therefore changes places: the computation goes to a worker
-    thread, and this thread serves the engine calls that the computation submits.
+    TensorFlow calls the host functions of a `tf.function` from its own threads. R closures,
+    embedded interpreters, GUI toolkits and MPI codes may only be called from the thread that they
+    live on, and hang or abort elsewhere. So `run` swaps the threads: the computation runs on a
+    worker thread, and this thread serves the engine calls that the computation submits.
 
         >>> import threading
         >>> import sgtrick
@@ -28,11 +28,11 @@ class MainThreadExecutor(concurrent.futures.Executor):
         >>> executor.run(lambda: executor.submit(engine, 1).result())
         (2, True)
 
-    Pass it as `executor=` to `from_numpy`, and wrap what samples or fits in `run`. Work is done in
-    the order in which it was submitted, one at a time. Work that is submitted on the executor's own
-    thread is done at once.
+    Pass it as `executor=` to `from_numpy`, and call the sampler or optimiser through `run`. Calls
+    are executed one at a time, in the order in which they were submitted. Calls that are submitted
+    from the executor's own thread are executed immediately.
 
-    It is a `concurrent.futures.Executor`, usable in a `with` statement.
+    It is a `concurrent.futures.Executor`, and can be used in a `with` statement.
     """
 
     def __init__(self) -> None:
@@ -45,31 +45,32 @@ class MainThreadExecutor(concurrent.futures.Executor):
         """Calls `fn` on a worker thread and serves submitted work until it returns.
 
         Args:
-            fn: What computes, say the call of a `tf.function` that samples. Thread-local state such
-                as a `tf.device` scope has to be set in it.
+            fn: The computation, for example a `tf.function` that samples. Thread-local state such
+                as a `tf.device` scope or a tape has to be set up inside it.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
 
         Returns:
-            What `fn` returns. What it raises is raised here. After an interrupt (Ctrl-C), work that
-            is not done is cancelled, so that `fn` ends at its next engine call; a second interrupt
-            does not wait for that.
+            What `fn` returns. Exceptions of `fn` are raised here. An interrupt (Ctrl-C) cancels
+            pending work, so that `fn` ends at its next engine call; a second interrupt does not
+            wait for that.
 
         Raises:
-            RuntimeError: Called on another thread, within another `run`, or after `shutdown`.
+            RuntimeError: `run` was called on another thread, within another `run`, or after
+                `shutdown`.
             TypeError: `fn` is an R function, which cannot run on a worker thread.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                "run must be called on the thread that made the MainThreadExecutor, since that is "
-                "the one that serves its work."
+                "run must be called on the thread that made the MainThreadExecutor, because that "
+                f"thread serves its work, got a call on {threading.current_thread().name}."
             )
         reticulate.check_python(fn)
         with self._lock:
             if self._queue is not None:
                 raise RuntimeError(
-                    "run was called by work that a run of the same executor serves. Its thread is "
-                    "taken: call the function directly there."
+                    "run was called by work that a run of the same executor is serving, so its "
+                    "thread is busy. Call the function directly there."
                 )
             self._check_service()
             submitted = self._queue = queue.SimpleQueue()
@@ -110,8 +111,8 @@ class MainThreadExecutor(concurrent.futures.Executor):
             here = threading.get_ident() == self._thread
             if not here and self._queue is None:
                 raise RuntimeError(
-                    "Nobody serves this MainThreadExecutor: work was submitted from another thread "
-                    "outside of run. Wrap the computation: executor.run(lambda: ...)."
+                    "MainThreadExecutor.submit was called from another thread outside of run, so "
+                    "no thread serves it. Wrap the computation: executor.run(lambda: ...)."
                 )
             if not here and self._queue is not None:
                 self._queue.put(work)
@@ -123,9 +124,9 @@ class MainThreadExecutor(concurrent.futures.Executor):
         """Refuses further work.
 
         Args:
-            wait: Returns after what was submitted is done, unless called on the executor's thread,
-                which is the one that does it.
-            cancel_futures: Cancels what was submitted and not begun.
+            wait: Whether to wait until submitted work is finished. Ignored on the executor's own
+                thread, which is the one that executes it.
+            cancel_futures: Whether to cancel submitted work that has not started.
         """
         done = _Work(concurrent.futures.Future(), lambda: None, (), {})
         with self._lock:
@@ -146,11 +147,11 @@ class MainThreadExecutor(concurrent.futures.Executor):
 
     def _check_service(self) -> None:
         if self._shut_down:
-            raise RuntimeError("This MainThreadExecutor was shut down. Make another one.")
+            raise RuntimeError("MainThreadExecutor was shut down. Create a new one.")
 
 
 class _Work(NamedTuple):
-    """A call and where its result goes."""
+    """A submitted call and the future of its result."""
 
     future: "concurrent.futures.Future[Any]"
     fn: Callable[..., Any]
@@ -165,13 +166,13 @@ class _Work(NamedTuple):
         except BaseException as error:
             self.future.set_exception(error)
             if not isinstance(error, Exception):
-                raise  # an interrupt also ends run
+                raise  # an interrupt also has to end run
         else:
             self.future.set_result(result)
 
 
 def _cancel_all(submitted: "queue.SimpleQueue[_Work | None]") -> None:
-    """Cancels queued work; whoever waits for it gets a `CancelledError`."""
+    """Cancels queued work, so that waiting for its result raises `CancelledError`."""
     ended = False
     while True:
         try:

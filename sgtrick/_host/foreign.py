@@ -1,4 +1,4 @@
-"""What a function of TensorFlow's tensors is asked to do by Keras on another backend, and by files.
+"""Refusals of host engines: of JAX and PyTorch tensors, and of being stored by Keras.
 
 Nothing here imports Keras, JAX or PyTorch.
 """
@@ -16,11 +16,11 @@ _CALLS = {
 
 
 def refuse_tensors(engine: str, parameter: str, argument: Any) -> None:
-    """Raises at tensors of JAX and PyTorch, of which TensorFlow would take no more than the value.
+    """Raises for tensors of JAX and PyTorch, from which TensorFlow would take only the value.
 
     Args:
-        engine: What errors call the function.
-        parameter: What errors call the argument.
+        engine: The function's name in error messages.
+        parameter: The argument's name in error messages.
         argument: A structure.
 
     Raises:
@@ -33,17 +33,17 @@ def refuse_tensors(engine: str, parameter: str, argument: Any) -> None:
         for path, leaf in structures.flatten(argument, parameter):
             if isinstance(leaf, tensor) or isinstance(getattr(leaf, "value", None), tensor):
                 raise TypeError(
-                    f"{engine} takes tensors of TensorFlow, and {path} is one of {framework}, by "
-                    "which it would get no gradient. With the engine as it was before from_numpy: "
+                    f"{engine} takes tensors of TensorFlow, and {path} is one of {framework}, "
+                    "which would get no gradient. Call the engine without from_numpy instead: "
                     f"value, gradient = {_CALLS[framework]}, and then "
                     "sgtrick.keras.custom_gradient(value, gradient, x)."
                 )
 
 
 def not_stored(engine: str) -> TypeError:
-    """What is raised when Keras asks a host engine for its configuration."""
+    """The error to raise when Keras asks a host engine for its configuration."""
     return TypeError(
         f"Keras cannot store {engine}, a host engine: it is Python code of this process. Call it "
         "in a function that is registered with keras.saving.register_keras_serializable, and use "
-        "that as loss, metric, activation or in a Lambda; or make it in the __init__ of a layer."
+        "that as loss, metric, activation or in a Lambda; or create it in a layer's __init__."
     )

@@ -1,4 +1,4 @@
-"""Functions of other frameworks, which derive their gradients themselves, as host engines."""
+"""PyTorch and JAX functions, whose gradients their frameworks compute, as host engines."""
 
 import importlib
 import sys
@@ -22,7 +22,7 @@ def from_torch(
     on_error: str | float = "raise",
     name: str | None = None,
 ) -> Any:
-    """Brings a function of PyTorch into TensorFlow; its gradient comes from PyTorch's autograd.
+    """Turns a PyTorch function into a TensorFlow function, with its gradient from autograd.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -33,31 +33,32 @@ def from_torch(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: From `torch.Tensor`s without batch dimensions to a scalar tensor, or to `(scalar, aux)`.
-            The tensors are on the CPU; it may move them. Without `fn`, a decorator is returned.
+        fn: Takes `torch.Tensor`s without batch dimensions and returns a scalar tensor, or
+            `(scalar, aux)`. The tensors are on the CPU; `fn` may move them. Without `fn`, a
+            decorator is returned.
         event_ndims: As in `from_numpy`.
-        vectorized: Whether a batch is evaluated in one call, by `torch.func.vmap`. False for
-            functions that this cannot take, for example with control flow that hangs on values:
-            they are called for one member after the other. An argument that members share is not
+        vectorized: Whether a batch is evaluated in one call, by `torch.func.vmap`. Pass False for
+            functions that cannot be mapped, for example because their control flow depends on
+            values: they are called once for each member. An argument that all members share is not
             copied.
         has_aux: As in `from_numpy`.
         dtype: The floating dtype of the tensors that `fn` gets.
-        executor: As in `from_numpy`, of threads: what is sent to processes must be a function of a
-            module, which this is not.
+        executor: As in `from_numpy`, but threads only: processes need a function at the top level
+            of a module, and the engine that calls `fn` is not one.
         on_error: As in `from_numpy`.
         name: As in `from_numpy`.
 
     Returns:
-        What `from_numpy` returns. Leaves that are not floating are constants for PyTorch. Products
-        with the Hessian are exact, and computed only when asked for.
+        What `from_numpy` returns. Leaves that are not floating are constants for PyTorch.
+        Hessian-vector products are exact, and computed only when requested.
 
     Raises:
-        ImportError: PyTorch is not installed; the message has the command that installs it.
+        ImportError: PyTorch is not installed; the message contains the command that installs it.
 
-    And what `from_numpy` raises; a `TypeError`, whatever `on_error` is, for functions that can work
-    nowhere: that return no scalar tensor, or cut the value off from an argument (`.item()`,
-    `.detach()`, `torch.no_grad()`). Value and gradient come from one pass, by
-    `torch.func.grad_and_value`; only arrays cross the boundary.
+    All errors of `from_numpy` apply. Functions that cannot work at any point raise a `TypeError`
+    whatever `on_error` is: those that do not return a scalar tensor, and those that cut the value
+    off from an argument (`.item()`, `.detach()`, `torch.no_grad()`). Value and gradient come from
+    one pass of `torch.func.grad_and_value`; only arrays cross the boundary.
     """
     _import("torch", "PyTorch", "from_torch")
     from sgtrick._host.torch import Torch
@@ -81,7 +82,7 @@ def from_jax(
     jit: bool = True,
     name: str | None = None,
 ) -> Any:
-    """Brings a function of JAX into TensorFlow; its gradient comes from `jax.value_and_grad`.
+    """Turns a JAX function into a TensorFlow function, with its gradient from JAX.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -92,29 +93,30 @@ def from_jax(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: From `jax.Array`s without batch dimensions to a scalar, or to `(scalar, aux)`. It is
-            compiled by `jax.jit`, once for each shape. Without `fn`, a decorator is returned.
+        fn: Takes `jax.Array`s without batch dimensions and returns a scalar, or `(scalar, aux)`. It
+            is compiled by `jax.jit`, once for each shape. Without `fn`, a decorator is returned.
         event_ndims: As in `from_numpy`.
-        vectorized: Whether a batch is evaluated in one call, by `jax.vmap`; else `fn` is called
-            for one member after the other. An argument that members share is not copied.
+        vectorized: Whether a batch is evaluated in one call, by `jax.vmap`. If False, `fn` is
+            called once for each member. An argument that all members share is not copied.
         has_aux: As in `from_numpy`.
         dtype: The floating dtype of the arrays that `fn` gets. JAX's 64-bit mode is on while `fn`
-            runs with an argument of 64 bits, integers included; else it is as it was.
-        executor: As in `from_numpy`, threads.
+            runs with a 64-bit argument, integers included; otherwise it is left unchanged.
+        executor: As in `from_numpy`, but threads only.
         on_error: As in `from_numpy`.
-        jit: Whether `fn` is compiled by `jax.jit`. False for functions that cannot be traced, say
-            with an `if` that hangs on values; they also need `vectorized=False`.
+        jit: Whether `fn` is compiled by `jax.jit`. Pass False for functions that cannot be traced,
+            for example because an `if` depends on a value; they also need `vectorized=False`.
         name: As in `from_numpy`.
 
     Returns:
-        What `from_numpy` returns. Leaves that are not floating are constants for JAX. Products with
-        the Hessian are exact, forward over reverse, and computed only when asked for.
+        What `from_numpy` returns. Leaves that are not floating are constants for JAX.
+        Hessian-vector products are exact (forward over reverse), and computed only when requested.
 
     Raises:
-        ImportError: JAX is not installed; the message has the command that installs it.
+        ImportError: JAX is not installed; the message contains the command that installs it.
 
-    And what `from_numpy` raises; a `TypeError`, whatever `on_error` is, for functions that cannot
-    be traced or return no scalar. Only arrays cross the boundary.
+    All errors of `from_numpy` apply. Functions that cannot be traced or do not return a scalar
+    raise a `TypeError`, whatever `on_error` is. Value and gradient come from one pass of
+    `jax.value_and_grad`; only arrays cross the boundary.
     """
     _import("jax", "JAX", "from_jax")
     from sgtrick._host.jax import Jax
@@ -127,7 +129,7 @@ def from_jax(
 
 
 def _form(fn: Function | None, framework: Framework, options: Options) -> Any:
-    """The host function, or without `fn` a decorator."""
+    """The host function, or a decorator if `fn` is None."""
 
     def make(functions: Derivatives) -> Derivatives:
         name = options.name or calls.name_of(functions.fn)
@@ -144,7 +146,8 @@ def _import(package: str, framework: str, form: str) -> None:
         importlib.import_module(package)
     except ImportError as error:
         raise ImportError(
-            f"{form} needs {framework}, which is not installed for {sys.executable}. The extra "
-            f"sgtrick[{package}] brings it, or alone: {sys.executable} -m pip install {package}",
+            f"{form} needs {framework}, which is not installed for {sys.executable}. Install the "
+            f"extra sgtrick[{package}], or the package alone: {sys.executable} -m pip install "
+            f"{package}",
             name=package,
         ) from error

@@ -1,4 +1,4 @@
-"""The Hessian of an engine times a vector: what is asked of `hessp` and `hess`, SciPy's names."""
+"""The Hessian of an engine times a vector, from `hessp` or `hess` (SciPy's names)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from sgtrick._host.contract import CallSpec, Shape, copy
 class HessianTimes:
     """The reply `H v` of a function `hessp(*arrays, v)`, or `H` of a function `hess(*arrays)`.
 
-    The leaves of a call are those of the arguments, and then those of `v`: one for each leaf of the
-    arguments that has derivatives.
+    The leaves of a call are those of the arguments, followed by those of `v`, one for each argument
+    leaf that has derivatives.
     """
 
     has_aux = False
@@ -34,7 +34,7 @@ class HessianTimes:
         return [*leaves, *(copy(v, dtype) for v in arrays[n:])]
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
-        """What `hess` or `hessp` is called with: `v` has the structure of the arguments."""
+        """The arguments of `hess` or `hessp`; `v` has the structure of the engine's arguments."""
         n = len(self._spec.paths)
         arguments = self._spec.pack(leaves[:n])
         if self._whole:
@@ -46,24 +46,24 @@ class HessianTimes:
         return [*arguments, packed[0] if len(packed) == 1 else tuple(packed)]
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """Of the products by leaf."""
+        """The shapes of the products, one for each leaf that has derivatives."""
         return [batch + events[k] for k in self._spec.places]
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> list[Any]:
-        """The products by the leaves that have derivatives; None where one is not known.
+        """The products, one for each leaf that has derivatives; None for unknown ones.
 
         Raises:
-            TypeError: Something other than real numbers.
-            ValueError: A wrong shape or structure.
+            TypeError: The engine returned something other than real numbers.
+            ValueError: The shape or structure is wrong.
         """
         n = len(self._spec.paths)
         events = events[:n]
         if not self._whole:
             if returned is None:
                 raise TypeError(
-                    f"hessp of {self.name} must return the Hessian times v, of the structure of "
+                    f"hessp of {self.name} must return the Hessian times v, in the structure of "
                     "the arguments, got None."
                 )
             return self._spec.gradients(returned, batch, events, "the Hessian times v")
@@ -75,7 +75,7 @@ class HessianTimes:
         ]
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
-        """NaN for a call that failed: nobody knows whether the value failed there, too."""
+        """NaN for a failed call, because the value may be valid there and have a slope."""
         del value
         return [np.full(shape, np.nan) for shape in self.shapes(batch, events)]
 
@@ -84,24 +84,24 @@ class HessianTimes:
         return list(map(copy, parts, self._spec.gradient_dtypes))
 
     def _rows(self, hessian: Structure) -> list[Any]:
-        """The blocks by leaf and leaf of a structure of structures, as `jax.hessian` returns it."""
+        """The blocks, by two leaves, of the structure of structures that `jax.hessian` returns."""
         spec, n = self._spec, len(self._spec.paths)
         if hessian is None:
             raise TypeError(f"hess of {self.name} must return the Hessian, got None.")
         rows = spec.split(hessian, "the Hessian")
         return [
-            [None] * n if row is None else spec.split(row, f"the Hessian by {path}")
+            [None] * n if row is None else spec.split(row, f"the Hessian row {path}")
             for row, path in zip(rows, spec.paths, strict=True)
         ]
 
     def _product(
         self, block: Any, batch: Shape, events: Sequence[Shape], i: int, j: int, v: Any
     ) -> Any:
-        """`H_ij v_j`, NaN where the block is not known and `v_j` is not zero."""
+        """`H_ij v_j`, NaN where the block is unknown and `v_j` is not zero."""
         by = " and ".join(self._spec.paths[k] for k in (i, j))
         shape = batch + events[i] + events[j]
         domain = events[j]
-        # One axis for each of: the batch, the rows, the columns.
+        # Flatten to [batch..., rows, columns].
         v = np.broadcast_to(v, batch + domain).reshape((*batch, 1, -1))
         if block is None:
             unknown = np.where(v == 0, 0.0, np.nan).sum(-1)

@@ -15,34 +15,34 @@ from sgtrick._host.replies import ValueAndGradient
 
 
 class HostCall:
-    """An engine with what it is called on, whose arrays are tensors here.
+    """An engine with the specification of a call, as a function of tensors.
 
-    Tensors are the leaves of the arguments in their order. All have the same number of batch
-    dimensions, which broadcast against each other.
+    The tensors are the leaves of the arguments in order. All have the same number of batch
+    dimensions, which are broadcast against each other.
 
     Attributes:
-        spec: What the leaves are.
+        spec: The names, structure and dtypes of the leaves.
     """
 
     def __init__(self, engine: Engine, spec: CallSpec) -> None:
         self._engine, self.spec = engine, spec
 
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The value, the gradients by the leaves that have derivatives, and perhaps aux."""
+        """The value, the gradients of the leaves that have derivatives, and aux if any."""
         evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.spec))
         return self._call(evaluate, xs, self.spec.outputs)
 
     def hessian_times(self, xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
-        """The products of the Hessian of each member of the batch with a vector.
+        """The Hessian of each batch member times a vector.
 
         Args:
             xs: The leaves.
-            vs: The vector: for each leaf that has derivatives a tensor of its shape, whose batch
-                dimensions are those of the value.
+            vs: The vector: for each leaf that has derivatives, a tensor of its event shape with the
+                batch dimensions of the value.
 
         Returns:
-            `sum_j H_ij v_j` for each leaf `i` that has derivatives, of the shape of `v_i` and of
-            the dtype of the leaf.
+            `sum_j H_ij v_j` for each leaf `i` that has derivatives, with the shape of `v_i` and the
+            dtype of the leaf.
         """
         reply = HessianTimes(self.spec, whole=self._engine.has_whole_hessian)
         product = functools.partial(self._engine.hessian_times, reply)
@@ -59,12 +59,12 @@ class HostCall:
         graph = tf.compat.v1.get_default_graph()
         if graphs.in_xla(graph):
             raise NotImplementedError(
-                f"{self.spec.name} calls the host, which XLA cannot compile. Leave "
-                "jit_compile=True away, or put it on functions that do not call the engine; for a "
+                f"{self.spec.name} calls the host, which XLA cannot compile. Remove "
+                "jit_compile=True, or use it only on functions that do not call the engine; for a "
                 "Keras model, compile(jit_compile=False)."
             )
         host_calls.forbid_saving(graph, _UNSAVABLE)
-        # Forward accumulators cannot follow what comes, and need not.
+        # Forward accumulators cannot trace the host call, and need not: it has no derivative.
         xs = [tf.stop_gradient(x) for x in xs]
         with tf.device("CPU:0"):
             xs = [_at_leisure(x) for x in xs]
@@ -72,14 +72,14 @@ class HostCall:
 
 
 def _tersely(callback: Function, *arrays: Array) -> Any:
-    """Calls back, and takes our own frames off errors.
+    """Calls the engine, and removes our own frames from the traceback of an error.
 
-    TensorFlow makes text of them, whose last lines should be the engine's and what it says.
+    TensorFlow turns errors into text, whose last lines should be the engine's frames and message.
     """
     try:
         return callback(*arrays)
     except Exception as error:
-        raise error.with_traceback(None)  # noqa: B904 - the cause stays what it was
+        raise error.with_traceback(None)  # noqa: B904 - keep the original cause
 
 
 _UNSAVABLE = (
@@ -89,11 +89,12 @@ _UNSAVABLE = (
 
 
 def _at_leisure(x: Tensor) -> Tensor:
-    """Returns `x` some ops later, when what else became ready with it has been run.
+    """Returns `x` a few ops later, after the other ops that became ready with it have run.
 
-    TensorFlow runs an op that takes long where it stands if nothing else is ready. Otherwise it
-    wakes another thread for it, which can take longer than the engine. Ops are run in the order in
-    which they get ready, and a loop passes `x` on to its next turn in four.
+    TensorFlow runs an expensive op on the current thread if no other op is ready. Otherwise it
+    hands the op to another thread, and waking that can take longer than the engine does. Ops run in
+    the order in which they become ready, and a loop takes four ops to pass `x` to its next
+    iteration.
     """
     for _ in range(6):
         x = tf.ensure_shape(x, x.shape)  # grappler would remove an identity

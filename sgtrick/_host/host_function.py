@@ -20,7 +20,7 @@ from sgtrick._host.host_call import HostCall
 
 
 class Derivatives(NamedTuple):
-    """A function of arrays and what is known of its derivatives; None where there is nothing."""
+    """A function of arrays and its derivatives; None for those that are not given."""
 
     fn: Any
     grad: Any = None
@@ -28,14 +28,14 @@ class Derivatives(NamedTuple):
     hess: Any = None
 
     def of(self, instance: Any, owner: Tensor) -> "Derivatives":
-        """The same as methods of `instance`, which is `owner` itself for methods of a class."""
-        # Of the type, for a method that is bound already has the __get__ of its function.
+        """The functions bound to `instance`; for class methods, `instance` is `owner`."""
+        # Ask the type: a bound method instance exposes the __get__ of its function.
         bind = (f.__get__(instance, owner) if hasattr(type(f), "__get__") else f for f in self)
         return Derivatives(*bind)
 
 
 class Options(NamedTuple):
-    """How the engine is to be called: the arguments of `from_numpy` by these names."""
+    """How to call the engine: the arguments of `from_numpy` with these names."""
 
     vectorized: bool
     dtype: Any
@@ -44,7 +44,7 @@ class Options(NamedTuple):
     event_ndims: int | Structure
     has_aux: bool
     name: str | None
-    broadcasts: bool = False  # as of an Engine
+    broadcasts: bool = False  # see Engine
 
 
 class HostFunction:
@@ -59,8 +59,8 @@ class HostFunction:
     ) -> None:
         """See `from_numpy`.
 
-        `make` makes functions of arrays of what the caller gave. `bound_to` is for methods: the
-        object, and the name of the attribute of its class.
+        `make` turns the caller's functions into functions of arrays. `bound_to` is for methods: the
+        object, and the name of the attribute in its class.
         """
         if isinstance(functions.fn, staticmethod):
             functions = functions._replace(fn=functions.fn.__func__)
@@ -88,11 +88,11 @@ class HostFunction:
         )
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Learns of which attribute of which class this is the function."""
+        """Stores the class and the attribute to which the function was assigned."""
         self._attribute, self._owner = name, owner
 
     def __get__(self, instance: Any, owner: Any = None) -> "HostFunction":
-        """The function as a method of `instance`, always the same one: it counts its own calls."""
+        """The function as a method of `instance`, always the same one, with its own counters."""
         of_class = isinstance(self._functions.fn, classmethod)
         if of_class:
             instance = owner
@@ -102,21 +102,21 @@ class HostFunction:
         key: Any
         if isinstance(instance, type):
             cache, key = self._of_classes, instance
-        else:  # in the object itself, so that it lives as long; those with slots have no place
+        else:  # kept in the object, to live as long as it does; objects with slots keep nothing
             cache = getattr(instance, "__dict__", {})
             key = f"_sgtrick_{self._owner.__qualname__}.{self._attribute}"
         found: HostFunction | None = cache.get(key)
-        # A copy of an object has what was kept in the other.
+        # A copied object also has the cache of the original, bound to the original.
         if found is None or found._bound_to is None or found._bound_to[0] is not instance:
             functions = self._functions.of(instance, owner)
             if functions.fn is self._functions.fn:
-                return self  # callable, but no function that becomes a method
+                return self  # a callable that is not a descriptor does not become a method
             bound_to = instance, self._attribute
             found = cache[key] = HostFunction(functions, self._options, self._make, bound_to)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostFunction":
-        """A function with counters of its own, of a copy of the engine; the executor is shared."""
+        """A copy with a copied engine and its own counters; the executor is shared."""
         if self._bound_to is not None:
             instance, attribute = self._bound_to
             return getattr(copy.deepcopy(instance, memo), attribute)  # type: ignore[no-any-return]
@@ -124,45 +124,45 @@ class HostFunction:
         return HostFunction(functions, self._options, self._make)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Methods are pickled by their names, as Python's own: objects that hold them can be."""
+        """Methods are pickled by name, like Python's, so that objects holding them pickle too."""
         if self._bound_to is not None:
             return getattr, self._bound_to
         return super().__reduce_ex__(protocol)
 
     @property
     def calls(self) -> int:
-        """How often the engine was called: for each member of a batch, or once if vectorized."""
+        """Number of calls of the engine: one for each batch member, or one in all if vectorized."""
         return self._engine.calls
 
     @property
     def hess_calls(self) -> int:
-        """How often `hessp` or `hess` was called."""
+        """Number of calls of `hessp` or `hess`."""
         return self._engine.hess_calls
 
     @property
     def failures(self) -> int:
-        """How many of the calls raised an exception.
+        """Number of calls that raised an exception.
 
-        Where a vectorized engine was called again to find out for which members it raises, the
-        members are counted.
+        If a vectorized engine raised and was called again with batches of one, each member for
+        which it raised counts.
         """
         return self._engine.failures
 
     @property
     def nonfinite(self) -> int:
-        """For how many points the value or the gradient that came back was not finite.
+        """Number of points at which the value or the gradient was not finite.
 
-        Neither failures nor gradients that are not known are counted.
+        Failures and unknown gradients are not counted.
         """
         return self._engine.nonfinite
 
     @property
     def seconds(self) -> float:
-        """Wall time of all evaluations in seconds, waiting for an executor included."""
+        """Total wall time of all evaluations in seconds, including waiting for an executor."""
         return self._engine.seconds
 
     def __repr__(self) -> str:
-        """The name, the options that differ from the usual ones, and the counts."""
+        """The name, the options that differ from their defaults, and the counters."""
         usual = Options(False, "float64", None, "raise", 1, False, None)
         stated = [
             f"{key}={value!r}"
@@ -179,7 +179,7 @@ class HostFunction:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The value, with the gradient that the engine returned; with aux `(value, aux)`."""
+        """The value with the gradient that the engine returned, or `(value, aux)`."""
         if args and isinstance(args[0], self._owner):  # a method called on its class
             method = self.__get__(args[0], type(args[0]))
             if method is not self:
@@ -187,16 +187,16 @@ class HostFunction:
         args, names = self._arguments(args, kwargs)
         for name, argument in zip(names, args, strict=True):
             foreign.refuse_tensors(self._name, name, argument)
-        # Scopes begin with an ASCII letter or digit, and names may begin with "_" or be Greek.
+        # Scopes must begin with an ASCII letter or digit; names may begin with "_" or be Greek.
         with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
             call, xs, hosted, batch = self._prepared(args, names)
-            # In a branch, gradients find what is of the branch, and nothing from around it.
+            # In a branch of tf.cond, gradients reach only tensors that belong to the branch.
             xs, hosted = list(map(here, xs)), list(map(here, hosted))
             spec = call.spec
             value, *gradients = call.evaluate(hosted)
             value.set_shape(batch)
             if not tf.executing_eagerly():
-                value = tf.identity(value)  # on the device of the caller: the call is on the CPU
+                value = tf.identity(value)  # on the caller's device; the call is on the CPU
             aux = gradients.pop() if self._has_aux else None
             leaves = []
             for x, path, ndims, dtype in zip(
@@ -215,16 +215,16 @@ class HostFunction:
         return (y, aux) if self._has_aux else y
 
     def get_config(self) -> NoReturn:
-        """Called by Keras where it stores a model; it would store what it cannot load."""
+        """Raises: Keras calls it when it stores a model, and could not load what it stored."""
         raise foreign.not_stored(self._name)
 
     def _prepared(
         self, args: Args, names: Sequence[str]
     ) -> tuple[HostCall, list[Any], list[Any], Any]:
-        """What is called, the leaves as points and as the host gets them, and the batch shape.
+        """The host call, the leaves as points and as sent to the host, and the batch shape.
 
-        The points have the batch shape of the value. The host broadcasts by itself what members
-        share, so it gets that once.
+        The points have the batch shape of the value. Leaves that all members share are sent to the
+        host once, which broadcasts them itself.
         """
         flat = [
             leaf
@@ -244,15 +244,18 @@ class HostFunction:
         signature = self._signature
         if signature is None:
             if kwargs:
-                raise TypeError(f"{self._name} takes no keywords, got {list(kwargs)}.")
+                raise TypeError(
+                    f"{self._name} takes no keyword arguments, got {list(kwargs)}. Pass them by "
+                    "position."
+                )
             return args, [f"args[{i}]" for i in range(len(args))]
         bound = calls.bind(signature, args, kwargs, self._name)
-        if bound.kwargs:  # also what comes after an argument that was left out
+        if bound.kwargs:  # defaults turn arguments after an omitted one into positional ones
             bound.apply_defaults()
         if bound.kwargs:
             raise TypeError(
-                f"{self._name} has the keyword-only arguments {list(bound.kwargs)}. An engine is "
-                "called by position: make them positional, or bind them by functools.partial."
+                f"{self._name} has keyword-only arguments {list(bound.kwargs)}, but engines are "
+                "called by position. Make them positional, or bind them with functools.partial."
             )
         positional = [
             p.name
@@ -268,18 +271,18 @@ class HostFunction:
         if not isinstance(stated, (tuple, list)):
             return [stated] * len(names)
         parameters = self._signature.parameters if self._signature else ()
-        # What a call leaves out is at the end, and has a default.
+        # Omitted arguments have defaults and are the last ones.
         left_out = len(names) < len(stated) <= len(parameters)
         if len(stated) != len(names) and not left_out:
             raise ValueError(
-                f"event_ndims={stated} must have one entry for each of the {len(names)} arguments "
-                f"({', '.join(names)}), or be an int for all."
+                f"event_ndims must be an int, or have one entry for each of the {len(names)} "
+                f"arguments ({', '.join(names)}), got {stated}."
             )
         return stated[: len(names)]
 
 
 _NO_HESSIAN = (
-    "A second derivative of {0} was asked for, whose engine gives a value and a gradient. Pass "
-    "hessp=, a function of (*arrays, v) that returns the Hessian times v, or hess=, a function of "
-    "(*arrays) that returns the Hessian; from_jax and from_torch have both."
+    "A second derivative of {0} was asked for, but its engine gives only a value and a gradient. "
+    "Pass hessp=, a function of (*arrays, v) that returns the Hessian times v, or hess=, a "
+    "function of (*arrays) that returns the Hessian; from_jax and from_torch compute it themselves."
 )

@@ -1,4 +1,4 @@
-"""JAX: gradients and Hessian-vector products of its functions."""
+"""JAX: gradients and Hessian-vector products."""
 
 import contextlib
 from typing import Any
@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._core.types import Function
 from sgtrick._host.derived import Dims
 
-# Where it has been since JAX 0.8, and where it was before.
+# In jax since 0.8, in jax.experimental before.
 _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 
 
@@ -38,12 +38,12 @@ class Jax:
         if not np.shape(value):
             return None
         return (
-            f"got an array of shape {list(np.shape(value))}: sum over the point, or state "
+            f"got an array of shape {list(np.shape(value))}: sum over the point, or pass "
             "event_ndims=0 if each number is a point of its own."
         )
 
     def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
-        """JAX raises where a value is cut off."""
+        """Never: JAX itself raises where a value is cut off."""
         del f, points, constants, k
         return False
 
@@ -51,10 +51,10 @@ class Jax:
         """See `Framework`."""
         if isinstance(error, jax.errors.TracerArrayConversionError):
             return (
-                "calls NumPy on an array of JAX, which cannot be differentiated. Use jax.numpy; or "
-                "from_numpy, with a gradient of its own."
+                "calls NumPy on a JAX array, which cannot be differentiated. Use jax.numpy, or "
+                "from_numpy with a gradient that you supply."
             )
-        # What jit or vmap cannot trace: numbers that are needed while tracing.
+        # jit and vmap cannot trace code that needs the value of an array.
         errors = (
             jax.errors.ConcretizationTypeError,
             jax.errors.NonConcreteBooleanIndexError,
@@ -62,9 +62,9 @@ class Jax:
         )
         if isinstance(error, errors):
             return (
-                "has an if, a loop or an index that hangs on values, which cannot be traced. State "
-                "jit=False and vectorized=False, or write it with jax.lax.cond and jnp.where. What "
-                "takes a number of an array, as float() does, cannot be differentiated."
+                "has an if, a loop or an index that depends on values, which cannot be traced. "
+                "Pass jit=False and vectorized=False, or use jax.lax.cond and jnp.where. Code that "
+                "turns an array into a number, as float() does, cannot be differentiated."
             )
         return None
 
@@ -74,7 +74,8 @@ class Jax:
         f = self._jit(f)
 
         def of_arrays(*groups: Any) -> Any:
-            # Without, JAX would wrap what has 64 bits, integers too. Elsewhere the mode stays.
+            # Otherwise JAX would truncate 64-bit arrays, integers too. The mode is left alone for
+            # arrays of 32 bits.
             wide = any(a.dtype.itemsize == 8 for group in groups for a in group)
             with _enable_x64(True) if wide else contextlib.nullcontext():
                 if self._jit is not jax.jit:

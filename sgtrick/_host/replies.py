@@ -1,4 +1,4 @@
-"""What an engine is given and what it has to return: the contract of host calls, and its errors."""
+"""What an engine is given and must return: the contract of host calls, and its errors."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,9 +11,10 @@ from sgtrick._host.contract import CallSpec, Shape, copy, show
 
 
 class Reply(Protocol):
-    """What is asked of an engine, and what has to come back: arrays, here called parts.
+    """What is requested of an engine, and what it must return: arrays, here called parts.
 
-    A call is of one member or, vectorized, of a batch: its arrays have the batch shape in front.
+    A call evaluates one member or, if vectorized, a batch; arrays then have the batch shape in
+    front.
     """
 
     name: str
@@ -26,25 +27,25 @@ class Reply(Protocol):
         ...
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
-        """What the engine is called with."""
+        """The arguments of the engine."""
         ...
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """Of the parts but aux, whose shape only the engine knows."""
+        """The shapes of the parts, except aux, whose shape only the engine knows."""
         ...
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> list[Any]:
-        """The parts of what an engine returned for `leaves`, checked; None for one not known."""
+        """The checked parts of what an engine returned for `leaves`; None for unknown ones."""
         ...
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
-        """The parts for a call that failed, where `value` is to be taken."""
+        """The parts for a failed call, with `value` in place of the engine's value."""
         ...
 
     def outgoing(self, parts: Sequence[Any]) -> list[Any]:
-        """Copies for TensorFlow, in its dtypes: engines may return the same buffer each time."""
+        """Copies for TensorFlow, in its dtypes; engines may return the same buffer each time."""
         ...
 
 
@@ -60,36 +61,38 @@ class ValueAndGradient:
         return self._spec.incoming(arrays, dtype)
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
-        """What the engine is called with."""
+        """The arguments of the engine."""
         return self._spec.pack(leaves)
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """Of the value and the gradients."""
+        """The shapes of the value and the gradients."""
         return [batch, *(batch + events[k] for k in self._spec.places)]
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> list[Any]:
-        """The value, the gradients by leaves that have derivatives, and aux if there is any.
+        """The value, the gradients of leaves that have derivatives, and aux if any.
 
         Raises:
-            TypeError: No `(value, gradient)`, or `((value, aux), gradient)`, of real numbers.
-            ValueError: A wrong shape or structure.
+            TypeError: The engine did not return `(value, gradient)`, or `((value, aux), gradient)`,
+                of real numbers.
+            ValueError: The shape or structure is wrong.
         """
         del leaves
         spec, name = self._spec, self.name
         if not structures.is_pair(returned) or (returned[1] is None and spec.has_derivatives):
             raise TypeError(
                 f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "
-                "gradient. Return both; or pass the function for the gradient as grad=; or write "
-                "the function in PyTorch or JAX, which derive it, and use from_torch or from_jax."
+                "gradient. Return both; or pass a function for the gradient as grad=; or write the "
+                "function in PyTorch or JAX, and let from_torch or from_jax compute its gradient."
             )
         value, gradient = returned
         aux = []
         if spec.has_aux:
             if not structures.is_pair(value):
                 raise TypeError(
-                    f"{name} must return {self._wanted()}, got {show(value)} for (value, aux)."
+                    f"{name} must return {self._wanted()}, got {show(value)} in place of "
+                    "(value, aux). Return both, or remove has_aux=True."
                 )
             value, aux = value[0], [np.array(spec.checked(value[1], None, "aux"))]
             if aux[0].shape[: len(batch)] != batch:
@@ -104,7 +107,7 @@ class ValueAndGradient:
         return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
-        """The parts for a call that failed: a value without a slope, and NaN for aux."""
+        """The parts for a failed call: `value`, zero gradients, and NaN for aux."""
         parts = [np.zeros(shape) for shape in self.shapes(batch, events)]
         parts[0][...] = value
         return [*parts, np.full(batch, np.nan)] if self._spec.has_aux else parts
@@ -117,20 +120,20 @@ class ValueAndGradient:
 class Results:
     """The parts of several replies, each in one array.
 
-    `ones` is how many dimensions of size 1 each reply has in front.
+    `ones` is the number of leading dimensions of size 1 in each reply.
     """
 
     def __init__(self, reply: Reply, batch: Shape, events: Sequence[Shape], ones: int) -> None:
         self._ones = ones
         self._name, self._has_aux, self._batch = reply.name, reply.has_aux, batch
-        # Whatever the dtypes, float64 holds it until all is there.
+        # float64 holds results of any dtype until all have arrived.
         self._columns = [np.empty(shape) for shape in reply.shapes(batch, events)]
         self._auxes: list[Any] = []
         self._failed: list[Shape] = []
         self._unknown: set[int] = set()
 
     def put(self, i: Shape, parts: Sequence[Any], *, failed: bool = False) -> None:
-        """Takes the parts for the member `i`; the members come in their order."""
+        """Stores the parts of member `i`; members arrive in order."""
         if self._ones:
             parts = [p if p is None else p.reshape(p.shape[self._ones :]) for p in parts]
         for k, column in enumerate(self._columns):
@@ -145,16 +148,16 @@ class Results:
             self._failed.append(i)
 
     def nonfinite(self) -> int:
-        """For how many members that did not fail a part that is known is not finite."""
+        """The number of members that did not fail but have a known part that is not finite."""
         known = [None if k in self._unknown else c for k, c in enumerate(self._columns)]
         return count_nonfinite(known, self._batch, self._failed)
 
     def joined(self) -> list[Any]:
-        """The arrays."""
+        """The joined arrays."""
         return [*self._columns, self._stacked_auxes()] if self._has_aux else self._columns
 
     def _stacked_auxes(self) -> Any:
-        """All aux of one shape; a NaN, as of a call that failed, stands for any."""
+        """All aux stacked; a single NaN, as of a failed call, is broadcast to the common shape."""
         seen = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
         if len(seen) > 1:
             raise ValueError(
@@ -167,12 +170,12 @@ class Results:
 
 
 def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = ()) -> int:
-    """For how many members of a batch some part that is known is not finite.
+    """The number of batch members for which a known part is not finite.
 
     Args:
-        parts: Arrays, None for one that is not known.
+        parts: Arrays; None for unknown ones.
         batch: The batch shape.
-        but: Members that are left out.
+        but: Members that are not counted.
     """
     bad: Any = None
     for part in parts:

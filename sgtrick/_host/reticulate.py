@@ -10,30 +10,30 @@ from sgtrick._core.types import Function
 
 
 class WrongThreadError(RuntimeError):
-    """R was to be called on a thread that is not its own."""
+    """R would have been called on a thread other than its own."""
 
 
 def check_python(fn: Any) -> None:
-    """Insists that what is to run on a worker thread is no R function."""
+    """Raises if a function that is to run on a worker thread is an R function."""
     if _is_r_function(fn):
         raise TypeError(
             "fn is an R function, and run calls fn on a worker thread, where R cannot run. "
-            "Pass a Python function and its arguments: executor$run(f, x) in the place of "
+            "Pass a Python function and its arguments: executor$run(f, x) instead of "
             "executor$run(function() f(x))."
         )
 
 
 def _is_r_function(fn: Any) -> bool:
-    """Whether `fn` is an R function: reticulate wraps each in a Python function of that module."""
-    # Its globals, for whoever imitates a function also takes over its __module__.
+    """Whether `fn` is an R function, which reticulate wraps in a function of one of its modules."""
+    # Look at the globals, because decorators copy __module__ from the function that they wrap.
     return getattr(fn, "__globals__", {}).get("__name__") == "rpytools.call"
 
 
 def as_engine(fn: Function) -> Function:
-    """`fn`, and for an R function one that takes arrays.
+    """Returns `fn`, or for an R function one that takes arrays and passes them on as lists.
 
-    It gets lists, which are vectors in R: reticulate passes arrays on as objects without arithmetic
-    where it is older than NumPy.
+    Lists become vectors in R. A reticulate that is older than NumPy passes arrays as opaque
+    objects, which have no arithmetic.
     """
     if not _is_r_function(fn):
         return fn
@@ -43,14 +43,14 @@ def as_engine(fn: Function) -> Function:
             raise WrongThreadError(
                 "An R function can only be called on R's own thread, and TensorFlow called this "
                 "one from another. Pass executor=executor to from_numpy, with executor <- "
-                "sgtrick$MainThreadExecutor(), and run what computes by executor$run(f, ...)."
+                "sgtrick$MainThreadExecutor(), and call the sampler through executor$run(f, ...)."
             )
         try:
             return fn(*tf.nest.map_structure(np.ndarray.tolist, args))
         except RuntimeError as error:
             if str(error) != "(Unknown exception occurred)":
                 raise
-            # So reticulate 1.28 says Ctrl-C, which on_error must not take for a failure.
+            # reticulate 1.28 reports Ctrl-C like this, which on_error must not treat as a failure.
             raise KeyboardInterrupt from error
 
     return engine

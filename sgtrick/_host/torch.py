@@ -1,4 +1,4 @@
-"""PyTorch: gradients and Hessian-vector products of its functions, by `torch.func`."""
+"""PyTorch: gradients and Hessian-vector products by `torch.func`."""
 
 import re
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class Torch:
         """See `Framework`."""
 
         def product(points: Any, constants: Any, vs: Any) -> Any:
-            # Reverse over reverse: what can be differentiated twice at all can be so. The Hessian
-            # is symmetric, so its transpose does.
+            # Reverse over reverse works for everything that torch can differentiate twice. It gives
+            # the transpose of the Hessian, which is symmetric.
             return torch.func.vjp(lambda p: torch.func.grad(f)(p, constants), points)[1](vs)[0]
 
         return _of_arrays(_mapped(product, dims))
@@ -34,11 +34,11 @@ class Torch:
         if not isinstance(value, torch.Tensor):
             return (
                 f"got {type(value).__name__}. A torch.Tensor that was computed from the arguments "
-                "has a gradient; a number, or an array of NumPy, has none."
+                "has a gradient; a Python number or a NumPy array has none."
             )
         if value.shape:
             return (
-                f"got a tensor of shape {list(value.shape)}: sum over the point, or state "
+                f"got a tensor of shape {list(value.shape)}: sum over the point, or pass "
                 "event_ndims=0 if each number is a point of its own."
             )
         return None
@@ -46,7 +46,7 @@ class Torch:
     def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
         """See `Framework`."""
         points, constants = list(_tensors(points)), _tensors(constants)
-        # No leaf of the graph, so that the function may change it in place.
+        # A clone is not a leaf of torch's graph, so the function may modify it in place.
         points[k] = points[k].requires_grad_().clone()
         with _Uses(points[k]) as uses:
             returned = f(points, constants)
@@ -62,14 +62,14 @@ class Torch:
 
 
 class _Uses(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-    """Sees whether a function uses the entries of a tensor."""
+    """Detects whether a function reads the entries of a tensor."""
 
     def __init__(self, x: Any) -> None:
         super().__init__()
         self._x, self.seen = x, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for each operation."""
+        """Called by torch for each operation."""
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
             name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -86,19 +86,19 @@ _OF_THE_SHAPE = {
 _ADVICE = [
     (
         r"same dtype|Double and Float|Float and Double|scalar type (Double|Float) but",
-        "mixes dtypes: its arguments arrive in the dtype of the engine, float64 unless stated, and "
-        'the parameters of a module are float32. State dtype="float32", or convert the module by '
+        "mixes dtypes: its arguments have the dtype of the engine, by default float64, and the "
+        'parameters of a module are float32. Pass dtype="float32", or convert the module with '
         "module.double().",
     ),
     (
         r"vmap: .*(item\(\)|data-dependent)",
-        "has an if or a loop that hangs on values, .item() or the like, which torch.func.vmap "
-        "cannot map. State vectorized=False, or write it with torch.where.",
+        "has an if or a loop that depends on values, .item() or the like, which torch.func.vmap "
+        "cannot map. Pass vectorized=False, or use torch.where.",
     ),
     (
         r"Can't call numpy\(\)|__array__",
-        "calls NumPy on a tensor, which loses the gradient. Use PyTorch's own functions; or "
-        "from_numpy, with a gradient of its own.",
+        "calls NumPy on a tensor, which loses the gradient. Use PyTorch's own functions, or "
+        "from_numpy with a gradient that you supply.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Which backend Keras runs on, and what `keras.ops` lacks there."""
+"""The backend that Keras runs on, and the operations that `keras.ops` lacks there."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,28 +10,29 @@ Product = Callable[[list[Any]], list[Any]]
 
 
 def is_tensorflow() -> bool:
-    """Whether sgtrick's own forms serve this backend."""
+    """Whether this backend uses sgtrick's TensorFlow forms."""
     return bool(keras.backend.backend() == "tensorflow")
 
 
 def native() -> Any:
-    """The module of this backend, with what `keras.ops` lacks.
+    """The module of this backend with the operations that `keras.ops` lacks.
 
-    Each has
+    Each module has
 
     * `with_vjp(f, xs, refusal)`: the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as the
-      derivative. By what is not among `xs`, the derivative raises `refusal`;
+      derivative. Derivatives with respect to tensors that are not among `xs` raise `refusal`.
 
-    and jax and torch have, for the value form,
+    Those of jax and torch also have, for the value form,
 
-    * `embed(fx, leaves, product)`: `fx` with the Jacobians of the leaves, their derivative being
-      `product`, or, if that is None, `NO_SECOND` raised. Of third order, `NO_THIRD` is;
-    * `zero(x)`: zero, with the identity as its derivative, whatever `x` is;
-    * `times(c, z)`: the product of tensors of one shape, bilinear, and zero where `z` is zero even
+    * `embed(fx, leaves, product)`: `fx` with the Jacobians of the leaves, whose derivative is
+      `product`. If `product` is None, second derivatives raise `NO_SECOND`; third derivatives
+      always raise `NO_THIRD`;
+    * `zero(x)`: zero with the identity as its derivative, for any `x`;
+    * `times(c, z)`: the bilinear product of tensors of the same shape, zero where `z` is zero even
       if `c` is not finite;
-    * `depends(f, xs)`: whether the derivative of `f(xs)` by `xs` is connected.
+    * `depends(f, xs)`: whether `f(xs)` is connected to `xs`.
     """
-    # By statements, since torch.compile cannot read importlib.
+    # Import statements, because torch.compile cannot trace importlib.
     name = keras.backend.backend()
     if name == "tensorflow":
         from sgtrick.keras import _tensorflow
@@ -46,17 +47,18 @@ def native() -> Any:
 
         return _torch
     raise NotImplementedError(
-        f"sgtrick.keras has the Keras backends tensorflow, jax and torch, got {name}, which "
-        "has no derivatives. Set KERAS_BACKEND before Keras is imported."
+        f"sgtrick.keras expects the Keras backend tensorflow, jax or torch, got {name}, which has "
+        "no derivatives. Set KERAS_BACKEND before Keras is imported."
     )
 
 
 NO_SECOND = (
-    "A second derivative was asked for of sgtrick.keras.custom_gradient, which was given none. "
-    "Pass hx, the Hessian, or a product with it, or hx=0 which says that it is zero; None in the "
-    "place of a block says that this one is."
+    "A second derivative of sgtrick.keras.custom_gradient was asked for, which was given a value "
+    "and a gradient. Pass the Hessian or a function for Hessian-vector products as hx=, or hx=0 if "
+    "the Hessian is zero; None in place of a block means that this block is zero."
 )
 NO_THIRD = (
-    "A third derivative was asked for of sgtrick.keras.custom_gradient, which was given the second "
-    "by hx and none beyond. Stop the gradient of what must not be differentiated again."
+    "A third derivative of sgtrick.keras.custom_gradient was asked for, which was given a value, a "
+    "gradient and a Hessian. Apply keras.ops.stop_gradient to what need not be differentiated "
+    "again."
 )

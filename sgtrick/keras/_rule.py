@@ -1,4 +1,4 @@
-"""A call of a function that returns `(y, grad)`, between flat lists of tensors."""
+"""A call of a function that returns `(y, grad)`, as a function of flat lists of tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,17 +12,17 @@ from sgtrick.keras._tensors import KERAS
 
 
 class Rule:
-    """The caller's function and arguments: `rule(*inputs) -> (outputs, pull)`.
+    """The caller's function and arguments as `rule(*inputs) -> (outputs, pull)`.
 
     Attributes:
-        inputs: The arguments' tensors that have derivatives.
+        inputs: The tensors among the arguments that have derivatives.
     """
 
     def __init__(
         self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_bound: bool
     ) -> None:
         args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
-        self._owner, args = args[:is_bound], args[is_bound:]  # of a method, which has no gradient
+        self._owner, args = args[:is_bound], args[is_bound:]  # self of a method has no gradient
         leaves = vjp_protocol.leaves_of(args, kwargs)
         self.__name__ = calls.name_of(f)
         self._f, self._keywords = f, list(kwargs)
@@ -31,17 +31,17 @@ class Rule:
         self._leaves = [_value_of(leaf) for _, leaf in leaves]
         self._primals = [leaf if _is_input(leaf) else None for leaf in self._leaves]
         self.inputs = [x for x in self._primals if x is not None]
-        self._y: Any = None  # the structure of the value, known after a call
+        self._y: Any = None  # the structure of the value, set by the first call
 
     def __call__(self, *xs: Any) -> tuple[list[Any], Any]:
-        """Returns the outputs at `xs`, and what pulls back from them to `xs`."""
+        """Returns the outputs at `xs`, and the pullback from them to `xs`."""
         with _Uses() as uses:
             self._y, pull = self._at(xs)
         uses.check_none(self.__name__)
         return _outputs(self._y), pull
 
     def again(self, *xs: Any) -> tuple[list[Any], Any]:
-        """The same after a first call, without a trace of it in any state: for torch.compile."""
+        """The same after a first call, but without changing any state: for torch.compile."""
         y, pull = self._at(xs)
         return _outputs(y), pull
 
@@ -64,14 +64,15 @@ class Rule:
         return y, pull
 
     def pack(self, outputs: list[Any]) -> Any:
-        """Other tensors in the structure of the value."""
+        """Packs `outputs` into the structure of the value."""
         return _structures.pack(self._y, outputs)
 
     def reads(self) -> LookupError:
-        """What is raised where a derivative is taken by something that is no argument."""
+        """The error for a derivative with respect to a tensor that is not an argument."""
         return LookupError(
-            f"{self.__name__} reads a tensor that is being differentiated and is not among its "
-            "arguments, so that its gradient is not known. Pass it as an argument, or stop it."
+            f"{self.__name__} reads a tensor that is being differentiated but is not among its "
+            "arguments, so its gradient is unknown. Pass it as an argument, or apply "
+            "keras.ops.stop_gradient to it."
         )
 
     def _checked(self, g: Any, x: Any, path: str) -> Any:
@@ -83,7 +84,7 @@ class Rule:
 
 
 class _Uses(keras.StatelessScope):  # type: ignore[misc]
-    """Sees which variables are read and assigned, and leaves them as they are."""
+    """Records which variables are read and assigned, without changing them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
         self._assigned: list[Any] = []
 
     def check_none(self, name: str) -> None:
-        """Refuses variables, of which no rule gives the gradients."""
+        """Raises if variables were used, because no rule gives their gradients."""
         if self._read:
             raise TypeError(
                 f"{name} reads the variables {[v.path for v in self._read]}, which would get no "
@@ -100,7 +101,7 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
         if self._assigned:
             raise TypeError(
                 f"{name} assigns the variables {[v.path for v in self._assigned]}. Return the new "
-                "values, and assign them outside."
+                "values, and assign them outside the function."
             )
 
     def get_current_value(self, variable: Any) -> Any:
@@ -117,7 +118,7 @@ def _outputs(y: Any) -> list[Any]:
 
 
 def _value_of(leaf: Any) -> Any:
-    # On tensorflow, keras.Variable.value is a variable, that may be assigned before grad runs.
+    # On tensorflow, keras.Variable.value is a variable, which may be assigned before grad runs.
     return ops.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf
 
 
@@ -126,5 +127,5 @@ def _is_input(leaf: Any) -> bool:
 
 
 def _tensor(leaf: Any) -> Any:
-    # What is one may be ragged or sparse on tensorflow, and stays so.
+    # Tensors are left alone: on tensorflow they may be ragged or sparse.
     return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)

@@ -1,4 +1,4 @@
-"""Structures put together again from their leaves, without TensorFlow: torch.compile reads this."""
+"""Packing and unpacking of structures, in Python code that torch.compile can trace."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def leaves(structure: Any) -> list[Any]:
 
 
 def pack(structure: Any, leaves: Sequence[Any]) -> Any:
-    """`leaves` in the places of those of `structure`."""
+    """`structure` with its leaves replaced by `leaves`."""
     return _packed(structure, iter(leaves))
 
 

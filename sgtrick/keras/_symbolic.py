@@ -1,4 +1,4 @@
-"""Tensors of the functional API, which have a shape and a dtype and no value yet."""
+"""Tensors of the functional API, which have a shape and a dtype but no value yet."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ def _spec(value: Any, name: str, *, dtype: str | None = None) -> keras.KerasTens
     return keras.KerasTensor(tuple(tensor.shape), KERAS.dtype_of(tensor))
 
 
-# As much as it takes to check arguments.
+# Only the operations that are needed to check arguments.
 SYMBOLIC = dataclasses.replace(
     KERAS,
     to_tensor=_spec,

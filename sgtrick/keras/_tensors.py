@@ -19,7 +19,7 @@ def _to_tensor(value: Any, name: str, *, dtype: str | None = None) -> Any:
 
 
 def _shape_of(t: Any) -> shapes.Shape | None:
-    shape = t.shape  # on tensorflow, where rules are called with them, of unknown rank too
+    shape = t.shape  # on tensorflow, rules may get tensors of unknown rank
     return None if getattr(shape, "rank", 0) is None else tuple(shape)
 
 
@@ -42,7 +42,7 @@ def _sum(t: Any, first: int, last: int) -> Any:
 
 
 def _check(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: shapes.Names) -> tuple[Any, Any]:
-    """Symbolic tensors, of which more is known at the call, are checked as far as they go."""
+    """Checks known dimensions; the others of symbolic tensors are checked when called."""
     known = tuple(fx.shape), tuple(gx.shape), tuple(x.shape)
     return gx, shapes.infer_batch_ndims(*known, batch_ndims, names)
 

@@ -1,4 +1,4 @@
-"""The value form on every backend: `fx` and `gx` are known at `x`, whatever computed them."""
+"""The value form on every backend: `fx` and `gx` at `x`, whatever computed them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,14 +24,14 @@ def custom_gradient(
     batch_ndims: int | None = None,
     hx: Any = None,
 ) -> Any:
-    """Embeds values and gradients that were computed elsewhere, on any backend of Keras.
+    """Embeds values and gradients that were computed elsewhere, on any Keras backend.
 
-    `sgtrick.custom_gradient`, with the same rules for shapes, structures, values that are not
-    finite, dtypes and second derivatives. On the tensorflow backend it is that function. On jax and
-    torch it is an override of the derivative, which these keep when they differentiate, map and
-    compile.
+    Like `sgtrick.custom_gradient`, with the same rules for shapes, structures, dtypes, values that
+    are not finite, and second derivatives. On the tensorflow backend it is that function. On jax
+    and torch it overrides the derivative, which these frameworks keep when they differentiate, map
+    and compile.
 
-    Two members of a batch, each with its own upstream gradient:
+    A batch of two:
 
         >>> import numpy as np
         >>> from keras import ops
@@ -46,32 +46,34 @@ def custom_gradient(
     Any of `fx`, `gx`, `x` and the blocks of `hx` may be a `KerasTensor` of the functional API.
 
     Args:
-        fx: The value at `x`, shape `B + R`: tensor, variable, array or number, floating or complex.
-            Whatever it was computed from is stopped.
-        gx: The Jacobian at `x`, in the structure of `x`, leaves of shape `B + R + D`. None in the
-            place of a leaf: no gradient there.
-        x: The point, leaves of shape `B + D`.
-        fx_gx_manually_stopped: Stops neither `fx` nor `gx`, whose own derivatives are added.
-        name: Prefix of TensorFlow's ops, and name of the operation in functional models.
-        batch_ndims: `len(B)`, where it is not to be inferred.
-        hx: The Hessian at `x`: blocks in a structure of structures, each `B + R + D_i + D_j`, None
-            for a zero block, of which only the symmetric part counts; or a callable `v -> H v`,
-            linear and differentiable by the backend, computed only for a second derivative (on
-            torch, inside transformations of `torch.func`, in each forward pass); or 0: the gradient
-            is a constant.
+        fx: The value at `x`, shape `B + R`: a tensor, variable, array or number, floating or
+            complex. Its own derivatives are stopped.
+        gx: The Jacobian at `x`, in the structure of `x`, with leaves of shape `B + R + D`. None for
+            a leaf means that this leaf gets no gradient.
+        x: The point, with leaves of shape `B + D`.
+        fx_gx_manually_stopped: If True, `fx` and `gx` are not stopped, and their own derivatives
+            are added.
+        name: Prefix of op names on tensorflow, and name of the operation in functional models.
+        batch_ndims: `len(B)`, if it should not be inferred.
+        hx: The Hessian at `x`, one of: blocks in a structure of structures, each `B + R + D_i +
+            D_j`, or None for a zero block, of which the symmetric part is used; a callable
+            `v -> H v`, linear and differentiable by the backend, which is evaluated only for a
+            second derivative (on torch, inside `torch.func` transformations, also in each forward
+            pass); or 0, which states that the gradient is a constant.
 
     Returns:
         A tensor with the dtype, shape and value of `fx`; a `KerasTensor` if an argument is one.
 
     Raises:
-        TypeError: A dtype without derivatives, a complex `gx` of real `fx` and `x`, or something
-            that is no number.
+        TypeError: A dtype has no derivatives, `gx` is complex although `fx` and `x` are real, or an
+            argument is not numeric.
         ValueError: Structures or shapes do not fit together, or `hx` is not connected to its
             argument.
-        LookupError: A second derivative without `hx`, or a third with it; on tensorflow as in
+        LookupError: A second derivative without `hx`, or a third one with it; on tensorflow as in
             `sgtrick.custom_gradient`.
-        NotImplementedError: The backend has no derivatives; or, on torch, where it loses custom
-            ones: forward mode over forward mode, and `torch.func` inside `torch.compile`.
+        NotImplementedError: The backend has no derivatives; or, on torch, a transformation that
+            loses custom derivatives: forward mode over forward mode, and `torch.func` inside
+            `torch.compile`.
     """
     if any_symbolic((fx, gx, x, None if callable(hx) else hx)):
         product = hx if callable(hx) else None
@@ -89,7 +91,7 @@ def custom_gradient(
 
 
 def _product(hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf]) -> _backends.Product | None:
-    """Returns `z -> H z`, to be differentiated by the backend."""
+    """Returns `z -> H z`, which the backend can differentiate."""
     if hx is None:
         return None
     if value_form.is_zero(hx):
@@ -108,9 +110,10 @@ def _product(hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf]) -> _backends.Prod
 
 
 def _unstopped(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) -> Any:
-    """Returns `fx + sum_i <gx_i, x_i - stop(x_i)>`, in which `fx` and `gx` keep their derivatives.
+    """Returns `fx + sum_i <gx_i, x_i - stop(x_i)>`, where `fx` and `gx` keep their derivatives.
 
-    `product` is the derivative of a `gx` that is zero, since that of the other is its own.
+    `gx` has its own derivative here, so `product` is added as the derivative of a second, zero
+    gradient.
     """
     native = _backends.native()
     zeros = [native.zero(leaf.x) for leaf in leaves]
@@ -146,7 +149,7 @@ class CustomGradient(keras.Operation):  # type: ignore[misc]
         return custom_gradient(fx, gx, x, self._stopped, **options)
 
     def compute_output_spec(self, fx: Any, gx: Any, x: Any, hx: Any) -> Any:
-        del hx  # its blocks are checked at the call
+        del hx  # checked when the operation is called
         fx, _ = value_form.at_point(SYMBOLIC, fx, gx, x, self._batch_ndims)
         return keras.KerasTensor(fx.shape, fx.dtype)
 

@@ -1,4 +1,4 @@
-"""Functions that bring their own vector-Jacobian product: one signature on every backend."""
+"""Functions with their own vector-Jacobian product, with one signature on every backend."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from sgtrick.keras._symbolic import any_symbolic
 def custom_vjp(f: Any = None) -> Any:
     """Decorates a function that returns its value and its vector-Jacobian product.
 
-    `f(*args) -> (y, grad)`, and `grad(*upstream)` returns the gradient of each argument: the same
-    on the tensorflow, jax and torch backends, where `keras.ops.custom_gradient` needs a different
-    `grad` for each.
+    `f(*args)` returns `(y, grad)`, and `grad(*upstream)` returns the gradient of each argument. The
+    same code works on the tensorflow, jax and torch backends, whereas `keras.ops.custom_gradient`
+    needs a different `grad` for each.
 
         >>> import numpy as np
         >>> from keras import ops
@@ -30,27 +30,27 @@ def custom_vjp(f: Any = None) -> Any:
         array([0.693, 1.313], dtype=float32)
 
     Args:
-        f: Returns `(y, grad)`, `y` a structure of tensors. `grad` is called with one upstream
-            gradient per leaf of `y`, None for those without derivatives, and returns one gradient
-            or None per leaf of the arguments, those passed by keyword in the place where `f`
-            declares them, those of `**kwargs` last, in the order of the call. Gradients of the last
-            leaves may be left out where these are no tensors or have no derivatives. It has to be
-            linear in `upstream`: reverse mode calls it as it is, forward mode transposes it.
-            Derivatives of higher order are those of `grad`.
+        f: Returns `(y, grad)`, where `y` is a structure of tensors. `grad` is called with one
+            upstream gradient for each leaf of `y`, None for leaves without derivatives. It returns
+            one gradient or None for each leaf of the arguments, in the order in which `f` declares
+            them, followed by those in `**kwargs` in the order of the call. Trailing gradients may
+            be omitted if their arguments are not tensors or have no derivatives. `grad` must be
+            linear in `upstream`: reverse mode calls it, forward mode transposes it. Higher
+            derivatives are those of `grad`.
 
     Returns:
         A plain function of the arguments of `f` that returns `y`, or its `KerasTensor` for symbolic
-        arguments. Keras variables among the arguments arrive in `f` as their values, gradients in
-        the dtype of their argument. Methods can be decorated too. Keras stores it by name, as any
-        function: register it with `keras.saving.register_keras_serializable`, above this decorator,
-        or name it in `custom_objects` where a model is loaded.
+        arguments. `f` gets the values of Keras variables among the arguments. Gradients have the
+        dtype of their argument. Methods can be decorated too. Keras stores the function by name,
+        like any function: register it with `keras.saving.register_keras_serializable` above this
+        decorator, or list it in `custom_objects` when a model is loaded.
 
     Raises:
-        TypeError: `f` does not return such a pair, or reads a trainable variable that is not among
-            its arguments, or assigns one.
+        TypeError: `f` does not return such a pair, reads a trainable variable that is not among its
+            arguments, or assigns one.
         ValueError: `grad` returned gradients of the wrong number or shape.
-        LookupError: A derivative is taken by a tensor that `f` reads and that is no argument. (On
-            tensorflow the tensor is unconnected.)
+        LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
+            argument. (On tensorflow the tensor is unconnected.)
         NotImplementedError: On jax, forward mode with a `grad` that cannot be transposed; on torch,
             forward mode over forward mode, and `torch.func` inside `torch.compile`; or the backend
             has no derivatives.
@@ -70,26 +70,26 @@ def custom_vjp(f: Any = None) -> Any:
 
     if _backends.is_tensorflow():
         h = tf.autograph.experimental.do_not_convert(h)
-    # A plain function: Keras stores functions by name, and nothing else that can be called.
+    # A plain function, because Keras stores functions by name but no other callables.
     return _named(calls.imitate(h, f), f)
 
 
 def _named(h: Any, f: Any) -> Any:
-    """`h` with the name of `f`, and one by which Keras finds what it stored."""
+    """`h` with the name of `f`, changed if it is one that Keras could not load."""
     h.__name__ = calls.name_of(f)
-    if h.__name__ == "<lambda>":  # of which Keras stores the code, which would be that of h
+    if h.__name__ == "<lambda>":  # Keras would store the code, which is that of h, not of f
         h.__name__ = "custom_vjp(<lambda>)"
     return h
 
 
 def _body(f: Any) -> str | None:
-    """The name of the class in whose body `f` stands."""
+    """The name of the class in whose body `f` is defined."""
     body = getattr(f, "__qualname__", "").rpartition(".")[0]
     return body if body and not body.endswith("<locals>") else None
 
 
 def _is_bound(f: Any, body: str | None, args: tuple[Any, ...]) -> bool:
-    """Whether the first argument is one of that class, or the class, and `f` a method of it."""
+    """Whether `f` is a method of `body`, called with an instance or the class as first argument."""
     if body is None or not args:
         return False
     owner = args[0] if isinstance(args[0], type) else type(args[0])

@@ -79,4 +79,4 @@ def test_traced(benchmark, take_turns, calls):
         }
         for name, chain in chains.items()
     }
-    take_turns(f"tracing {calls:,} calls", runs, (), 50_000, rounds=5)
+    take_turns(f"tracing {calls:,} calls", runs, (), 50_000, rounds=5, size=calls)

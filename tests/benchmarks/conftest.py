@@ -9,7 +9,7 @@ import tensorflow as tf
 def take_turns(benchmark):
     """Runs rivals by turns, so that whatever else the machine does hits them alike."""
 
-    def run(what, rivals, arguments, n, rounds=40):
+    def run(what, rivals, arguments, n, rounds=40, size=None):
         seconds = {name: [] for name in rivals}
         repeats = max(1, 50_000 // n)
 
@@ -23,6 +23,7 @@ def take_turns(benchmark):
         benchmark.pedantic(turn, rounds=rounds, warmup_rounds=3)
         benchmark.extra_info["seconds"] = {key: values[3:] for key, values in seconds.items()}
         benchmark.extra_info["what"] = what
+        benchmark.extra_info["size"] = size  # where there are several: plot.py says how time grows
 
     return run
 

@@ -60,6 +60,19 @@ def table(rivals, cases):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def growth(rivals, cases):
+    """The exponents with which the times grow, in a sentence; none where sizes do not differ."""
+    sizes = [case["size"] for case in cases]
+    if None in sizes or len(sizes) < 2:
+        return []
+    exponents = [
+        np.polyfit(np.log(sizes), np.log([np.median(c["seconds"][rival]) for c in cases]), 1)[0]
+        for rival in rivals
+    ]
+    said = ", ".join(f"{rival} {p:.2f}" for rival, p in zip(rivals, exponents, strict=True))
+    return [f"Times grow with these powers of the size: {said}."]
+
+
 def figure(panels):
     """Ratios on a common logarithmic axis, a panel for each set of rivals."""
     plt.rcParams.update(STYLE)
@@ -107,7 +120,11 @@ def main(path):
         f"Python {machine['python_version']}, {machine['cpu']['count']} cores."
     )
     for file, of_file in itertools.groupby(panels, lambda panel: panel[0]):
-        tables = [table(rivals, cases) for _, rivals, cases in of_file]
+        tables = [
+            text
+            for _, rivals, cases in of_file
+            for text in (table(rivals, cases), *growth(rivals, cases))
+        ]
         (DOCS / f"{file}.inc").write_text("\n\n".join([*tables, conditions]) + "\n")
     image = DOCS / "_static" / "performance.png"
     rivalries = [panel for panel in panels if panel[1][0] not in APART]

@@ -18,6 +18,7 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import two_workers
+from hanging import HANGS
 
 TURNS = 7
 TRANSITIONS = 3
@@ -115,7 +116,7 @@ def seconds_of_step(fit, n, *, together):
         )
         for i in range(n)
     ]
-    return max(float(w.communicate(timeout=200)[0]) for w in workers)
+    return max(float(w.communicate(timeout=HANGS)[0]) for w in workers)
 
 
 def weak_scaling():

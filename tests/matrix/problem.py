@@ -35,7 +35,7 @@ class Problem:
     def expected(self) -> Outcome:
         """By reverse mode in eager, one scalar at a time."""
         if self.mapped:
-            members = [self.member(i).expected for i in range(len(self.upstream))]
+            members = [member.expected for member in self.members]
             stacked = {
                 key: [np.stack(parts) for parts in zip(*(m[key] for m in members), strict=True)]
                 for key in ("vjp", "batch_jacobian", "hvp", "hvp_of_square")
@@ -85,15 +85,22 @@ class Problem:
             "curvature": sum(np.sum(t * h) for t, h in zip(self.tangents, hvp, strict=True)),
         }
 
-    def member(self, i: int) -> "Problem":
-        """The problem of one member."""
-        return Problem(
-            self.truth,
-            tuple(a[i] for a in self.args),
-            self.upstream[i],
-            tuple(t[i] for t in self.tangents),
-            mapped=False,
-        )
+    @cached_property
+    def members(self) -> list["Problem"]:
+        """The problem of each member."""
+        return [
+            Problem(
+                self.truth,
+                tuple(a[i] for a in self.args),
+                self.upstream[i],
+                tuple(t[i] for t in self.tangents),
+                mapped=False,
+            )
+            for i in range(len(self.upstream))
+        ]
+
+
+_PROBLEMS: dict[Any, "Problem"] = {}  # hold the arrays whose identities are keys
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,13 @@ class Case:
 
     @cached_property
     def members(self) -> Problem:
-        """All members."""
+        """All members. Cases of one function at the same points share what is expected."""
+        key = (self.truth, *map(id, self.args), self.seed)
+        if key not in _PROBLEMS:
+            _PROBLEMS[key] = self._members()
+        return _PROBLEMS[key]
+
+    def _members(self) -> Problem:
         random = np.random.default_rng(self.seed)
         y = np.stack([self.truth(*member).numpy() for member in zip(*self.args, strict=True)])
         return Problem(
@@ -140,7 +153,7 @@ class Case:
     @cached_property
     def whole(self) -> Problem:
         """What the form takes in one call."""
-        return self.members if self.batched else self.members.member(0)
+        return self.members if self.batched else self.members.members[0]
 
 
 def complaint(outcome: Outcome, expected: Outcome, rtol: float) -> str | None:

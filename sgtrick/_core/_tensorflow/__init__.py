@@ -1,6 +1,6 @@
-"""Every touch of TensorFlow's private names, each with its reason: nothing else may.
+"""All uses of TensorFlow's private names, each with its reason; no other module may use any.
 
-Nothing of TensorFlow's public interface says how to override a gradient in forward mode or in
-`tf.vectorized_map`, nor frees what an override holds. `tests/test_tensorflow.py` fails with the
-name of what is missing, should a version of TensorFlow take one of these away.
+TensorFlow's public interface cannot override a gradient in forward mode or in `tf.vectorized_map`,
+nor free what an override holds. If a version of TensorFlow removes one of these names,
+`tests/test_tensorflow.py` fails and names what is missing.
 """

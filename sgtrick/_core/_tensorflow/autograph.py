@@ -1,4 +1,4 @@
-"""AutoGraph, kept out of this package and let into what callers pass."""
+"""AutoGraph: kept out of this package, but applied to the functions that callers pass."""
 
 import functools
 from collections.abc import Callable
@@ -12,15 +12,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def unconverted(f: F) -> F:
-    """Keeps AutoGraph out of a function; the same for type checkers."""
+    """Keeps AutoGraph out of a function, and keeps its type for type checkers."""
     return tf.autograph.experimental.do_not_convert(f)  # type: ignore[no-any-return]
 
 
 def form(call: Function) -> Function:
     """A plain function of `*args, **kwargs` that returns `call(converted, args, kwargs)`.
 
-    AutoGraph takes a second to rewrite what has nothing for it, so that it is kept out of `call`.
-    `converted` makes of a caller's function one that AutoGraph converts, where it converts callers.
+    AutoGraph would take a second to rewrite `call`, which has nothing to convert, so it is kept
+    out. `converted` applies AutoGraph to a caller's function, if it is applied to the caller.
     """
     call = unconverted(call)
 

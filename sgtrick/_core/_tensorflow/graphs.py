@@ -1,4 +1,4 @@
-"""What graphs, their operations and their tensors know of themselves."""
+"""Properties of graphs, their operations and their tensors."""
 
 from collections.abc import Hashable
 
@@ -14,16 +14,16 @@ HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 
 def operation(tensor: Tensor) -> Operation | None:
-    """The operation that makes a tensor, None for an eager tensor."""
+    """The operation that computes a tensor, None for an eager tensor."""
     return None if isinstance(tensor, ops.EagerTensor) else tensor.op
 
 
 def here(t: Tensor) -> Tensor:
-    """A tensor as one of the graph that is being traced, if any.
+    """A tensor as a tensor of the graph that is being traced, if any.
 
-    A pullback may be called while another graph is traced than the forward pass was. Of what it
-    calls in its turn, the arguments are tensors of the forward graph, out of reach for the graph
-    in which that is differentiated again. Variables can be used everywhere as they are.
+    A pullback may be called while another graph is traced than in the forward pass. Functions that
+    it calls would get tensors of the forward graph as arguments, which are out of reach for the
+    graph in which those functions are differentiated again. Variables can be used in every graph.
     """
     if tf.executing_eagerly() or t.dtype in (tf.resource, tf.variant):
         return t
@@ -32,9 +32,9 @@ def here(t: Tensor) -> Tensor:
 
 
 def as_used(t: Tensor) -> Tensor | Variable:
-    """What stands for a tensor in the graph that is being traced, where a function closes over it.
+    """The tensor that represents `t` in the graph being traced, if a function closes over it.
 
-    A variable stands for itself.
+    A variable represents itself.
     """
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not isinstance(t, tf.Tensor) or not hasattr(graph, "capture"):
@@ -48,12 +48,12 @@ def version() -> int:
 
 
 def was_made_since(op: Operation, before: int) -> bool:
-    """Whether an operation is of the graph that is being traced, and younger than that version."""
+    """Whether an operation was added to the graph that is being traced after version `before`."""
     return op.graph is tf.compat.v1.get_default_graph() and bool(op._id > before + 1)
 
 
 def has_no_gradient(op: Operation) -> bool:
-    """Whether TensorFlow takes an operation for one without a derivative."""
+    """Whether TensorFlow treats an operation as one without a derivative."""
     if op.type in ("StopGradient", "PreventGradient"):
         return True
     try:
@@ -71,15 +71,15 @@ def called_function(op: Operation) -> Graph | None:
 
 
 def captured_from(tensor: Tensor) -> Tensor | None:
-    """What a tensor stands for that a graph captured from outside of it, None for another.
+    """The outer tensor that a tensor of a graph represents if it was captured, else None.
 
-    A small eager tensor stands in the graph as a constant, and is captured all the same.
+    A small eager tensor becomes a constant in the graph, but counts as captured too.
     """
     graph = tensor.graph
     if tensor.op.type in ("Placeholder", "Const"):
         captures = getattr(graph, "captures", ())
         return next((outer for outer, inner in captures if inner.name == tensor.name), None)
-    # The gradient of a loop pops what the loop pushed.
+    # The gradient of a loop pops the tensors that the loop pushed.
     for number, inner in getattr(graph, "_indirect_captures", {}).items():
         if inner.name == tensor.name:
             operations = graph._forward_graph.get_operations()
@@ -89,7 +89,7 @@ def captured_from(tensor: Tensor) -> Tensor | None:
 
 
 def identity_of(tensor: Tensor) -> Hashable:
-    """The same for what stands for the same tensor: TensorFlow makes Python objects anew."""
+    """A key that is equal for Python objects of the same tensor: TensorFlow creates several."""
     if isinstance(tensor, tf.Tensor) and not isinstance(tensor, ops.EagerTensor):
         return id(tensor.graph), tensor.name
     return id(tensor)
@@ -105,9 +105,9 @@ def holds_floats(handle: Tensor) -> bool:
 
 
 def in_xla(graph: Graph) -> bool:
-    """Whether what is traced into `graph` will be compiled.
+    """Whether `graph` will be compiled by XLA.
 
-    The only place that knows of XLA while tracing. Without, XLA refuses the operation itself, by a
-    message that does not say what to do.
+    Without this check XLA rejects the operation itself, with a message that does not say what to
+    do.
     """
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))

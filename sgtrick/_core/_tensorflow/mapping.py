@@ -1,4 +1,4 @@
-"""What `tf.vectorized_map` makes of operations that bring their own converter."""
+"""How `tf.vectorized_map` converts operations that come with their own converter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ class Vectorized(NamedTuple):
     """The inputs of an operation for all members of a batch.
 
     Attributes:
-        inputs: For each input of the operation a tensor and whether it has a batch dimension in
-            front; without, it is the same for all members.
-        take: The same for any other tensor of the operation's graph.
-        stack: Gives a tensor that is the same for all members a batch dimension.
+        inputs: For each input of the operation a tensor and whether it has a leading batch
+            dimension; if not, it is the same for all members.
+        take: Returns the same for any other tensor of the operation's graph.
+        stack: Adds a batch dimension to a tensor that is the same for all members.
         graph: The operation's graph.
         outputs: The operation's outputs, for one member.
     """
@@ -32,9 +32,9 @@ class Vectorized(NamedTuple):
 
 
 def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]) -> list[Any]:
-    """What `tf.vectorized_map` makes of an operation whose first outputs `vectorize` returns.
+    """The batched outputs of an operation, the first of which `vectorize` returns.
 
-    Its other outputs are the last of its inputs.
+    The other outputs are the last inputs.
     """
     op, pfor = pfor_input.op, pfor_input.pfor
 
@@ -58,18 +58,18 @@ def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]
 
 
 class OutOfReachError(Exception):
-    """A tensor of a mapped function that is not of the graph that is being converted."""
+    """A tensor of a mapped function is not in the graph that is being converted."""
 
 
 def _depends_on_member(tensor: Tensor) -> bool:
-    """Whether a tensor differs between the members of what `tf.vectorized_map` maps."""
+    """Whether a tensor differs between the members of the batch of a `tf.vectorized_map`."""
     stack, seen = [tensor], set()
     while stack:
         t = stack.pop()
         if isinstance(t, ops.EagerTensor) or identity_of(t) in seen:
             continue
         seen.add(identity_of(t))
-        if t.op.type == "PlaceholderWithDefault" and t.dtype == tf.int32:  # the member's number
+        if t.op.type == "PlaceholderWithDefault" and t.dtype == tf.int32:  # the member's index
             return True
         if t.op.type in ("Shape", "ShapeN", "Size", "Rank"):  # the same for all members
             continue
@@ -79,9 +79,9 @@ def _depends_on_member(tensor: Tensor) -> bool:
 
 
 def unconvertible(y: Tensor, message: str) -> Tensor:
-    """Returns `y`; who differentiates it gets an error with this message.
+    """Returns `y`, whose derivative is an error with this message.
 
-    `tf.vectorized_map` has no rule for the operation, and gets one here.
+    `tf.vectorized_map` has no rule for the operation, so it gets one here.
     """
     with not_recording():
         prevented = tf.raw_ops.PreventGradient(input=y, message=message)

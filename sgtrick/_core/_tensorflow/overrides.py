@@ -1,4 +1,4 @@
-"""Operations of a graph that mean something else, and that die with their graph."""
+"""Operations with overridden derivatives, which are released together with their graph."""
 
 import itertools
 import uuid
@@ -19,11 +19,11 @@ from sgtrick._core.types import Gradient, Graph, Operation, Pullback, Tensor
 
 
 class Override(NamedTuple):
-    """What an operation in a graph means instead of what it is.
+    """The derivative of an operation in a graph, instead of its own.
 
     Attributes:
         gradient: From upstream gradients of the outputs to gradients of the inputs.
-        vectorize: The same for a batch: from `Vectorized` inputs to the batched outputs.
+        vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
     """
 
     gradient: Pullback
@@ -31,13 +31,13 @@ class Override(NamedTuple):
 
 
 class _Overrides:
-    """Those of one graph by name. The graph holds them, so that they die with it."""
+    """The overrides of one graph by name. Only the graph holds them, so they are freed with it."""
 
     def __init__(self, graph: Graph) -> None:
         self.by_name: dict[str, Override] = {}
-        self.operations: dict[str, str] = {}  # their names
+        self.operations: dict[str, str] = {}  # the names of the operations
         self.graph = weakref.ref(graph)
-        # TensorFlow's registry never forgets a gradient.
+        # TensorFlow's registry never drops a gradient by itself.
         names: list[str] = []
         weakref.finalize(self, _forget, names)
         self.names = names
@@ -52,7 +52,7 @@ def _forget(names: list[str]) -> None:
 _PROCESS, _NUMBERS = uuid.uuid4().hex, itertools.count()
 
 
-# The names of those that a gradient makes while it is stored.
+# The names of overrides that a gradient creates while it is being saved.
 _MADE: ContextVar[list[str] | None] = ContextVar("_MADE", default=None)
 
 
@@ -66,13 +66,13 @@ _IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
 def override(
     natural: Sequence[Tensor], inputs: Sequence[Tensor], meaning: Override
 ) -> list[Tensor]:
-    """Returns `natural` as outputs of an operation of the default graph that means something else.
+    """Returns `natural` as outputs of an operation of the default graph with other derivatives.
 
     Tapes and accumulators do not see it: see `record_override`.
 
     Args:
-        natural: The values. Where the override is lost, the derivatives are theirs.
-        inputs: What the gradients are with respect to.
+        natural: The values. If the override is lost, their own derivatives are used.
+        inputs: The tensors that the gradients are with respect to.
         meaning: The override.
     """
     graph = tf.compat.v1.get_default_graph()
@@ -96,7 +96,7 @@ def override(
 
 
 def _map(pfor_input: Any) -> list[Any]:
-    """What `tf.vectorized_map` makes of an override: another override, of the batch."""
+    """The converter for `tf.vectorized_map`: another override, of the batch."""
     overrides = _overrides_of(pfor_input.op)
     if overrides is None:
         raise LookupError(_COPIED)
@@ -126,8 +126,8 @@ def _overrides_of(op: Operation) -> _Overrides | None:
 def _to_be_stored(pull: Pullback) -> Pullback:
     """The pullback as `tf.saved_model.save` traces it, without an operation.
 
-    It does not store gradients of gradients, so that operations that are loaded must not find those
-    that are made here under their names.
+    A SavedModel does not contain gradients of gradients. So the overrides that are created here are
+    removed from the registry, and loaded operations cannot find them by name.
     """
 
     def pull_and_forget(*upstream: Tensor) -> Sequence[Gradient]:
@@ -145,11 +145,11 @@ def _to_be_stored(pull: Pullback) -> Pullback:
 def _of_copy(pull: Pullback, graph: Graph, name: str, op: Operation) -> Pullback:
     """The pullback of an operation of this name, for the same operation in a copy of its graph.
 
-    Forward mode in a graph differentiates loops and branches by copies of their bodies. What the
-    pullback uses of the graph has the same name in the copy.
+    Forward mode in a graph differentiates loops and branches through copies of their bodies. The
+    tensors that the pullback uses have the same names in the copy.
     """
     copy, is_body = op.graph, isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
-    # Not that of a loaded model, whose variables are others.
+    # A loaded model does not count as a copy, since it has other variables.
     if not is_body or (copy.name, op.name) != (graph.name, name):
         raise LookupError(_COPIED)
     captures = {id(outer): inner for outer, inner in getattr(graph, "captures", ())}
@@ -174,9 +174,8 @@ def _of_copy(pull: Pullback, graph: Graph, name: str, op: Operation) -> Pullback
 
 
 _COPIED = (
-    "The gradient of a sgtrick function was asked for through a copy of its operation that "
-    "TensorFlow made without the gradient: by loading a SavedModel stored with "
-    "experimental_custom_gradients=False, or by tf.vectorized_map over a tf.function, loop or "
-    "branch in which the function's arguments are the same for all members. Store with "
-    "experimental_custom_gradients=True, or call the function outside of what is mapped."
+    "TensorFlow copied an operation of sgtrick without its gradient: by loading a SavedModel that "
+    "was saved with experimental_custom_gradients=False, or by tf.vectorized_map over a "
+    "tf.function, loop or branch in which the function's arguments are the same for all members. "
+    "Save with experimental_custom_gradients=True, or call the function outside of the mapped one."
 )

@@ -1,4 +1,4 @@
-"""Tapes and accumulators: what they record, where, and for whom."""
+"""Tapes and accumulators: what they record, and which gradients were requested."""
 
 import concurrent.futures
 import contextlib
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 def somebody_records() -> bool:
-    """Whether a tape or an accumulator is active, so that eager results have to be recorded."""
+    """Whether a tape or an accumulator is active, so that eager operations must be recorded."""
     return bool(record.could_possibly_record())
 
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tape or an accumulator knows a derivative of one of some eager tensors."""
+    """Whether a tape or an accumulator has recorded one of some eager tensors."""
     if record.should_record_backprop(list(tensors)):
         return True
     return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
@@ -35,10 +35,10 @@ def not_recording() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """A scope in which tapes record, also where TensorFlow has suspended them.
+    """A scope in which tapes record, even if TensorFlow has suspended them.
 
-    `tf.recompute_grad` runs functions while recording is suspended. A rule that is traced there
-    may hold a tape of its own, which would record nothing.
+    `tf.recompute_grad` runs functions while recording is suspended. A rule that is traced there may
+    use a tape of its own, which would record nothing.
     """
     suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if suspended:
@@ -56,7 +56,7 @@ def record_override(
     """Tells all tapes and accumulators the derivatives of `outputs` with respect to `inputs`.
 
     Args:
-        outputs: Tensors that nothing has recorded.
+        outputs: Tensors that have not been recorded.
         inputs: Tensors.
         pull: From one upstream gradient for each output to one gradient or None for each input.
         push: From one tangent for each input, None for those without derivatives, to one tangent
@@ -66,9 +66,9 @@ def record_override(
 
 
 def apart(f: Callable[[], T]) -> T:
-    """Calls a function where no tape and no accumulator is active, for they are a thread's own.
+    """Calls a function in another thread, where no tape and no accumulator is active.
 
-    While an accumulator computes a JVP, it silences all tapes that are younger than itself.
+    While an accumulator computes a JVP, it silences all tapes that were started after it.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -81,12 +81,12 @@ def apart(f: Callable[[], T]) -> T:
 
 
 def unsuspended(f: Callable[[], T]) -> T:
-    """Calls a function whose own tapes have to record, where TensorFlow may have suspended them."""
+    """Calls a function whose own tapes must record, even if TensorFlow has suspended recording."""
     return apart(f) if pywrap_tfe.TFE_Py_TapeSetIsStopped() else f()
 
 
 def tapes_are_silenced() -> bool:
-    """Whether a tape that begins now would record nothing, since an accumulator is at work."""
+    """Whether a new tape would record nothing, because an accumulator is computing a JVP."""
     a, b = _ends()
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(a)
@@ -101,16 +101,16 @@ def _ends() -> tuple[Tensor, Tensor]:
 
 
 def unrecorded(x: Tensor) -> Tensor:
-    """The value of a tensor, which no tape and no accumulator connects with it."""
+    """The value of a tensor, which no tape and no accumulator connects to the tensor."""
     with not_recording():
         return tf.stop_gradient(x)
 
 
 def asked_for(x: Tensor) -> bool:
-    """Whether the tape that calls a pullback now was asked for the gradient of `x` itself.
+    """Whether the tape that is calling a pullback was asked for the gradient with respect to `x`.
 
-    A tape calls pullbacks on all paths from its target, whether they lead to what was asked for
-    or not, and tells no pullback which. The call of `GradientTape.gradient` knows.
+    A tape calls pullbacks on all paths from its target, whether or not they lead to a source, and
+    does not tell pullbacks its sources. They are in the stack frame of `GradientTape.gradient`.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Functions traced as graphs, and called from other graphs than they were made for."""
+"""Functions traced as graphs, and called from graphs other than the one they were traced for."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from sgtrick._core.types import Function, Gradient, Graph, Spec, Tensor
 
 
 def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
-    """What is known of tensors while tracing."""
+    """The specs of tensors, as far as they are known while tracing."""
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
 
 
@@ -29,7 +29,7 @@ class Traced:
     """A function traced as part of a graph, to be called with other tensors than it captured.
 
     Attributes:
-        captured: The tensors from outside that it uses.
+        captured: The outer tensors that it uses.
         inputs: The placeholders of its arguments.
         outputs: The tensors that it returns.
     """
@@ -42,7 +42,7 @@ class Traced:
         self.outputs = self._function.graph.outputs
 
     def __call__(self, arguments: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
-        """Calls the function with `captured` in the place of the tensors that it captured."""
+        """Calls the function with `captured` instead of the tensors that it captured."""
         self._function.set_external_captures(list(captured))
         try:
             return self._function(*arguments)  # type: ignore[no-any-return]
@@ -51,15 +51,15 @@ class Traced:
 
 
 def carried(f: Function, specs: Sequence[Spec], owner: Tensor) -> Function:
-    """`f`, so that it can be called where the tensors that it uses are out of reach.
+    """`f`, made callable where the tensors that it closes over are out of reach.
 
-    A gradient graph is differentiated in another one, which can take tensors of the former, and
-    none of the forward graph.
+    A gradient graph is differentiated in another graph, which can use tensors of the gradient
+    graph, but not of the forward graph.
 
     Args:
         f: Takes and returns tensors.
-        specs: Of what it takes.
-        owner: A tensor of the graph to which those belong that `f` uses.
+        specs: The specs of its arguments.
+        owner: A tensor of the graph whose tensors `f` closes over.
     """
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or (operation(owner) is not None and owner.graph is graph):
@@ -70,7 +70,7 @@ def carried(f: Function, specs: Sequence[Spec], owner: Tensor) -> Function:
 
 
 def call_apart(f: Function, arguments: Sequence[Any]) -> Any:
-    """Returns `f(*arguments)`, traced apart and called here, where it is recorded as a whole."""
+    """Returns `f(*arguments)`, traced in another thread and recorded here as one call."""
     specs = specs_of(arguments)
 
     def run() -> tuple[Any, list[Any], list[Any]]:
@@ -78,7 +78,7 @@ def call_apart(f: Function, arguments: Sequence[Any]) -> Any:
         variables = [t for t in traced.captured if t.dtype == tf.resource]
         moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
 
-        # Forward mode over a function fails if what the function captures has a tangent.
+        # Forward mode over a function fails if a captured tensor has a tangent.
         def explicit(*tensors: Tensor) -> Any:
             some = iter(tensors[len(specs) :])
             captured = [
@@ -98,19 +98,20 @@ def call_apart(f: Function, arguments: Sequence[Any]) -> Any:
     return function(*arguments, *moving)
 
 
-# TensorFlow would leave out, without a word, how they move.
+# TensorFlow would silently omit the tangents of variables.
 _VARIABLES_MOVE = (
-    "Forward mode with respect to a variable, over forward mode through a rule that reads it. Pass "
-    "the variable as an argument, or differentiate by tf.GradientTape in one of the two."
+    "Forward mode with respect to a variable, over forward mode through a rule that reads the "
+    "variable, is not supported. Pass the variable as an argument, or use tf.GradientTape for one "
+    "of the two."
 )
 
 
 def as_one(f: Function, *tensors: Tensor) -> Tensor:
-    """`f(*tensors)` without derivatives, in a graph as one operation that runs only if it is used.
+    """`f(*tensors)` without derivatives, in a graph as one operation that only runs if it is used.
 
-    What is stateful in `f`, as an operation that may raise, would run in any case in a function. A
-    call that is declared not to be stateful is left out with all that is in it. What it calls is
-    traced once for each `f`, which has to be hashable, and for each shape and dtype.
+    In a function, stateful operations, such as those that may raise, always run. A call that is
+    declared stateless is pruned with everything in it. `f` has to be hashable, and is traced once
+    for each combination of shapes and dtypes.
     """
     if tf.executing_eagerly():
         return f(*tensors)
@@ -133,7 +134,7 @@ def _one(f: Function, specs: tuple[Spec, ...]) -> Any:
 def gradients_in(
     graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor]
 ) -> list[Gradient]:
-    """`tf.gradients` of tensors of a graph which need not be the one that is being traced."""
+    """`tf.gradients` of tensors of a graph that need not be the one that is being traced."""
     with recording():
         return list(
             gradients_util._GradientsHelper(

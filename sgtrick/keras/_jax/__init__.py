@@ -1,4 +1,4 @@
-"""What `keras.ops` lacks on jax: overrides, and linear maps with a transpose that jax cannot find.
+"""Operations that `keras.ops` lacks on jax: overrides, and linear maps with their own transpose.
 
 The maps are primitives with rules for every transformation of jax, so that they can be
 differentiated in forward and reverse mode, mapped, compiled, exported and staged in any order.

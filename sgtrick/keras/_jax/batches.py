@@ -1,4 +1,4 @@
-"""Arguments that are mapped, and tangents that are zero, as rules of primitives see them."""
+"""Helpers for the rules of primitives: mapped arguments and zero tangents."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ def instantiated(t: Any) -> Any:
 
 
 def batch_size(args: Any, dims: Any) -> Any:
-    """An int, or an expression in symbolic dimensions."""
+    """The size of the mapped axis: an int, or an expression in symbolic dimensions."""
     return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
 
 def in_front(args: Any, dims: Any, size: Any = None) -> list[Any]:
-    """The arguments with their mapped axis in front, repeated where they have none."""
+    """The arguments with their mapped axis in front; arguments without one are repeated."""
     size = batch_size(args, dims) if size is None else size
     return [batching.bdim_at_front(a, d, size) for a, d in zip(args, dims, strict=True)]

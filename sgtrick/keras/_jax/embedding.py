@@ -1,4 +1,4 @@
-"""A value with given gradients, theirs being a given product, or raising."""
+"""A value with given gradients, whose own derivative is a given product or raises."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ from sgtrick.keras._tensors import KERAS
 def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) -> Any:
     """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
     gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
-    # The derivative may be taken after the trace in which product was made has ended. So it is
-    # traced now, and what it closes over becomes an argument. Nothing of it is computed here.
+    # The derivative may be taken after the trace in which product was made has ended. So product is
+    # traced now, and what it closes over becomes an argument. It is not evaluated here.
     hessian = None if product is None else jax.make_jaxpr(product)(xs)
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
@@ -38,7 +38,7 @@ def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) ->
 
 
 def _known(hessian: Any, constants: Any, gs: Any, xs: Any) -> Any:
-    """Returns `gs`, whose derivative by `xs` is the Hessian, once."""
+    """Returns `gs`, whose derivative with respect to `xs` is the Hessian; the next one raises."""
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
     def known(constants: Any, gs: Any, xs: Any) -> Any:
@@ -62,7 +62,7 @@ def _known(hessian: Any, constants: Any, gs: Any, xs: Any) -> Any:
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
 def _last(xs: Any) -> Any:
-    """One, whose derivative raises."""
+    """The number one, with a derivative that raises."""
     del xs
     return jnp.ones((), "float32")
 
@@ -77,7 +77,7 @@ _last.defjvp(_last_rule, symbolic_zeros=True)
 
 
 def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
-    """Whether the derivative of `f(xs)` by `xs` is connected."""
+    """Whether `f(xs)` is connected to `xs`."""
     found = []
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""Products that are zero where a tangent or an upstream gradient is."""
+"""Products that are zero wherever a tangent or an upstream gradient is zero."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from sgtrick.keras._jax.batches import in_front
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
 def zero(x: Any) -> Any:
-    """Zero, with the identity as its derivative: `x - stop(x)` would be NaN at infinity."""
+    """Zero with the identity as its derivative; `x - stop(x)` would be NaN at infinity."""
     return jnp.zeros_like(x)
 
 
@@ -22,7 +22,8 @@ zero.defjvp(lambda primals, tangents: (zero(*primals), *tangents))
 def times(c: Any, z: Any) -> Any:
     """Returns `c * z`, and zero where `z` is zero even if `c` is not finite.
 
-    `jnp.where` says the same, but its transpose would ask for zeros of `z`, not of what comes back.
+    `jnp.where` gives the same values, but its transpose would test `z` for zeros instead of the
+    upstream gradient.
     """
     return _times_p.bind(c, z)
 

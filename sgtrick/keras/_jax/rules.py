@@ -18,7 +18,7 @@ def with_vjp(
 ) -> list[Any]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
     # The derivative may be taken after the trace in which f was called has ended. So f is traced
-    # now, and the tracers of that trace that it closes over become arguments.
+    # now, and the tracers that it closes over become arguments.
     primal, ys = jax.make_jaxpr(lambda *xs: f(*xs)[0], return_shape=True)(*xs)
     smooth = [dtypes.is_differentiable(y.dtype.name) for y in ys]
     outs = tuple(_aval(y) for y, s in zip(ys, smooth, strict=True) if s)
@@ -46,7 +46,7 @@ def with_vjp(
         z = [instantiated(t) for t in z]
         arguments = [*constants[1], *xs]
         pushed = iter(_pushed_p.bind(*arguments, *z, n=len(arguments), pull=pull, outs=outs))
-        # h again, so that derivatives of the value are those of the rule at every level.
+        # Call h, not primal, so that the rule applies to derivatives of every order.
         values = h(constants, xs)
         dy = [next(pushed) if s else _no_tangent(y) for s, y in zip(smooth, values, strict=True)]
         return values, dy
@@ -57,8 +57,8 @@ def with_vjp(
 
 # The transpose of `pull`, linear in z: `pushed(*constants, *z)` with params
 #   n: the number of constants;
-#   pull: maps them and upstream gradients to gradients;
-#   outs: the shapes and dtypes of upstream gradients.
+#   pull: the function from constants and upstream gradients to gradients;
+#   outs: the shapes and dtypes of the upstream gradients.
 
 
 def _pushed(*args: Any, n: int, pull: Any, outs: Any) -> list[Any]:

@@ -1,6 +1,6 @@
-"""What `keras.ops` lacks on torch: autograd functions with rules for all of `torch.func`.
+"""Operations that `keras.ops` lacks on torch: autograd functions with rules for `torch.func`.
 
-Under torch.compile they are without rules for forward mode and vmap, which it does not take.
+Under torch.compile they have no rules for forward mode and vmap, which it does not support.
 """
 
 from sgtrick.keras._torch.embedding import depends, embed

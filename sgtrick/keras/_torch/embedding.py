@@ -1,4 +1,4 @@
-"""A value with given gradients, theirs being a given product, or raising."""
+"""A value with given gradients, whose own derivative is a given product or raises."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) ->
     """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
     gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
     batch_ndims = [leaf.batch_ndims for leaf in leaves]
-    if modes.compiling():  # which takes no second derivatives
+    if modes.compiling():  # torch.compile has no second derivatives
         return _CompiledEmbedded.apply(_Known(_as_they_are, batch_ndims), fx, *gs, *xs)
     modes.check_one_forward_mode()
     if product is None:
@@ -31,9 +31,9 @@ def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) ->
 
 
 def _one_level(xs: list[Any]) -> bool:
-    """Whether the one derivative in sight is that of a tape.
+    """Whether no derivative other than that of plain autograd can be taken here.
 
-    Only then can `product`, with whatever it closes over, wait until it is asked for.
+    Only then can `product`, with whatever it closes over, be evaluated later.
     """
     if modes.transformed():
         return False
@@ -55,7 +55,7 @@ def _added_if_asked_for(product: _backends.Product, gs: Any, xs: Any) -> Any:
 
 def _added(product: _backends.Product, gs: Any, xs: Any) -> Any:
     z = [_Once.apply(x) for x in xs]
-    # Torch would say of a gradient that is not connected that it has no derivative, not zero.
+    # Keeps the gradient connected, as torch raises for an unconnected one instead of giving zero.
     zero = sum(0 * KERAS.cast(z_i, "float32").sum() for z_i in z)
     return [
         g + hz + KERAS.as_dtype(zero, KERAS.dtype_of(g))
@@ -64,7 +64,7 @@ def _added(product: _backends.Product, gs: Any, xs: Any) -> Any:
 
 
 class _Known:
-    """The gradients of a value: `known(gs, xs)`, which have derivatives in turn."""
+    """The gradients of a value, `known(gs, xs)`, which have derivatives themselves."""
 
     def __init__(self, known: Callable[[Any, Any], Any], batch_ndims: list[int]) -> None:
         self._known, self._batch_ndims = known, batch_ndims
@@ -77,11 +77,11 @@ class _Known:
         return [Leaf("", *leaf) for leaf in leaves]
 
     def pull(self, tensors: Sequence[Any], u: Any) -> list[Any]:
-        """From a gradient of the value to gradients of the points."""
+        """Maps a gradient of the value to gradients of the points."""
         return [KERAS.transpose(leaf, u) for leaf in self.at(tensors)]
 
     def push(self, tensors: Sequence[Any], z: Sequence[Any], like: Any) -> Any:
-        """From tangents of the points to that of the value."""
+        """Maps tangents of the points to the tangent of the value."""
         leaves = self.at(tensors)
         return KERAS.push(leaves, zeros_for_none(z, [leaf.x for leaf in leaves]), like)
 
@@ -103,7 +103,7 @@ class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
         *tensors, _ = ctx.saved_tensors
         pulled = ctx.known.pull(tensors, u)
         xs = tensors[len(pulled) :]
-        # torch.compile refuses second derivatives, if it sees that the first depend on x.
+        # torch.compile raises for second derivatives only if the first visibly depend on x.
         never = [torch.zeros_like(x, dtype=torch.bool) for x in xs]
         pulled = [torch.where(*leaf) for leaf in zip(never, xs, pulled, strict=True)]
         return None, None, *[None] * len(pulled), *pulled
@@ -116,7 +116,7 @@ class _Embedded(_CompiledEmbedded):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _CompiledEmbedded.setup_context(ctx, inputs, output)
         _, fx, *tensors = inputs
-        ctx.save_for_forward(*tensors, fx)  # vmap insists that these are the same
+        ctx.save_for_forward(*tensors, fx)  # vmap requires the same tensors as for backward
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -134,7 +134,7 @@ class _Embedded(_CompiledEmbedded):
 
 
 class _Once(torch.autograd.Function):  # type: ignore[misc]
-    """Zero, with the identity as its derivative, that of which raises."""
+    """Zero with the identity as its derivative, whose own derivative raises."""
 
     generate_vmap_rule = True
 
@@ -159,7 +159,7 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
 
 
 def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
-    """Whether the derivative of `f(xs)` by `xs` is connected."""
+    """Whether `f(xs)` is connected to `xs`."""
     found: list[bool] = []
 
     def probed(*xs: Any) -> Any:

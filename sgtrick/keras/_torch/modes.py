@@ -1,4 +1,4 @@
-"""What is being done to a function of torch. No public name of torch tells."""
+"""Which torch transformation is running. Torch has no public API for this."""
 
 import torch
 
@@ -9,19 +9,19 @@ def transformed() -> bool:
 
 
 def compiling() -> bool:
-    """Whether torch.compile reads this; it loses derivatives inside what `torch.func` makes."""
+    """Whether torch.compile is tracing; it raises inside transformations of `torch.func`."""
     if not torch.compiler.is_compiling():
         return False
     if transformed():
         raise NotImplementedError(
-            "torch.compile loses custom derivatives inside transformations of torch.func. Compile "
-            "the function that is transformed, not the transformed one."
+            "torch.compile loses custom derivatives inside transformations of torch.func. Do "
+            "not compile the transformed function: transform without torch.compile, or around it."
         )
     return True
 
 
 def check_one_forward_mode() -> None:
-    """Raises where the tangents of an autograd function would themselves get none."""
+    """Raises for nested forward mode, where tangents of custom functions have no derivatives."""
     levels = torch._C._functorch.get_interpreter_stack() or []
     jvp = torch._C._functorch.TransformType.Jvp
     if sum(level.key() == jvp for level in levels) > 1:

@@ -1,4 +1,4 @@
-"""Products that are zero where a tangent or an upstream gradient is."""
+"""Products that are zero wherever a tangent or an upstream gradient is zero."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from sgtrick.keras._torch import modes
 
 
 def zero(x: Any) -> Any:
-    """Zero, with the identity as its derivative: `x - stop(x)` would be NaN at infinity."""
+    """Zero with the identity as its derivative; `x - stop(x)` would be NaN at infinity."""
     z = x - x.detach()
     return torch.where(z == 0, z, torch.zeros_like(z))
 

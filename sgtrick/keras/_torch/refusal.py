@@ -1,4 +1,4 @@
-"""Tensors of which some derivatives raise; what has none stands for zero."""
+"""Tensors whose derivatives raise, and zeros in place of missing gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 
 
 def refused(kept: Any, message: str, by: Any) -> Any:
-    """Returns `kept`, whose derivative by the tensors `by` raises a LookupError."""
+    """Returns `kept`, whose derivative with respect to the tensors `by` raises a LookupError."""
     return Refuse.apply(kept, LookupError(message), *by)
 
 
 class Refuse(torch.autograd.Function):  # type: ignore[misc]
-    """The first argument; its derivative by those after the error raises it."""
+    """The first argument; its derivative with respect to those after the error raises the error."""
 
     generate_vmap_rule = True
 
@@ -42,5 +42,5 @@ class Refuse(torch.autograd.Function):  # type: ignore[misc]
 
 
 def zeros_for_none(gradients: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    """`gradients`, with zeros of the shapes of `xs` in the place of None."""
+    """`gradients`, with zeros like `xs` in place of None."""
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]

@@ -15,7 +15,7 @@ from sgtrick.keras._torch.refusal import Refuse, zeros_for_none
 def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
     if modes.compiling():
-        # What a compiled Function closes over gets no gradient, without a word.
+        # Tensors that a compiled Function closes over silently get no gradient.
         outputs, _ = f(*[x.detach() for x in xs])
         if any(y.requires_grad for y in outputs):
             raise refusal
@@ -27,7 +27,7 @@ def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
         if transformed:
             pull(*map(_upstream, ys))
     call = _Call(f, list(outside.found), None if transformed else (ys, pull))
-    # They are arguments, so that every transformation sees them.
+    # Passed as arguments, so that every transformation sees them.
     constants = [Refuse.apply(t.detach(), refusal, t) for t in outside.found.values()]
     return list(_Pulled.apply(call, len(xs), *xs, *constants))
 
@@ -35,7 +35,7 @@ def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
 class _Pulled(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(call: Any, n: int, *tensors: Any) -> Any:
-        # What pull keeps must not be what is returned: a cycle, that would never be freed.
+        # pull keeps the outputs alive. Returning them would make a cycle that is never freed.
         return tuple(y.detach() for y in call.outputs(tensors[:n], tensors[n:]))
 
     @staticmethod
@@ -67,7 +67,7 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
             all_us = [u if u is None else next(some) for u in ctx.upstream]
             return tuple(zeros_for_none(ctx.call.pull(xs, constants, all_us), xs))
 
-        # pull is linear, so that its derivative is the same at any upstream.
+        # pull is linear, so its derivative is the same at any upstream.
         pushed = iter(torch.func.vjp(pull, *smooth)[1](tuple(zeros_for_none(z[: ctx.n], xs))))
         return tuple(u if u is None else next(pushed) for u in ctx.upstream)
 
@@ -78,7 +78,7 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Call:
-    """A rule of which nothing depends on what is not an argument."""
+    """A rule as a function of its arguments alone, with tensors that it closes over among them."""
 
     def __init__(self, f: Rule, outside: list[int], evaluated: Any) -> None:
         self._f, self._outside, self._evaluated = f, outside, evaluated
@@ -91,7 +91,7 @@ class _Call:
 
     def pull(self, xs: Any, constants: Any, us: Any) -> Any:
         if self._evaluated is not None:
-            # With a graph, for higher derivatives, it has to be computed from these xs.
+            # For higher derivatives, pull has to be recomputed with a graph from these xs.
             pull = self._f(*xs)[1] if torch.is_grad_enabled() else self._evaluated[1]
             return pull(*us)
         with _Outside(xs, dict(zip(self._outside, constants, strict=True))) as inside:
@@ -101,7 +101,7 @@ class _Call:
 
 
 class _Mapped:
-    """The call of every member of a batch."""
+    """A call mapped over a batch."""
 
     def __init__(self, call: Any, n: int, dims: Any, size: int) -> None:
         self._call, self._x_dims, self._constant_dims = call, dims[:n], dims[n:]
@@ -129,7 +129,7 @@ class _Mapped:
 
 
 class _Outside(TorchFunctionMode):  # type: ignore[misc]
-    """Finds the tensors that enter a computation from elsewhere, and puts others in their place."""
+    """Finds tensors that a computation closes over, and replaces them by others."""
 
     def __init__(self, known: Sequence[Any], instead: dict[int, Any] | None = None) -> None:
         super().__init__()
@@ -139,10 +139,10 @@ class _Outside(TorchFunctionMode):  # type: ignore[misc]
         self.know(known)
 
     def know(self, tensors: Any) -> None:
-        """Tensors that do not come from elsewhere."""
+        """Marks tensors that the computation does not close over."""
         for t in _pytree.tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
-                self._known[id(t)] = t  # not the id alone, which may be used again
+                self._known[id(t)] = t  # keeps t alive, since its id could be reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
