@@ -92,7 +92,7 @@ def figure(panels):
             low, median, high = np.transpose([ratios(case, rival) for case in cases])
             y = np.arange(len(cases)) + 0.6 / len(others) * (i - (len(others) - 1) / 2)
             axis.hlines(y, low, high, color=color, lw=2)
-            axis.plot(median, y, marker, color=color, ms=5, label=rival)
+            axis.plot(median, y, marker, color=color, ms=5, label=rival.replace("`", ""))
         axis.set_yticks(range(len(cases)), [case["what"] for case in cases])
         axis.set_ylim(len(cases) - 0.4, -0.6)
         axis.tick_params(left=False)
