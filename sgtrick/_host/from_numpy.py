@@ -106,7 +106,7 @@ def from_numpy(
             than real numbers.
         ValueError: Shapes do not broadcast, `event_ndims` or `on_error` is invalid, or (when
             called) the engine returned the wrong shape or structure. In graphs, errors of the call
-            are `tf.errors.OpError`s with the same message.
+            arrive as a `tf.errors.OpError` with the same message.
         RuntimeError: The engine raised, in which case the message contains its own message and the
             arguments; or the executor did not answer.
         NotImplementedError: Tracing for XLA, `jit_compile=True`, which cannot call the host.

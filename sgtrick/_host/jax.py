@@ -16,7 +16,7 @@ _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x
 
 
 class Jax:
-    """The `Framework` of functions of `jax.Array`s."""
+    """The `Framework` of functions of arrays of JAX."""
 
     def __init__(self, *, jit: bool) -> None:
         self._jit = jax.jit if jit else lambda f: f

@@ -12,7 +12,7 @@ from sgtrick._host.derived import Dims
 
 
 class Torch:
-    """The `Framework` of functions of `torch.Tensor`s."""
+    """The `Framework` of functions of tensors of PyTorch."""
 
     def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
         """See `Framework`."""
