@@ -33,7 +33,7 @@ def from_torch(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: Takes tensors of PyTorch without batch dimensions and returns a scalar tensor, or
+        fn: Takes PyTorch tensors without batch dimensions and returns a scalar tensor, or
             `(scalar, aux)`. The tensors are on the CPU; `fn` may move them. Without `fn`, a
             decorator is returned.
         event_ndims: As in `from_numpy`.
@@ -93,7 +93,7 @@ def from_jax(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: Takes arrays of JAX without batch dimensions and returns a scalar, or `(scalar, aux)`. It
+        fn: Takes JAX arrays without batch dimensions and returns a scalar, or `(scalar, aux)`. It
             is compiled by `jax.jit`, once for each shape. Without `fn`, a decorator is returned.
         event_ndims: As in `from_numpy`.
         vectorized: Whether a batch is evaluated in one call, by `jax.vmap`. If False, `fn` is
