@@ -11,10 +11,10 @@ from sgtrick._check.leaves import (
     Array,
     Named,
     OfLeaves,
-    _show_index,
     concatenate,
     entries_of,
     random_signs,
+    show_index,
     tape_gradients,
     unit_roundoff,
     unit_upstreams,
@@ -122,7 +122,7 @@ class Comparison:
                 [np.abs(e.derivative) for _, e in estimates], axis=0, initial=0.0
             )
             for index, estimate in estimates:
-                by = name + _show_index(index)
+                by = name + show_index(index)
                 self._judge(
                     [by] if len(values) == 1 else [f"{value} by {by}" for value in values],
                     jacobian[(slice(None), *index)],

@@ -38,10 +38,11 @@ def entries_of(named: Named) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Yields the name of every entry, the number of its leaf, and its index in the leaf."""
     for leaf, (name, tensor) in enumerate(named):
         for index in np.ndindex(*tensor.shape):
-            yield name + _show_index(index), leaf, index
+            yield name + show_index(index), leaf, index
 
 
-def _show_index(index: tuple[int, ...]) -> str:
+def show_index(index: tuple[int, ...]) -> str:
+    """An index as names of entries end: `[1, 0]`, nothing for a number."""
     return str(list(index)) if index else ""
 
 
