@@ -216,6 +216,17 @@ class TestBadShapes:
         with pytest.raises(ValueError, match=f"(?s){message}"):
             run(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
 
+    @pytest.mark.parametrize(
+        ("fx", "x"), [([4], None), (None, [4])], ids=["of the point", "of the value"]
+    )
+    def test_an_unknown_rank(self, fx, x):
+        """What is known already contradicts `batch_ndims`."""
+        shapes = [tf.TensorSpec(shape) for shape in (fx, None, x)]
+        run = tf.function(lambda fx, gx, x: sgtrick.custom_gradient(fx, gx, x, batch_ndims=2))
+        message = r"\[unknown rank\].* do not fit together.* fx and x need at least 2 dimensions"
+        with pytest.raises(ValueError, match=message):
+            run.get_concrete_function(*shapes)
+
     @pytest.mark.parametrize("batch_ndims", [-1, 1.0, "1", True])
     def test_batch_ndims_is_a_count(self, batch_ndims):
         with pytest.raises(
@@ -647,6 +658,22 @@ class TestSecondOrder:
         second = wrap(lambda x: self.of_several_hessians(x, hx))
         with pytest.raises(error, match=r"hx\(v\) is not connected to v"):
             second(constant([1.0, 2.0]))
+
+    @pytest.mark.parametrize(("manually", "expected"), [(False, None), (True, 6.0)])
+    def test_what_the_hessian_was_computed_from(self, manually, expected):
+        x, a = constant(3.0), constant(2.0)
+        with tf.GradientTape() as by_a:
+            by_a.watch(a)
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    h = sgtrick.custom_gradient(1.0, 1.0, x, manually, hx=6 * a)
+                g = inner.gradient(h, x)
+            second = outer.gradient(g, x)
+        assert second.numpy() == 12.0
+        found = by_a.gradient(second, a)
+        assert (found if found is None else found.numpy()) == expected
 
     def test_a_real_function_of_complex_arguments_has_no_single_hessian(self):
         x = constant(1j, tf.complex128)
