@@ -27,12 +27,14 @@ def programs(draw):
     functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, list(pieces.FORMS)
     if dtype == "complex128":
         functions, rules = (pieces.Asinh, pieces.Sum), pieces.OF_COMPLEX
-        forms = [f for f in forms if f not in (pieces.from_numpy, pieces.custom_vjp_that_clips)]
+        forms = [f for f in forms if f not in pieces.OF_REAL]
     function = draw(st.sampled_from(functions))
     if not hasattr(function, "engine"):
-        forms.remove(pieces.from_numpy)
+        forms = [f for f in forms if f not in pieces.OF_FEW]
     rank = draw(st.sampled_from(function.ranks))
-    steps = draw(st.lists(st.sampled_from(pieces.STEPS + pieces.OVER_MEMBERS), max_size=4))
+    steps = draw(
+        st.lists(st.sampled_from(pieces.OFTEN + pieces.STEPS + pieces.OVER_MEMBERS), max_size=4)
+    )
     return Program(
         function,
         draw(st.sampled_from(rules)),
