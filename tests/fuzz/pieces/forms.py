@@ -330,5 +330,6 @@ FORMS = (
 # Which there are not of each function, or not of complex numbers.
 OF_FEW = (from_numpy, from_numpy_with_hessp, custom_gradient_with_a_function_hx)
 OF_REAL = (
-    *OF_FEW, custom_vjp_that_clips, custom_gradient_with_hx, implicit_root, implicit_reparameterize, clip_gradient, magic_box, with_gradient_in_a_branch,
+    *OF_FEW, custom_vjp_that_clips, custom_gradient_with_hx, with_gradient_in_a_branch,
+    implicit_root, implicit_reparameterize, clip_gradient, magic_box,
 )  # fmt: skip

@@ -64,7 +64,7 @@ jacobian_by_tapes = tape
 
 def jacobian_by_a_loop(f):
     def run(x):
-        with tf.GradientTape() as t:
+        with tf.GradientTape(persistent=True) as t:
             t.watch(x)
             y = f(x)
         j = t.jacobian(y, x, experimental_use_pfor=False)
@@ -101,7 +101,8 @@ def graph_and_session(f):
             y = f(point)
             (g,) = tf.gradients(y, point, weights(y))
             session.run(tf.compat.v1.global_variables_initializer())
-            return tf.constant(session.run(g, {point: x.numpy()}))
+            found = session.run(g, {point: x.numpy()})
+        return tf.constant(found)
 
     return run
 
