@@ -20,6 +20,7 @@ from fuzz.pieces import (
     closed_form,
     custom_jvp,
     custom_vjp,
+    custom_vjp_in_a_function,
     from_numpy,
     from_value_and_gradient,
     loop,
@@ -45,6 +46,7 @@ FOUND = [
     Program(Asinh, on_host, custom_jvp, (pieces.function, accumulator, accumulator), (3,)),
     Program(Asinh, closed_form, custom_vjp, (loop, accumulator, pieces.function), (3,)),
     Program(Asinh, closed_form, from_numpy, (branch, pieces.function, tape), (3,)),
+    Program(Asinh, closed_form, custom_vjp_in_a_function, (vectorized_map, tape), (3,)),
     Program(Asinh, by_a_tape, from_value_and_gradient, (recompute, vectorized_map, tape), (3,)),
 ]
 

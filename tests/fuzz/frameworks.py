@@ -22,8 +22,7 @@ class TensorFlow:
     """What `jax.numpy` and `torch` have under one name."""
 
     sin, tanh, exp, reshape = tf.sin, tf.tanh, tf.exp, tf.reshape
-    log1p, maximum, stack, eye, einsum = tf.math.log1p, tf.maximum, tf.stack, tf.eye, tf.einsum
-    sum = tf.reduce_sum
+    log1p, eye, einsum, sum = tf.math.log1p, tf.eye, tf.einsum, tf.reduce_sum
 
     @staticmethod
     def where(condition: Any, one: Any, other: Any) -> Any:
@@ -47,12 +46,13 @@ MAPS = {
 
 
 def outer(np: Any, x: Any) -> Any:
-    """A positive matrix."""
+    """A matrix that is not symmetric, and has an inverse."""
     n = x.shape[0]
     return np.einsum("i,j->ij", x, np.sin(x + 1)) / 4 + np.eye(n, dtype=x.dtype) * (2 + x * x)
 
 
 def square(np: Any, x: Any) -> Any:
+    """A positive matrix."""
     a = outer(np, x)
     return np.einsum("ki,kj->ij", a, a)
 

@@ -84,7 +84,7 @@ class Program:
             return f"{type(error).__name__}: {error}" if slipped else "loud"
         if y is None:
             return "right" if not expected.any() else f"None, expected {expected}"
-        y = y.numpy()
+        y = tf.convert_to_tensor(y).numpy()  # from slices, too
         tolerance = 1e-7 if self.dtype in ("float64", "complex128") else 2e-2
         if y.shape == expected.shape:
             size = 1 + np.abs(expected).max(initial=0)
