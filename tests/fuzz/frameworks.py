@@ -169,8 +169,6 @@ class Foreign(Call):
         gradients, second = ([np.zeros(a.shape) for a in wide] for _ in range(2))
         aux, failures = np.full((*self.batch, 2), np.nan), 0
         for i in np.ndindex(*self.batch):
-            if self.fault not in (None, "raises"):
-                return None
             y, t, gs, hs = self.member([a[i] for a in wide], [v[i] for v in vs])
             if self.fault == "raises" or t > self.above:
                 if self.on_error == "raise":
@@ -180,6 +178,8 @@ class Foreign(Call):
                 for k in self.live:
                     second[k][i] = np.nan
                 continue
+            if self.fault is not None:
+                return None
             value[i], aux[i] = y, (t, 2 * t)
             for k, g, h in zip(self.live, gs, hs, strict=True):
                 gradients[k][i], second[k][i] = g, h
