@@ -51,7 +51,7 @@ def duration(seconds):
 def table(rivals, cases):
     """Markdown: the time of the first rival, and the ratios of the others to it.
 
-    A row for each case, or, for a single case, a row for each rival.
+    A row for each case, or for each rival where there are more of them.
     """
     first, *others = rivals
     lines = [["", first, *others]]
@@ -60,7 +60,7 @@ def table(rivals, cases):
         for rival in others:
             row.append("{1} ({0}&nbsp;to&nbsp;{2})".format(*map(digits, ratios(case, rival))))
         lines.append(row)
-    if len(cases) == 1:
+    if len(cases) < len(rivals):
         lines = list(zip(*lines, strict=True))
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
