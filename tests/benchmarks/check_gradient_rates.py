@@ -192,7 +192,7 @@ def main(functions):
     print("| --- " * (1 + len(CHECKERS)) + "|")
     for kind in [*KINDS, "all"]:
         cells = [
-            f"{percent(counts[kind, checker, True], 'wrong')} / "
+            f"{percent(counts[kind, checker, True], 'wrong')}&nbsp;/&nbsp;"
             f"{percent(counts[kind, checker, False], 'passed')}"
             for checker in CHECKERS
         ]
