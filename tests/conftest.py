@@ -25,6 +25,16 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_finish():
     """What was imported is never freed: no collection of garbage need look through it again."""
+    _freeze()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Nor need one look through what a module of tests has left in TensorFlow."""
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze():
     gc.collect()
     gc.freeze()
 

@@ -78,10 +78,10 @@ def of_tfp(cell, problem):
 
 FACTS = {
     "sgtrick": lambda cell, problem: "right",
-    "sgtrick, no hx": without_hessian,
-    "tfp.math": of_tfp,
+    "no hx": without_hessian,
+    "tfp": of_tfp,
     "tf": of_tf,
-    "keras.ops": of_tf,  # on this backend it is tf.custom_gradient
+    "keras": of_tf,  # on this backend it is tf.custom_gradient
 }
 CASES = comparison_cases()
 
@@ -91,7 +91,7 @@ def is_proven_elsewhere(library, problem, cell):
 
     sgtrick's many are the Hessian blocks of test_value_matrix.py.
     """
-    if library == "keras.ops" and cell.name not in TELLING:
+    if library == "keras" and cell.name not in TELLING:
         return True
     return problem == "many" and (library == "sgtrick" or cell.takes_members)
 
