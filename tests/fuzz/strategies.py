@@ -28,7 +28,7 @@ SETTINGS = settings(
 @st.composite
 def programs(draw):
     dtype = draw(st.sampled_from(["float64", "float64", "float32", "complex128"]))
-    functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, list(pieces.FORMS)
+    functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, pieces.FORMS + 2 * pieces.OUTSIDE
     if dtype == "complex128":
         functions, rules = (pieces.Asinh, pieces.Sum), pieces.OF_COMPLEX
         forms = [f for f in forms if f not in pieces.OF_REAL]
@@ -36,16 +36,16 @@ def programs(draw):
     if not hasattr(function, "engine"):
         forms = [f for f in forms if f not in pieces.OF_FEW]
     rank = draw(st.sampled_from(function.ranks))
-    steps = draw(
-        st.lists(st.sampled_from(pieces.OFTEN + pieces.STEPS + pieces.OVER_MEMBERS), max_size=4)
-    )
+    runs = [(step,) for step in pieces.STEPS + pieces.OVER_MEMBERS]
+    steps = sum(draw(st.lists(st.sampled_from([*pieces.OFTEN, *runs]), max_size=4)), ())[:4]
+    sizes = st.sampled_from([2, 3, 1, 2, 3, 0])
     return Program(
         function,
         draw(st.sampled_from(rules)),
         draw(st.sampled_from(forms)),
-        tuple(steps),
-        tuple(draw(st.lists(st.integers(0, 3), min_size=rank, max_size=rank))),
-        draw(st.integers(1, 3)),
+        steps,
+        tuple(draw(st.lists(sizes, min_size=rank, max_size=rank))),
+        draw(st.sampled_from([2, 3, 1])),
         dtype,
     )
 

@@ -327,6 +327,8 @@ FORMS = (
     custom_vjp_of_a_variable, implicit_root, implicit_reparameterize, straight_through,
     scale_gradient, clip_gradient, stop_gradient, magic_box,
 )  # fmt: skip
+# Which reach for what was computed outside, as those do in which most was wrong.
+OUTSIDE = (custom_vjp_in_a_function, with_gradient_in_a_branch)
 # Which there are not of each function, or not of complex numbers.
 OF_FEW = (from_numpy, from_numpy_with_hessp, custom_gradient_with_a_function_hx)
 OF_REAL = (

@@ -391,8 +391,12 @@ STEPS = (
     branch, square, plus_native, at_a_scaled_point,
 )  # fmt: skip
 OVER_MEMBERS = (vectorized_map, map_fn, scan, dataset, batch_jacobian)
-# Which have found the most.
-OFTEN = (tape, tape, tape, accumulator, function, vectorized_map, vectorized_map, vectorized_map)
+# What has found the most.
+OFTEN = (
+    *4 * [(vectorized_map, tape)], *2 * [(tape, tape)], *2 * [(tape, vectorized_map)],
+    *2 * [(vectorized_map, tape, tape)], (function, tape), (tape, accumulator), (accumulator,),
+    (vectorized_map,), (tape,),
+)  # fmt: skip
 
 
 @functools.cache
