@@ -29,6 +29,7 @@ from typing import Any
 
 import jupytext
 import nbformat
+from docutils import nodes
 from jupyter_client.provisioning import local_provisioner
 from PIL import Image
 from sphinx.util.logging import getLogger
@@ -206,8 +207,10 @@ def _tidy(cells: list[Any]) -> None:
             heading = cell.source.partition("\n")[0].lstrip("# ")
         if "def silent_stderr" in cell.source:
             cell.source = _without_silence(cell.source)
+        for for_scripts in (r"  # noqa.*", r'^print\(f"Figure: .*\n?'):
+            cell.source = re.sub(for_scripts, "", cell.source, flags=re.MULTILINE)
         if "savefig" in cell.source:
-            one = re.search(r"axis = plt\.subplots", cell.source)
+            one = re.search(r"axis = plt\.subplots|subplots\(\d, 1,", cell.source)
             classes = "one-panel" if one else "panels"
             cell.metadata["mystnb"] = {"image": {"alt": heading, "classes": classes}}
         if "savefig" in cell.source or (
@@ -225,6 +228,7 @@ def _without_silence(source: str) -> str:
     imports = re.match(r"(?:    .*\n|\n)*", block + "\n")[0]
     rest = block[len(imports) :].lstrip()
     source = f"{before}{textwrap.dedent(imports).rstrip()}\n\n{rest}"
+    source = re.sub(r"\n{3,}os\.environ(.*\n)", r"\n\nos.environ\1\n", source)
     for line, name in [
         ("import contextlib\n", "contextlib."),
         ("from collections.abc import Iterator\n", "Iterator["),
@@ -278,11 +282,36 @@ def _signature(
     arguments = function.args
     if what in ("class", "exception", "method"):
         (arguments.posonlyargs or arguments.args).pop(0)  # self
-    returned = ast.unparse(function.returns) if function.returns else None
+    returned = ast.unparse(function.returns).strip("'") if function.returns else None
     return f"({ast.unparse(arguments)})", None if what in (
         "class",
         "exception",
     ) else returned
+
+
+def _types_to_signatures(
+    _app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
+) -> None:
+    """Attributes: the type beside the name, where napoleon puts it below the description."""
+    attribute = r"(\.\. attribute:: \w+\n)(.*?)(   :type: .*?\n)"
+    lines[:] = re.sub(attribute, r"\1\3\2", "\n".join(lines), flags=re.DOTALL).split(
+        "\n"
+    )
+
+
+def _mark(_app: Any, doctree: nodes.document, _docname: str) -> None:
+    """Classes by which the style sheet knows what may wrap: not short code, and not columns."""
+    for literal in doctree.findall(nodes.literal):
+        if len(literal.astext()) <= 30:
+            literal["classes"].append("short")
+    for block in doctree.findall(nodes.literal_block):
+        columns = re.findall(r"^.*\S {2,}\S.*$", block.astext(), re.MULTILINE)
+        if columns:
+            block["classes"].append("aligned")
+        if block.get("language") != "python" and max(map(len, columns), default=0) > 88:
+            getLogger(__name__).warning(
+                "columns wider than the page: %s", columns[0], location=block
+            )
 
 
 def _check_documented() -> None:
@@ -304,6 +333,8 @@ def setup(app: Any) -> None:
     _generate_figures()
     _generate_gallery()
     app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _types_to_signatures)
+    app.connect("doctree-resolved", _mark)
     app.connect("env-before-read-docs", _last)
     app.connect("source-read", comparison.wait)
     app.connect("build-finished", _finish_gallery)

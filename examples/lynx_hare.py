@@ -220,13 +220,13 @@ reference = {
 z = (mean - reference["mean"]) / np.hypot(sd / np.sqrt(ess), reference["mcse_mean"])
 ratio = sd / reference["sd"]
 
-print(f"\n{'':24}{'posterior':>19}{'reference':>19}")
-statistics = f"{'mean':>10}{'sd':>9}" * 2
-print(f"{'':24}{statistics}{'z':>8}{'sd ratio':>10}{'R-hat':>8}{'ESS':>7}")
+print(f"\n{'':24}{'posterior':>17}{'reference':>17}")
+statistics = f"{'mean':>9}{'sd':>8}" * 2
+print(f"{'':24}{statistics}{'z':>7}{'sd ratio':>10}{'R-hat':>7}{'ESS':>6}")
 for i, (name, (meaning, _)) in enumerate(NAMES.items()):
-    ours = f"{mean[i]:10.4f}{sd[i]:9.4f}"
-    theirs = f"{reference['mean'][i]:10.4f}{reference['sd'][i]:9.4f}"
-    quality = f"{z[i]:8.2f}{ratio[i]:10.3f}{r_hat[i]:8.3f}{ess[i]:7.0f}"
+    ours = f"{mean[i]:9.4f}{sd[i]:8.4f}"
+    theirs = f"{reference['mean'][i]:9.4f}{reference['sd'][i]:8.4f}"
+    quality = f"{z[i]:7.2f}{ratio[i]:10.3f}{r_hat[i]:7.3f}{ess[i]:6.0f}"
     print(f"{name:11}{meaning:13}{ours}{theirs}{quality}")
 
 # %% [markdown]
@@ -281,6 +281,7 @@ for i, (axis, (name, (meaning, unit))) in enumerate(
     )
     axis.set_title(f"{name}  {meaning}", fontsize=11)
     axis.set(xlabel=unit, yticks=[])
+    axis.locator_params("x", nbins=4)
     axis.spines["left"].set_visible(False)
 labels = [
     "draws",

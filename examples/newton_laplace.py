@@ -199,7 +199,7 @@ try:
     derivatives(tf.constant(guess), first_order)
 except LookupError as error:
     refused = True
-    print(f"\nWithout hessp:\n{textwrap.fill(f'LookupError: {error}', 100)}")
+    print(f"\nWithout hessp:\n{textwrap.fill(f'LookupError: {error}', 88)}")
 
 # %% [markdown]
 # ## The mode, by Newton's method
@@ -288,6 +288,7 @@ for i, (axis, (name, (meaning, unit))) in enumerate(
         )
     axis.set_title(f"{name}  {meaning}", fontsize=11)
     axis.set(xlabel=unit, yticks=[])
+    axis.locator_params("x", nbins=4)
     axis.spines["left"].set_visible(False)
 labels = ["Laplace", "its quantiles 5, 50, 95 %", "its mean and sd"]
 labels += ["reference quantiles", "reference mean and sd"]

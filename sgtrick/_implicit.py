@@ -212,6 +212,12 @@ def _solved(
 def _solve(m: Tensor, b: Tensor) -> Tensor:
     """Solutions `s` of `m s = b` for matrices `[roots, n, n]`, with derivatives of every order."""
     m, b = graphs.here(m), graphs.here(b)
+    if m.shape[-1] == 1:
+        m = m[..., 0]
+        fixed = tf.stop_gradient(m)
+        regular = tf.math.is_finite(fixed) & tf.not_equal(fixed, 0)
+        # A factor, so that the derivatives are NaN too where there is no solution.
+        return b / m * tf.where(regular, tf.ones_like(fixed), np.nan)
     s = tf.linalg.matvec(_inverse(tf.stop_gradient(m)), tf.stop_gradient(b))
 
     def pull(upstream: Tensor) -> list[Gradient]:
@@ -296,6 +302,11 @@ def _jacobian(r: Callable[[Any], Any], x: Tensor) -> Tensor:
         tape.watch(x)
         x_ = tf.identity(x)
         y = r(x_)
+    n = x.shape[1]
+    if n is not None and n <= 8:  # the residual is a single operation here, and so is its gradient
+        unit = tf.eye(n, dtype=x.dtype)
+        rows = [tape.gradient(y, x_, tf.zeros_like(y) + unit[i]) for i in range(n)]
+        return tf.stack(rows, 1)
     if x.shape[0] == 0:
         return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype)
     # pfor compiles its loop, which pays off only if that happens once.
@@ -308,18 +319,15 @@ def _inverse(j: Tensor) -> Tensor:
     work = dtype if dtype == tf.float64 else tf.float32
     j = tf.cast(j, work)
     n = tf.shape(j)[-1]
-    if j.shape[-1] == 1:
-        inverse, solvable = 1 / j, tf.not_equal(j, 0)
-    else:
-        # tf.linalg.inv raises for the whole batch if one matrix is singular, and so would
-        # triangular_solve.
-        size = tf.reduce_max(tf.abs(j), -1, keepdims=True)  # rows may differ in units
-        q, r = tf.linalg.qr(j / size)
-        pivots = tf.reduce_min(tf.abs(tf.linalg.diag_part(r)), -1)
-        solvable = tf.reshape(pivots > 0, [-1, 1, 1])  # false for NaN
-        r = tf.where(solvable, r, tf.eye(n, dtype=work))
-        inverse = tf.linalg.triangular_solve(r, tf.linalg.matrix_transpose(q), lower=False)
-        inverse /= tf.linalg.matrix_transpose(size)
+    # tf.linalg.inv raises for the whole batch if one matrix is singular, and so would
+    # triangular_solve.
+    size = tf.reduce_max(tf.abs(j), -1, keepdims=True)  # rows may differ in units
+    q, r = tf.linalg.qr(j / size)
+    pivots = tf.reduce_min(tf.abs(tf.linalg.diag_part(r)), -1)
+    solvable = tf.reshape(pivots > 0, [-1, 1, 1])  # false for NaN
+    r = tf.where(solvable, r, tf.eye(n, dtype=work))
+    inverse = tf.linalg.triangular_solve(r, tf.linalg.matrix_transpose(q), lower=False)
+    inverse /= tf.linalg.matrix_transpose(size)
     # Without abs, these terms would add up to the diagonal of inverse @ j, which is 1. If they
     # reach 1 / eps, no digit of the sum is right. Unlike a condition number, this does not depend
     # on units.

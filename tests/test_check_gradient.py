@@ -628,7 +628,7 @@ class TestRates:
     def test_small_run(self):
         rates = load_rates()
         kinds = ["values of 1e-12 to 1e12", "entries of 1e-4 to 1e4", "noise of 1e-9 to 1e-5"]
-        counts = rates.rates(1, kinds, ["`check_gradient`"])
+        counts = rates.rates(1, kinds, ["full"])
         for (kind, _, right), counter in counts.items():
             assert not counter["wrong" if right else "passed"], kind
         assert {kind for kind, *_ in counts} == set(kinds)
@@ -636,9 +636,10 @@ class TestRates:
     def test_the_docs_table_is_of_200_functions(self):
         text = (ROOT / "docs" / "check_gradient_rates.inc").read_text()
         assert int(re.match(r"(\d+) random functions", text)[1]) >= 200
-        (row,) = re.findall(r"\| all \| `check_gradient` \|(.*)\|", text)
-        passed, alarm, _, found, _, missed = (float(c.strip(" %")) for c in row.split("|"))
+        alarm, missed = map(
+            float, re.search(r"\| all \| ([\d.]+)&nbsp;/&nbsp;([\d.]+) \|", text).groups()
+        )
         assert alarm == 0
         assert missed < 1
-        assert passed > 90
-        assert found > 90
+        undecided = re.search(r"`cannot tell` for ([\d.]+) % .* and ([\d.]+) % of the wrong", text)
+        assert max(map(float, undecided.groups())) < 9

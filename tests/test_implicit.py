@@ -164,6 +164,40 @@ def test_singular_members_get_nan_and_harm_no_other(n, options):
     np.testing.assert_allclose(g, [[1 / 4] * n, [np.nan] * n, [1 / 6] * n])
 
 
+@pytest.mark.parametrize("slope", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("upstream", [0.0, 1.0])
+def test_second_derivatives_beside_singular_members(slope, upstream):
+    """Of `x = theta / slope`, which says nothing of `x` where the slope is 0 or not finite."""
+
+    def run(slope):
+        h = lambda s: implicit_root(lambda x, s: s * x - 2.0, star, s, batch_ndims=1)  # noqa: E731
+        return grad(lambda s: grad(h, s, weights), slope)
+
+    star, weights = tf.constant([0.5, 0.5]), tf.constant([1.0, upstream])
+    for second in (run(tf.constant([4.0, slope])), tf.function(run)(tf.constant([4.0, slope]))):
+        np.testing.assert_allclose(second, [2 * 2.0 / 4.0**3, np.nan], rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@pytest.mark.parametrize("n", [8, 9])
+def test_systems_around_the_size_that_is_mapped(n, wrap):
+    """Roots of coupled cubic equations, with the Jacobian that NumPy finds for them."""
+    random = np.random.default_rng(n)
+    matrix, star = random.normal(size=(n, n)), random.normal(size=(2, n))
+
+    def residual(x, theta):
+        return tf.linalg.matvec(matrix, x) + x**3 - theta
+
+    theta = star @ matrix.T + star**3
+    weights = random.normal(size=(2, n))
+    run = lambda t: grad(lambda t: implicit_root(residual, star, t, batch_ndims=1), t, weights)  # noqa: E731
+    expected = [
+        np.linalg.solve((matrix + np.diag(3 * x**2)).T, w)
+        for x, w in zip(star, weights, strict=True)
+    ]
+    np.testing.assert_allclose(wrap(run)(tf.constant(theta)), expected, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("matrix", "regular"),
     [

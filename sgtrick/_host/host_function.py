@@ -131,7 +131,7 @@ class HostFunction:
 
     @property
     def calls(self) -> int:
-        """Number of calls of the engine: one for each batch member, or one in all if vectorized."""
+        """Number of calls of the engine, one for each batch member, or one in all if vectorized."""
         return self._engine.calls
 
     @property

@@ -49,14 +49,20 @@ def duration(seconds):
 
 
 def table(rivals, cases):
-    """Markdown: the time of the first rival, and the ratios of the others to it."""
+    """Markdown: the time of the first rival, and the ratios of the others to it.
+
+    A row for each case, or for each rival where there are more of them.
+    """
     first, *others = rivals
-    lines = [["", first, *others], ["---"] * (1 + len(rivals))]
+    lines = [["", first, *others]]
     for case in cases:
         row = [case["what"], duration(np.median(case["seconds"][first]))]
         for rival in others:
-            row.append("{1} ({0} to {2})".format(*map(digits, ratios(case, rival))))
+            row.append("{1} ({0}&nbsp;to&nbsp;{2})".format(*map(digits, ratios(case, rival))))
         lines.append(row)
+    if len(cases) < len(rivals):
+        lines = list(zip(*lines, strict=True))
+    lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

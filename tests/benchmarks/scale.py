@@ -137,8 +137,8 @@ def weak_scaling():
         ]
         one, apart, two = 1e3 * np.median(turns, 0)
         print(
-            f"| {fit} | {rows:,} | {one:.0f} ms | {apart:.0f} ms | {two:.0f} ms | "
-            f"{100 * one / two:.0f} % |"
+            f"| {fit} | {rows:,} | {one:.0f}&nbsp;ms | {apart:.0f}&nbsp;ms | {two:.0f}&nbsp;ms | "
+            f"{100 * one / two:.0f}&nbsp;% |"
         )
     print(f"\nTensorFlow {tf.__version__}, {os.cpu_count()} cores.")
 
@@ -171,13 +171,14 @@ def main(path):
             name: (DIMENSIONS, [hmc(h, 1, n) for n in DIMENSIONS]) for name, h in FORMS.items()
         },
     }
-    print("| HMC | against | smallest | largest | fixed part | exponent |")
-    print("| --- " * 6 + "|")
+    print("| HMC | against | fixed part | exponent | at the most |")
+    print("| --- " * 5 + "|")
     for what, forms in curves.items():
         for name, (sizes, seconds) in forms.items():
             a, _, p = fitted(sizes, seconds)
-            ends = [f"{1e3 * s:.3g} ms at {n:,}" for n, s in zip(sizes, seconds, strict=True)]
-            print(f"| `{name}` | {what} | {ends[0]} | {ends[-1]} | {1e3 * a:.2g} ms | {p:.2f} |")
+            of = f"{sizes[0]:,} to {sizes[-1]:,} {what}"
+            fixed, largest = f"{1e3 * a:.2g}&nbsp;ms", f"{1e3 * seconds[-1]:.3g}&nbsp;ms"
+            print(f"| `{name}` | {of} | {fixed} | {p:.2f} | {largest} |")
     print()
     weak_scaling()
     plot(curves, path)

@@ -108,10 +108,10 @@ def comparison_cases() -> dict[str, dict[str, Case]]:
 
     forms = {
         "sgtrick": sg,
-        "sgtrick, no hx": sg_no_hx,
-        "tfp.math": tfp_,
+        "no hx": sg_no_hx,
+        "tfp": tfp_,
         "tf": lambda x: overridden(x),
-        "keras.ops": lambda x: of_any_backend(x),
+        "keras": lambda x: of_any_backend(x),
     }
     return {
         problem: {
