@@ -588,34 +588,6 @@ class TestSecondOrder:
         got = self.hessian(constant([1.0, 2.0]), product)
         np.testing.assert_allclose(got, a)
 
-    @pytest.mark.parametrize("part", [False, True])
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-    def test_products_from_the_host_are_linear_in_the_vector(self, wrap, part):
-        """For `v -> H v`, forward over reverse, the tape returns `H w`, whatever TensorFlow sees of it."""
-        a, b = np.float64([[2.0, 1.0], [1.0, 3.0]]), np.diag([5.0, 7.0])
-
-        def hx(v):
-            hv = tf.numpy_function(lambda v: a @ v, [v], tf.float64)
-            hv.set_shape(v.shape)
-            return hv + tf.linalg.matvec(b, v) if part else hv
-
-        @wrap
-        def of_product(x, v, w):
-            with tf.GradientTape() as tape:
-                tape.watch(v)
-                with tf.autodiff.ForwardAccumulator(x, v) as accumulator:
-                    with tf.GradientTape() as inner:
-                        inner.watch(x)
-                        h = sgtrick.custom_gradient(tf.reduce_sum(x), tf.ones_like(x), x, hx=hx)
-                    g = inner.gradient(h, x)
-                hv = accumulator.jvp(g)
-            return hv, tape.gradient(hv, v, output_gradients=w)
-
-        x, v, w = constant([1.0, 2.0]), constant([1.0, -1.0]), constant([1.0, 10.0])
-        hv, hw = of_product(x, v, w)
-        np.testing.assert_allclose(hv, (a + part * b) @ v.numpy())
-        np.testing.assert_allclose(hw, (a + part * b) @ w.numpy())
-
     SEVERAL = np.random.default_rng(1).normal(size=[3, 2, 2])
     SEVERAL += SEVERAL.swapaxes(1, 2)
 
