@@ -1,12 +1,8 @@
 """The backend that Keras runs on, and the operations that `keras.ops` lacks there."""
 
-from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 import keras
-
-# `z -> H z`, for tensors like the points; each result has the shape and dtype of its Jacobian.
-Product = Callable[[list[Any]], list[Any]]
 
 
 def is_tensorflow() -> bool:
@@ -14,7 +10,7 @@ def is_tensorflow() -> bool:
     return bool(keras.backend.backend() == "tensorflow")
 
 
-def native() -> Any:
+def native() -> ModuleType:
     """The module of this backend with the operations that `keras.ops` lacks.
 
     Each module has
