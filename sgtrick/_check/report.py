@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sgtrick._core.types import Array
+
 SEVERITY = ("wrong", "refused", "cannot tell", "kink", "ok")
 SHOWN = 20  # entries in a printed table
 ADVICE = {
@@ -53,8 +55,8 @@ class Entry(NamedTuple):
     allowed: float
     verdict: str
     remark: str
-    steps: Any
-    differences: Any
+    steps: Array
+    differences: Array
 
     @property
     def rank(self) -> tuple[int, float]:
