@@ -170,7 +170,7 @@ def _embed(
 
 
 _FIRST_ORDER = (
-    "A second derivative of {0} was asked for, but only its value and gradient are known. Pass the "
+    "{0} was asked for a second derivative, but only its value and gradient are known. Pass the "
     "Hessian or a function for Hessian-vector products as hx=, or hx=0 to treat it as zero, as "
     "first-order approximations do."
 )

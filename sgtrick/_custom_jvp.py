@@ -250,8 +250,7 @@ def _tangents(result: Structure, y: Tensor, name: str) -> list[Tangent]:
     """The leaves of `tangent_out`."""
     if not structures.is_pair(result):
         raise TypeError(
-            f"The JVP rule of {name} must return (primal_out, tangent_out), got "
-            f"{type(result).__name__}."
+            f"jvp of {name} must return (primal_out, tangent_out), got {type(result).__name__}."
         )
     return [t for _, _, t in structures.pair(y, result[1], f"{name}(...)", "tangent_out")]
 

@@ -126,7 +126,7 @@ def _with_gradient(
             f, grad = converted(function.f), converted(rule.f)
 
             def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
-                what = f"the gradient function of {function.name}"
+                what = f"grad of {function.name}"
                 gradients = as_tuple(gradients, argnums, what)
                 return point.jacobians(gradients, y, batch_ndims)
 
@@ -180,8 +180,7 @@ def _with_variables(
     def pull(upstream: Tensor) -> list[Gradient]:
         gradients, by_variables = pair_of(
             grad(*at.args, **at.kwargs, variables=variables),
-            f"The gradient function of {name} takes variables, so it must return "
-            "(gradients, variable_gradients)",
+            f"grad of {name} takes variables, so it must return (gradients, variable_gradients)",
         )
         return [
             *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),

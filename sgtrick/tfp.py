@@ -111,7 +111,7 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
     def _log_prob(self, x: Tensor) -> Tensor:
         if not x.shape[-1:].is_compatible_with([0]):
             raise ValueError(
-                f"The event of the factor {self.name!r} is empty, so its value must have a shape "
+                f"{self.name!r} is a factor, whose event is empty, so its value must have a shape "
                 f"[..., 0] such as tf.zeros([0]), got {_shown(x.shape)}."
             )
         # The sum over nothing is zero. It has the sample shape, and gives x a gradient.

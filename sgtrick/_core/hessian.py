@@ -17,7 +17,7 @@ from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 _THIRD = (
-    "A third derivative of {0} was asked for, but only its value, gradient and Hessian are known. "
+    "{0} was asked for a third derivative, but only its value, gradient and Hessian are known. "
     "For derivatives of every order, use sgtrick.with_gradient or sgtrick.custom_jvp."
 )
 

@@ -104,7 +104,7 @@ def pull_variables(
         name: The function's name in errors.
     """
     names = [v.name for v in variables]
-    what = f"The gradient function of {name} must return a gradient for each of the variables"
+    what = f"grad of {name} must return a gradient for each of the variables"
     if not isinstance(jacobians, (list, tuple)) or len(jacobians) != len(names):
         raise ValueError(
             f"{what} {names}, in a list in this order, got {structures.kind_of(jacobians)}."

@@ -79,8 +79,9 @@ def broadcast_batches(
             f"{p} {shapes.show(structures.static_shape(x))}" for p, x in zip(paths, xs, strict=True)
         )
         raise ValueError(
-            f"The batch shapes of {shown} do not broadcast, with event_ndims={list(event_ndims)}. "
-            "All dimensions before the event dimensions are batch: check event_ndims."
+            f"{shown} have batch shapes that do not broadcast, with event_ndims="
+            f"{list(event_ndims)}. All dimensions before the event dimensions are batch: check "
+            "event_ndims."
         ) from error
     if len(xs) == 1 or all(b.is_fully_defined() and b == batch for b in batches):
         return list(xs), batch

@@ -349,7 +349,7 @@ def _check_executor(executor: futures.Executor | None, functions: Sequence[Funct
             pickle.dumps(functions)
         except Exception as error:
             raise TypeError(
-                f"The engine cannot be sent to the processes of the executor: {_said(error)}. "
+                f"executor is a process pool, to which the engine cannot be sent: {_said(error)}. "
                 "Define it at the top level of a module, not as a lambda or closure; or use a "
                 "ThreadPoolExecutor."
             ) from error

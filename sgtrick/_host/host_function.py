@@ -282,7 +282,7 @@ class HostFunction:
 
 
 _NO_HESSIAN = (
-    "A second derivative of {0} was asked for, but its engine gives only a value and a gradient. "
+    "{0} was asked for a second derivative, but its engine gives only a value and a gradient. "
     "Pass hessp=, a function of (*arrays, v) that returns the Hessian times v, or hess=, a "
     "function of (*arrays) that returns the Hessian; from_jax and from_torch compute it themselves."
 )
