@@ -78,13 +78,15 @@ def _custom_vjp(f: Function) -> Function:
     function, read = calls.Callee(f), Reader()
 
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
-        args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
+        if kwargs:
+            given = function.given(args, kwargs)
+            args, kwargs = given.args, given.kwargs
         owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
-        given = tf.nest.flatten((args, kwargs))
+        passed = tf.nest.flatten((args, kwargs))
         args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
         leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
-        returned, variables, tape = read.recorded(run, [*given, *(leaf for _, leaf in leaves)])
+        returned, variables, tape = read.recorded(run, [*passed, *(leaf for _, leaf in leaves)])
         y, grad_fn = vjp_protocol.value_and_rule(f, returned)
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]

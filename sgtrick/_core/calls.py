@@ -174,6 +174,13 @@ class Callee:
         """Calls the function."""
         return self.f(*args, **kwargs)
 
+    def given(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
+        """The arguments with keywords turned into positions where possible, without defaults."""
+        if self._signature is None:
+            return Call(tuple(args), dict(kwargs))
+        bound = bind(self._signature, args, kwargs, self.name)
+        return Call(bound.args, bound.kwargs)
+
     def bind(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
         """The arguments as the function receives them."""
         complete = self._positional and not kwargs and len(args) == len(self._parameters)

@@ -47,15 +47,6 @@ def check_shape(
         )
 
 
-def arguments_of(f: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments, with keywords turned into positions where `f` allows it."""
-    signature = calls.signature_of(f) if kwargs else None
-    if signature is None:
-        return args, kwargs
-    bound = calls.bind(signature, args, kwargs, calls.name_of(f))
-    return bound.args, bound.kwargs
-
-
 def leaves_of(args: Args, kwargs: Kwargs) -> list[tuple[str, Any]]:
     """`(path, leaf)` of all arguments; keywords in the given order, which `tf.nest` would sort."""
     leaves = [*structures.flatten(args, "argument ")]

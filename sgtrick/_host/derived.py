@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from sgtrick._core import calls, structures
 from sgtrick._core.types import Args, Function, Structure
-from sgtrick._host.engine import WrongUse
+from sgtrick._host.engine import WrongUseError
 
 Leaves = Sequence[Any]  # arrays of NumPy, or tensors of the framework
 # The leaves to map over: for each batch dimension in order, for each group of leaves, the axis.
@@ -42,7 +42,7 @@ class Framework(Protocol):
         ...
 
 
-class Split(NamedTuple):
+class _Split(NamedTuple):
     """The leaves of a call: points, which are differentiated, and constants, all others."""
 
     args: Args
@@ -89,7 +89,7 @@ class Derived:
         """The value (or value and aux) and the gradients of a batch."""
         split = _split(args)
         if not split.places:
-            raise WrongUse(
+            raise WrongUseError(
                 f"{self._name} has no argument of a floating dtype, so it has no gradient. Pass an "
                 "argument as a float, or call the function itself."
             )
@@ -108,9 +108,9 @@ class Derived:
         groups, dims = self._mapped(split, [*split.groups(), vs])
         return split.packed(self._run("hessian_times", split, groups, dims))
 
-    def _mapped(self, split: Split, groups: Sequence[Leaves]) -> tuple[Sequence[Leaves], Dims]:
+    def _mapped(self, split: _Split, groups: Sequence[Leaves]) -> tuple[Sequence[Leaves], Dims]:
         """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
-        ndims = Split(split.args, self._by_leaf(split.args), split.places).groups()
+        ndims = _Split(split.args, self._by_leaf(split.args), split.places).groups()
         fronts = [
             [leaf.shape[: leaf.ndim - n] for leaf, n in zip(group, own, strict=True)]
             for group, own in zip(groups, [*ndims, ndims[0]], strict=False)
@@ -143,7 +143,7 @@ class Derived:
             )
         ]
 
-    def _run(self, what: str, split: Split, groups: Sequence[Leaves], dims: Dims) -> Structure:
+    def _run(self, what: str, split: _Split, groups: Sequence[Leaves], dims: Dims) -> Structure:
         """Calls the transformed function, which is made once for each structure of arguments."""
         key = what, split.places, dims, repr(tf.nest.map_structure(lambda _: 0, split.args))
         if key not in self._transformed:
@@ -161,23 +161,23 @@ class Derived:
         """`f(*args)`, with advice added to the framework's errors."""
         try:
             return f(*args)
-        except WrongUse:
+        except WrongUseError:
             raise
         except Exception as error:
             advice = self._framework.advice(error)
             if advice is None:
                 raise
             said = f"{type(error).__name__}: {error}"
-            raise WrongUse(f"{self._name} {advice}\n{said}") from error
+            raise WrongUseError(f"{self._name} {advice}\n{said}") from error
 
-    def _function(self, split: Split, has_aux: bool) -> Function:
+    def _function(self, split: _Split, has_aux: bool) -> Function:
         """The user's function as one of `(points, constants)`, with its result checked."""
 
         def f(points: Leaves, constants: Leaves) -> Structure:
             returned = self._fn(*split.joined(points, constants))
             if structures.is_pair(returned) != self._has_aux:
                 wanted = "(value, aux)" if self._has_aux else "only the value"
-                raise WrongUse(
+                raise WrongUseError(
                     f"{self._name} must return {wanted}, got {type(returned).__name__}. The "
                     "gradient is computed by autodiff: use from_numpy for a function that returns "
                     "its gradient, and has_aux=True for one that returns (value, aux)."
@@ -185,13 +185,13 @@ class Derived:
             value = returned[0] if self._has_aux else returned
             why = self._framework.why_no_scalar(value)
             if why is not None:
-                raise WrongUse(f"{self._name} must return a scalar, {why}")
+                raise WrongUseError(f"{self._name} must return a scalar, {why}")
             return (value, returned[1]) if has_aux else value
 
         return f
 
     def _check_connection(
-        self, split: Split, groups: Sequence[Leaves], dims: Dims, place: int
+        self, split: _Split, groups: Sequence[Leaves], dims: Dims, place: int
     ) -> None:
         """Raises if a gradient is zero because the value was detached from the point."""
         first = [list(group) for group in groups]
@@ -202,7 +202,7 @@ class Derived:
         k = split.places.index(place)
         f = self._function(split, self._has_aux)
         if self._framework.is_cut_off(f, points, constants, k):
-            raise WrongUse(
+            raise WrongUseError(
                 f"{self._name} uses {self._path(split.args, place)}, but its value is cut off from "
                 "it, so that the gradient would be zero. The usual causes are .item(), float(), "
                 ".detach(), .numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
@@ -223,6 +223,6 @@ class Derived:
         return paths[place]
 
 
-def _split(args: Args) -> Split:
+def _split(args: Args) -> _Split:
     leaves = tf.nest.flatten(args)
-    return Split(args, leaves, tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f"))
+    return _Split(args, leaves, tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f"))

@@ -30,7 +30,7 @@ from sgtrick._host.replies import (
 Result: TypeAlias = Callable[[], Structure]
 
 
-class WrongUse(TypeError):  # noqa: N818 - callers catch it as a TypeError
+class WrongUseError(TypeError):
     """An engine that cannot work at any point as declared, so `on_error` does not apply."""
 
 
@@ -137,7 +137,7 @@ class Engine:
         result = self._started(asked, whole)
         try:
             returned = self._returned(asked, result)
-        except _Failure as failure:
+        except _EngineError as failure:
             if self._instead is not None and math.prod(batch) > 1:
                 # One bad member must not reject the others. The failed call may have modified
                 # `leaves`, so copy them again.
@@ -183,7 +183,7 @@ class Engine:
         for i, (member, result) in zip(places, started, strict=True):
             try:
                 returned = self._returned(asked, result)
-            except _Failure as failure:
+            except _EngineError as failure:
                 came = [_of(i, np.asarray(a), s) for a, s in zip(arrays, shared, strict=True)]
                 results.put(i, self._failed(asked, failure, came, one, events), failed=True)
             else:
@@ -199,24 +199,24 @@ class Engine:
             result: Makes the call, or waits for the executor.
 
         Raises:
-            _Failure: The engine raised.
+            _EngineError: The engine raised.
             RuntimeError: The executor did not answer.
         """
         asked.calls += 1
         try:
             return result()
-        except (reticulate.WrongThreadError, WrongUse):
+        except (reticulate.WrongThreadError, WrongUseError):
             raise  # not a failure at this point: the engine could not be called, or never works
         except Exception as error:
             lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
             if lost and self._executor is not None:
                 raise RuntimeError(_lost(asked.reply.name, error)) from error
-            raise _Failure from error
+            raise _EngineError from error
 
     def _failed(
         self,
         asked: "_Asked",
-        failure: "_Failure",
+        failure: "_EngineError",
         member: Sequence[Array],
         batch: Shape,
         events: Sequence[Shape],
@@ -265,7 +265,7 @@ class _Asked:
         self.calls, self.failures, self.nonfinite = 0, 0, 0
 
 
-class _Failure(Exception):  # noqa: N818 - never seen by callers
+class _EngineError(Exception):
     """An engine raised: `__cause__`."""
 
 

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from sgtrick._core import calls, dtypes, vjp_protocol
-from sgtrick._core.types import Args, Function, Kwargs, Structure
+from sgtrick._core.types import Args, Kwargs, Structure
 from sgtrick.keras import _structures
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
@@ -19,12 +19,16 @@ class Rule:
         inputs: The tensors among the arguments that have derivatives.
     """
 
-    def __init__(self, f: Function, args: Args, kwargs: Kwargs, *, is_bound: bool) -> None:
-        args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
+    def __init__(
+        self, function: calls.Callee, args: Args, kwargs: Kwargs, *, is_bound: bool
+    ) -> None:
+        if kwargs:
+            given = function.given(args, kwargs)
+            args, kwargs = given.args, given.kwargs
         self._owner, args = args[:is_bound], args[is_bound:]  # self of a method has no gradient
         leaves = vjp_protocol.leaves_of(args, kwargs)
-        self.__name__ = calls.name_of(f)
-        self._f, self._keywords = f, list(kwargs)
+        self.__name__ = function.name
+        self._f, self._keywords = function.f, list(kwargs)
         self._call = (args, list(kwargs.values()))
         self._paths = [path for path, _ in leaves]
         self._leaves = [_value_of(leaf) for _, leaf in leaves]

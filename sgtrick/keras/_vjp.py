@@ -59,12 +59,12 @@ def custom_vjp(f: Function | None = None) -> Function:
     if isinstance(f, (classmethod, staticmethod)):
         return type(f)(custom_vjp(f.__func__))
 
-    body = _body(f)
+    body, function = _body(f), calls.Callee(f)
 
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
             return CustomVJPCall(h)(*args, **kwargs)
-        rule = Rule(f, args, kwargs, is_bound=_is_bound(f, body, args))
+        rule = Rule(function, args, kwargs, is_bound=_is_bound(f, body, args))
         return rule.pack(_backends.native().with_vjp(rule, rule.inputs, rule.reads()))
 
     if _backends.is_tensorflow():
