@@ -8,11 +8,18 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).parent))  # tests/matrix, for xdist's workers too
 
+from tensorflow.python.util import tf_stack
+
 import matrix
 from sgtrick import _custom_gradient
 from sgtrick._core.formula import formula
 
 matrix.configure()
+
+# TensorFlow keeps the Python stack of every operation, for messages. With pytest's frames at the
+# bottom of each, that is an eighth of the time of all tests.
+STACK = tf_stack.extract_stack()
+tf_stack.extract_stack = lambda stacklevel=1: STACK
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,7 +12,6 @@ from matrix.function_cases import (
 PAIRS = pairs(
     with_gradient_cases() + from_value_and_gradient_cases() + custom_jvp_cases(),
     everywhere={
-        "Jacobian function per member",
         "gradient by one, autodiff by the other",
         "value and gradients by two",
         "JVP of two",

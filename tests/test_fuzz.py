@@ -20,14 +20,18 @@ from fuzz.pieces import (
     closed_form,
     custom_jvp,
     custom_vjp,
+    custom_vjp_in_a_function,
     from_numpy,
     from_value_and_gradient,
+    jacobian,
     loop,
     map_fn,
     on_host,
     recompute,
+    stopped,
     tape,
     vectorized_map,
+    with_gradient,
     with_gradient_in_part,
 )
 from fuzz.program import Program
@@ -45,6 +49,8 @@ FOUND = [
     Program(Asinh, on_host, custom_jvp, (pieces.function, accumulator, accumulator), (3,)),
     Program(Asinh, closed_form, custom_vjp, (loop, accumulator, pieces.function), (3,)),
     Program(Asinh, closed_form, from_numpy, (branch, pieces.function, tape), (3,)),
+    Program(Asinh, stopped, with_gradient, (tape, jacobian), (3,)),
+    Program(Asinh, closed_form, custom_vjp_in_a_function, (vectorized_map, tape), (3,)),
     Program(Asinh, by_a_tape, from_value_and_gradient, (recompute, vectorized_map, tape), (3,)),
 ]
 

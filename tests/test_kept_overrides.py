@@ -404,9 +404,17 @@ def branched(f):
 class TestLoopsAndBranches:
     """Whose bodies TensorFlow copies, in forward mode in a graph."""
 
-    @pytest.mark.parametrize("name", ALL)
-    @pytest.mark.parametrize("inside", [looped, branched])
-    @pytest.mark.parametrize("mode", [derivative, forward_derivative])
+    @pytest.mark.parametrize(
+        ("name", "inside", "mode"),
+        [
+            (name, inside, mode)
+            for name in ALL
+            for inside in (looped, branched)
+            for mode in (derivative, forward_derivative)
+            # A rule that calls the host is copied as another one is.
+            if name not in CALLS_HOST - {"from_numpy"} or (inside is looped) == (mode is derivative)
+        ],
+    )
     def test_first_derivatives(self, name, inside, mode):
         twice = tf.asinh(POINTS)
         expected = (exact(1) * exact(1, twice)).numpy()
@@ -494,6 +502,33 @@ class TestHigherDerivatives:
     )  # fmt: skip
     def test_of_third_order(self, name, way):
         assert verdict(way(EVERY_ORDER[name]), exact(3)) == "right"
+
+
+_one_more = tf.function(lambda x: 1 + x)
+_true = tf.function(true)
+
+
+class TestRulesThatCallFunctions:
+    """Their derivatives are found in each call."""
+
+    RULES = {
+        "with a constant first": lambda x: (_one_more(0 * POINTS[0]) * _one_more(x**2)) ** -0.5,
+        "with a constant second": lambda x: (_one_more(x**2) * _one_more(0 * POINTS[0])) ** -0.5,
+        "in a tape": derivative(_true),
+        "in a tape, once more": lambda x: derivative(_true)(x) + 0 * _true(constant(1.0)),
+    }
+    WAYS = {
+        "eager": lambda f: derivative(derivative(f)),
+        "in tf.function": lambda f: tf.function(derivative(derivative(f))),
+        "around tf.function": lambda f: derivative(derivative(tf.function(f))),
+        "around vectorized_map": lambda f: derivative(derivative(mapped(f))),
+    }
+
+    @pytest.mark.parametrize("make", [sgtrick.with_gradient, vjp_form, jvp_form])
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("rule", RULES)
+    def test_of_second_order(self, rule, way, make):
+        assert verdict(self.WAYS[way](make(hidden, self.RULES[rule])), exact(2)) == "right"
 
 
 class TestMapped:

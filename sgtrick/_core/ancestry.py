@@ -130,15 +130,16 @@ def _walk(
     tensor: Tensor, *, differentiably: bool, until: Collection[Hashable] = ()
 ) -> Iterator[Tensor]:
     """Yields a tensor and all that it depends on, also in called functions and outer graphs."""
-    seen: set[Hashable] = set()
+    # Once for each call of the functions around a tensor: their arguments differ.
+    seen: set[tuple[Hashable, tuple[Operation, ...]]] = set()
     # A tensor, and the calls of the functions that it is in, the innermost last.
     stack: list[tuple[Tensor, tuple[Operation, ...]]] = [(tensor, ())]
     while stack:
         t, calls = stack.pop()
         key = graphs.identity_of(t)
-        if key in seen or (differentiably and not structures.is_differentiable(t.dtype)):
+        if (key, calls) in seen or (differentiably and not structures.is_differentiable(t.dtype)):
             continue
-        seen.add(key)
+        seen.add((key, calls))
         yield t
         if key in until:
             continue
@@ -149,14 +150,16 @@ def _walk(
         if called is not None:
             stack.append((called.outputs[t.value_index], (*calls, op)))
             continue
-        outside = graphs.captured_from(t)
-        if outside is not None:
-            stack.append((outside, calls))
-            continue
+        # What a function captured is an argument too where it is called. The capture of a gradient
+        # function is a tensor in its forward function, which has other arguments in each call.
         around = graphs.called_function(calls[-1]) if calls else None
         if op.type == "Placeholder" and around is not None and t.graph is around:
             index = [p.name for p in around.inputs].index(t.name)
             stack.append((calls[-1].inputs[index], calls[:-1]))
+            continue
+        outside = graphs.captured_from(t)
+        if outside is not None:
+            stack.append((outside, calls))
             continue
         if not (differentiably and graphs.has_no_gradient(op)):
             stack.extend((i, calls) for i in op.inputs)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from sgtrick._core import adjoint, ancestry, devices, lost, loud, mapped, structures
 from sgtrick._core._tensorflow import mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
-from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow.graphs import here, operation
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import not_transposed, transposed
@@ -295,7 +295,7 @@ def _with_errors(
 
 def _is_of_function(parts: Sequence[Tensor]) -> bool:
     """Whether this traces the gradient of a whole function, namely the one with these tensors."""
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or operation(parts[0]) is None:  # as where a Jacobian is traced
         return False
     return parts[0].graph is not tf.compat.v1.get_default_graph()
 

@@ -131,6 +131,18 @@ DEFECTS = (
         (("a.copy() if a.flags.writeable else a", "a"),),
     ),
     Defect(
+        "JAX maps over the batch dimensions in the wrong order",
+        "jax",
+        "_host/jax.py",
+        (("for in_axes in reversed(dims):", "for in_axes in dims:"),),
+    ),
+    Defect(
+        "PyTorch multiplies the Hessian by the point",
+        "torch",
+        "_host/torch.py",
+        (("points)[1](vs)[0]", "points)[1](points)[0]"),),
+    ),
+    Defect(
         "check_gradient takes 1 % for rounding",
         "checks",
         "_check/comparison.py",

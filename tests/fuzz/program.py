@@ -84,7 +84,7 @@ class Program:
             return f"{type(error).__name__}: {error}" if slipped else "loud"
         if y is None:
             return "right" if not expected.any() else f"None, expected {expected}"
-        y = y.numpy()
+        y = tf.convert_to_tensor(y).numpy()  # from slices, too
         tolerance = 1e-7 if self.dtype in ("float64", "complex128") else 2e-2
         if y.shape == expected.shape:
             size = 1 + np.abs(expected).max(initial=0)
@@ -124,7 +124,7 @@ class Program:
             [
                 "import concurrent.futures\nimport tempfile\n\nimport numpy as np\n"
                 "import tensorflow as tf\n\nimport sgtrick\n\n"
-                "ONE = tf.Variable(1.0, trainable=False)",
+                "ONE, SCALE = tf.Variable(1.0, trainable=False), tf.Variable(1.0)",
                 *texts.values(),
                 f"x = tf.constant({self.point().tolist()}, tf.{self.dtype})\n"
                 f"expected = {expected}(tf.cast(x, tf.{wide}))\n"
@@ -139,5 +139,5 @@ class Program:
 PIECES = {
     name
     for name, value in vars(pieces).items()
-    if getattr(value, "__module__", None) == pieces.__name__ and value.__name__ == name
+    if str(getattr(value, "__module__", "")).startswith(pieces.__name__) and value.__name__ == name
 }

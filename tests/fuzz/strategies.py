@@ -1,14 +1,18 @@
 """How programs are drawn, and what is asked of them."""
 
 import dataclasses
+import functools
+import importlib.util
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from fuzz import hosts, pieces
+from fuzz import calls, frameworks, hosts, pieces
+from fuzz.calls import Leaf
 from fuzz.checks import SMOOTH, Check
-from fuzz.hosts import Host, Leaf
+from fuzz.frameworks import REDUCTIONS, Foreign
+from fuzz.hosts import Host
 from fuzz.program import Program
 
 SETTINGS = settings(
@@ -24,22 +28,24 @@ SETTINGS = settings(
 @st.composite
 def programs(draw):
     dtype = draw(st.sampled_from(["float64", "float64", "float32", "complex128"]))
-    functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, list(pieces.FORMS)
+    functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, pieces.FORMS + 2 * pieces.OUTSIDE
     if dtype == "complex128":
         functions, rules = (pieces.Asinh, pieces.Sum), pieces.OF_COMPLEX
-        forms = [f for f in forms if f not in (pieces.from_numpy, pieces.custom_vjp_that_clips)]
+        forms = [f for f in forms if f not in pieces.OF_REAL]
     function = draw(st.sampled_from(functions))
     if not hasattr(function, "engine"):
-        forms.remove(pieces.from_numpy)
+        forms = [f for f in forms if f not in pieces.OF_FEW]
     rank = draw(st.sampled_from(function.ranks))
-    steps = draw(st.lists(st.sampled_from(pieces.STEPS + pieces.OVER_MEMBERS), max_size=4))
+    runs = [(step,) for step in pieces.STEPS + pieces.OVER_MEMBERS]
+    steps = sum(draw(st.lists(st.sampled_from([*pieces.OFTEN, *runs]), max_size=4)), ())[:4]
+    sizes = st.sampled_from([2, 3, 1, 2, 3, 0])
     return Program(
         function,
         draw(st.sampled_from(rules)),
         draw(st.sampled_from(forms)),
-        tuple(steps),
-        tuple(draw(st.lists(st.integers(0, 3), min_size=rank, max_size=rank))),
-        draw(st.integers(1, 3)),
+        steps,
+        tuple(draw(st.lists(sizes, min_size=rank, max_size=rank))),
+        draw(st.sampled_from([2, 3, 1])),
         dtype,
     )
 
@@ -54,54 +60,90 @@ def check_engine(host):
     assert came == "right", f"{host}: {came}"
 
 
+def some_arguments(draw, one):
+    """Leaves and structures of `one`."""
+    several = st.lists(one, min_size=1, max_size=2)
+    dicts = several.map(lambda some: dict(zip("ab", some, strict=False)))
+    structures = st.one_of(one, one, several.map(tuple), dicts)
+    return tuple(draw(st.lists(structures, min_size=1, max_size=3)))
+
+
+def some_way(draw, call):
+    way = draw(st.sampled_from(calls.WAYS)) if call.watched else "eager"
+    if way in ("vectorized_map", "map_fn") and 0 in (call.batch or (0,))[:1]:
+        return "graph"
+    return way
+
+
 @st.composite
 def engines(draw):
     batch = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
-    one = leaves(batch)
-    several = st.lists(one, min_size=1, max_size=2)
-    dicts = several.map(lambda some: dict(zip("ab", some, strict=False)))
-    arguments = tuple(
-        draw(st.lists(st.one_of(one, one, several.map(tuple), dicts), min_size=1, max_size=3))
-    )
+    arguments = some_arguments(draw, leaves(batch))
     if len(arguments) == 1 and isinstance(arguments[0], Leaf):  # None would be no gradient at all
         arguments = (dataclasses.replace(arguments[0], known=True),)
     host = Host(arguments)
-    way = draw(st.sampled_from(hosts.WAYS)) if host.watched else "eager"
-    if way in ("vectorized_map", "map_fn") and 0 in (host.batch or (0,))[:1]:
-        way = "graph"
     fault = draw(st.sampled_from([None] * 12 + list(hosts.FAULTS)))
     if fault == "gradient" and not any(leaf.live and leaf.known for leaf in host.leaves):
         fault = None
     threads = draw(st.sampled_from([0, 0, 2]))
     return Host(
         arguments,
-        way,
-        draw(st.booleans()),
-        draw(st.sampled_from(["float64", "float64", "float32"])),
-        draw(st.booleans()),
-        draw(st.sampled_from(["raise", -np.inf, 3.0])),
-        draw(st.booleans()),
-        draw(st.sampled_from([None, "hess", "hessp"])),
-        threads,
-        draw(st.booleans()),
-        draw(st.sampled_from([np.inf, np.inf, 0.3])),
-        fault,
-        threads == 0 and draw(st.booleans()),
-        draw(st.booleans()),
+        some_way(draw, host),
+        vectorized=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
+        has_aux=draw(st.booleans()),
+        on_error=draw(st.sampled_from(["raise", -np.inf, 3.0])),
+        apart=draw(st.booleans()),
+        hessian=draw(st.sampled_from([None, "hess", "hessp"])),
+        threads=threads,
+        keyword=draw(st.booleans()),
+        above=draw(st.sampled_from([np.inf, np.inf, 0.3])),
+        fault=fault,
+        careless=threads == 0 and draw(st.booleans()),
+        method=draw(st.booleans()),
     )
 
 
 @st.composite
-def leaves(draw, batch):
+def foreigns(draw, framework):
+    batch = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
+    arguments = some_arguments(draw, leaves(batch, ("int32", "bool")))
+    if not Foreign(arguments).live:
+        arguments = (*arguments[:2], Leaf())
+    jit = framework == "jax" and draw(st.booleans())
+    vectorized = draw(st.booleans())
+    is_traced = jit or vectorized
+    term = st.tuples(st.sampled_from(list(frameworks.MAPS)), st.sampled_from(list(REDUCTIONS)))
+    return Foreign(
+        arguments,
+        some_way(draw, Foreign(arguments)),
+        vectorized=vectorized,
+        dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
+        has_aux=draw(st.booleans()),
+        on_error=draw(st.sampled_from(["raise", -np.inf, 3.0])),
+        threads=draw(st.sampled_from([0, 0, 2])),
+        keyword=draw(st.booleans()),
+        framework=framework,
+        terms=tuple(draw(st.lists(term, min_size=1, max_size=3))),
+        pairs=draw(st.booleans()),
+        last=draw(st.sampled_from(list(frameworks.LAST))),
+        jit=jit,
+        above=np.inf if is_traced else draw(st.sampled_from([np.inf, 0.3])),
+        fault=draw(st.sampled_from([None] * 12 + list(frameworks.FAULTS))),
+    )
+
+
+@st.composite
+def leaves(draw, batch, dead=("int32", "bool", "bytes")):
     kind = draw(st.sampled_from(["tensor", "tensor", "variable", "array", "number"]))
     if kind == "number":
         return Leaf(dtype=draw(st.sampled_from(["float64", "int32", "bool"])), kind=kind)
     own = batch[draw(st.integers(0, len(batch))) :]
     own = tuple(1 if draw(st.integers(0, 3)) == 0 else n for n in own)
     event = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
-    live = st.sampled_from(list(hosts.SIZES))
-    dtype = draw(st.one_of(live, live, st.sampled_from(["int32", "bool", "bytes"])))
-    if dtype not in hosts.SIZES and kind == "variable":
+    live = st.sampled_from(list(calls.SIZES))
+    dtype = draw(st.one_of(live, live, st.sampled_from(dead)))
+    if dtype not in calls.SIZES and kind == "variable":
         kind = "tensor"
     return Leaf(own, event, dtype, kind, draw(st.integers(0, 5)) > 0)
 
@@ -144,4 +186,8 @@ KINDS = {
     "programs": (programs, check),
     "engines": (engines, check_engine),
     "checks": (checks, check_checker),
+} | {
+    framework: (functools.partial(foreigns, framework), check_engine)
+    for framework in frameworks.FORMS
+    if importlib.util.find_spec(framework)
 }

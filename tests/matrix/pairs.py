@@ -24,16 +24,21 @@ TELLING = {
 assert CELLS.keys() >= TELLING
 
 
-def pairs(cases: Iterable[Case], everywhere: Set[str]) -> list[tuple[Case, Cell]]:
+def pairs(
+    cases: Iterable[Case], everywhere: Set[str], twice: Set[str] = frozenset()
+) -> list[tuple[Case, Cell]]:
     """The cases named in `everywhere` with every cell, the others with the telling ones.
 
-    The others take the same way through the code as one of the former, with other shapes.
+    The others take the same way through the code as one of the former, with other shapes. Those in
+    `twice` do so for first derivatives, and have every cell of second ones.
     """
     cases = list(cases)
-    assert everywhere <= {case.name for case in cases}
+    assert everywhere | twice <= {case.name for case in cases}
     return [
         (case, cell)
         for case in cases
         for cell in CELLS.values()
-        if case.name in everywhere or cell.name in TELLING
+        if case.name in everywhere
+        or cell.name in TELLING
+        or (case.name in twice and cell.order == 2)
     ]

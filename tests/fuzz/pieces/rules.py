@@ -1,0 +1,78 @@
+"""Ways to compute the Jacobian of a function in a rule."""
+
+import tensorflow as tf
+
+import sgtrick
+
+
+def closed_form(function, x):
+    return function.jacobian(x)
+
+
+def stopped(function, x):
+    return tf.stop_gradient(function.jacobian(x))
+
+
+def on_host(function, x):
+    j = function.jacobian(x)
+    y = tf.numpy_function(lambda j: j + 0, [j], j.dtype, stateful=False)
+    y.set_shape(j.shape)
+    return y
+
+
+def in_a_loop(function, x):
+    j = function.jacobian(x)
+    return tf.while_loop(
+        lambda i, _: i < 2, lambda i, s: (i + 1, s + j / 2), (0, tf.zeros_like(j))
+    )[1]
+
+
+def in_a_branch(function, x):
+    return tf.cond(
+        tf.reduce_sum(x) > -1e9, lambda: function.jacobian(x), lambda: 0 * function.jacobian(x)
+    )
+
+
+def in_a_function(function, x):
+    return tf.function(function.jacobian)(x)
+
+
+def by_a_tape(function, x):
+    """Of the Jacobian's own antiderivative, entry by entry."""
+    j = function.jacobian(x)
+    with tf.GradientTape() as tape:
+        tape.watch(j)
+        y = j**2 / 2
+    return tape.gradient(y, j)
+
+
+def by_another_form(function, x):
+    identity = sgtrick.custom_vjp(lambda a: (2 * a - a, lambda u: u))
+    return identity(function.jacobian(x))
+
+
+def by_a_mapped_form(function, x):
+    square = sgtrick.custom_vjp(lambda a: (a**2, lambda u: 2 * a * u))
+    j = function.jacobian(x)
+    squares = tf.vectorized_map(square, tf.reshape(j, [-1]))
+    return j + tf.reshape(squares - tf.reshape(j, [-1]) ** 2, tf.shape(j))
+
+
+def by_a_form_that_closes_over_it(function, x):
+    """And is called in a function of its own."""
+    j = function.jacobian(x)
+    times = sgtrick.with_gradient(lambda a: a * j, lambda a: tf.ones_like(a) * j)
+    return tf.function(times)(tf.ones_like(j))
+
+
+def with_a_variable(function, x):
+    return function.jacobian(x) * tf.cast(ONE, x.dtype)
+
+
+ONE = tf.Variable(1.0, trainable=False)
+
+OF_COMPLEX = (closed_form, stopped, on_host, in_a_loop, in_a_function, with_a_variable)
+RULES = (
+    closed_form, stopped, on_host, in_a_loop, in_a_branch, in_a_function, by_a_tape,
+    by_another_form, by_a_mapped_form, by_a_form_that_closes_over_it, with_a_variable,
+)  # fmt: skip
