@@ -1,7 +1,6 @@
 """The value form: a value `fx` and a gradient `gx` at `x`, computed anywhere."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -126,7 +125,7 @@ def _hessian(
     x: Structure,
     fx: Tensor,
     leaves: Sequence[Leaf],
-    stop: Callable[[Any], Any],
+    stop: Callable[[Tensor], Tensor],
 ) -> Blocks | Product | None:
     if callable(hx):
         return Product(name, fx, hx, x, leaves)
@@ -171,7 +170,7 @@ def _embed(
 
 
 _FIRST_ORDER = (
-    "A second derivative of {0} was asked for, but only its value and gradient are known. Pass the "
+    "{0} was asked for a second derivative, but only its value and gradient are known. Pass the "
     "Hessian or a function for Hessian-vector products as hx=, or hx=0 to treat it as zero, as "
     "first-order approximations do."
 )

@@ -13,10 +13,21 @@ from sgtrick._core._tensorflow import autograph
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Args, Function, Gradient, Kwargs, Structure, Tangent, Tensor
+from sgtrick._core.types import (
+    Args,
+    Decorated,
+    Function,
+    Gradient,
+    Kwargs,
+    Structure,
+    Tangent,
+    Tensor,
+)
 
 
-def custom_jvp(f: Function | None = None, *, nondiff_argnums: int | Sequence[int] = ()) -> Any:
+def custom_jvp(
+    f: Function | None = None, *, nondiff_argnums: int | Sequence[int] = ()
+) -> Decorated:
     """Gives a function a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`.
 
     The rule is linear in the tangents, so it serves both forward and reverse mode.
@@ -77,9 +88,9 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: int | Sequence[int
 def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
     function = calls.Callee(f)
     name = function.name
-    rule: Callable[..., Any] | None = None
+    rule: Function | None = None
 
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
         if rule is None:
             raise TypeError(
                 f"{name} has no JVP rule. Define one with the decorator @{name}.defjvp: a function "
@@ -203,10 +214,10 @@ _NOT_LINEAR = (
 
 # The functions whose rules are being transposed. A linear function's rule may call the function on
 # the tangents; transposing the rule of that call too would recurse for ever.
-_NOW: ContextVar[frozenset[Any]] = ContextVar("_NOW", default=frozenset())
+_NOW: ContextVar[frozenset[tuple[Function | int, ...]]] = ContextVar("_NOW", default=frozenset())
 
 
-def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> Any:
+def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Function | int, ...]:
     own = [id(at.args[i]) for i in nondiff if i == 0]
     return form, *own
 
@@ -239,8 +250,7 @@ def _tangents(result: Structure, y: Tensor, name: str) -> list[Tangent]:
     """The leaves of `tangent_out`."""
     if not structures.is_pair(result):
         raise TypeError(
-            f"The JVP rule of {name} must return (primal_out, tangent_out), got "
-            f"{type(result).__name__}."
+            f"jvp of {name} must return (primal_out, tangent_out), got {type(result).__name__}."
         )
     return [t for _, _, t in structures.pair(y, result[1], f"{name}(...)", "tangent_out")]
 

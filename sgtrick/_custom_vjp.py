@@ -24,7 +24,7 @@ from sgtrick._core.types import (
 from sgtrick._core.variables import Reader
 
 
-def custom_vjp(f: Function | None = None) -> Any:
+def custom_vjp(f: Function | None = None) -> Function:
     """Decorates a function that returns its value and its vector-Jacobian product.
 
     The protocol is that of `tf.custom_gradient`: `f(*args) -> (y, grad_fn)`, and
@@ -74,17 +74,19 @@ def custom_vjp(f: Function | None = None) -> Any:
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
 
-def _custom_vjp(f: Function) -> Any:
+def _custom_vjp(f: Function) -> Function:
     function, read = calls.Callee(f), Reader()
 
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
-        args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
+        if kwargs:
+            given = function.given(args, kwargs)
+            args, kwargs = given.args, given.kwargs
         owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
-        given = tf.nest.flatten((args, kwargs))
+        passed = tf.nest.flatten((args, kwargs))
         args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
         leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
-        returned, variables, tape = read.recorded(run, [*given, *(leaf for _, leaf in leaves)])
+        returned, variables, tape = read.recorded(run, [*passed, *(leaf for _, leaf in leaves)])
         y, grad_fn = vjp_protocol.value_and_rule(f, returned)
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]
@@ -133,7 +135,7 @@ class _Rule:
     def pull(self, *upstream: Tensor) -> list[Gradient]:
         """From gradients of the outputs to gradients of the inputs."""
         upstream = tuple(map(_with_component, tf.nest.flatten(self._y), upstream))
-        variable_gradients: Sequence[Any] = []
+        variable_gradients: Sequence[Gradient] = []
         if self._variables:
             returned = self._grad_fn(*upstream, variables=self._variables)
             if not structures.is_pair(returned):
@@ -171,7 +173,7 @@ def _takes_variables(grad_fn: Function) -> bool:
     return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _here(leaf: TensorLike) -> Any:
+def _here(leaf: TensorLike) -> TensorLike:
     """A tensor of the graph that is being traced; composite tensors are returned unchanged.
 
     Variables are read now: by the time the rule runs, they may have been assigned another value.
@@ -202,7 +204,7 @@ def _component(leaf: TensorLike) -> Tensor:
     return tf.convert_to_tensor(leaf)
 
 
-def _with_component(leaf: TensorLike, component: Any) -> Any:
+def _with_component(leaf: TensorLike, component: Tensor | None) -> Gradient:
     """`leaf` with another tensor as its component."""
     composite = getattr(leaf, "__composite_gradient__", None)
     if composite is None or component is None:

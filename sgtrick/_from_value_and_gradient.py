@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -28,7 +27,7 @@ def from_value_and_gradient(
     has_aux: bool = False,
     batch_ndims: int | None = None,
     device: Device = None,
-) -> Any:
+) -> Function:
     """Makes a function differentiable that returns its value and its gradient together.
 
     For code that computes both at once, like `tfp.math.value_and_gradient` and
@@ -90,7 +89,7 @@ def _from_value_and_gradient(
 ) -> Function:
     function = calls.Callee(fn)
 
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
         name, f = function.name, converted(function.f)
 
         def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
@@ -127,9 +126,9 @@ def _from_value_and_gradient(
 def _differentiable(
     call: ValueAtPoint,
     at: calls.Call,
-    leaves: list[Any],
-    evaluated: Callable[[calls.Call], list[Any]],
-) -> Callable[[], list[Any]]:
+    leaves: list[Leaf | None],
+    evaluated: Callable[[calls.Call], list[Leaf | None]],
+) -> Callable[[], list[Leaf | None]]:
     """The gradients that came with the value; to differentiate them, `fn` is evaluated again."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
     others = call.closure.others(known, call.point.stopped_xs) or mixed.Others(())

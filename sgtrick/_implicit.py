@@ -5,7 +5,7 @@ However such a value was computed, its derivatives follow from the equation.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +14,7 @@ from sgtrick._core import ancestry, shapes, structures
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
+from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike, Variable
 
 
 def implicit_root(
@@ -141,7 +141,7 @@ def _root(
     flat = tf.nest.flatten(theta)
     places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
 
-    def r(x: Structure, *thetas: Structure) -> Any:
+    def r(x: Tensor, *thetas: Tensor) -> Tensor:
         others = list(flat)
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
@@ -174,8 +174,8 @@ class _Equation(NamedTuple):
     """
 
     name: str
-    r: Any
-    variables: list[Any]
+    r: tracing.Traced
+    variables: list[Variable]
 
 
 def _solved(
@@ -184,7 +184,7 @@ def _solved(
     thetas: list[Tensor],
     captured: list[Tensor],
     reads: list[Tensor],
-) -> Any:
+) -> Tensor:
     """The root `x`, as a function of everything that the equation depends on."""
     captured = list(map(graphs.here, captured))
     x, thetas = graphs.here(x), list(map(graphs.here, thetas))
@@ -253,7 +253,7 @@ class _Rows:
         self._count = _product(of_stars[0][:batch_ndims])
         self._sizes = [_product(shape[batch_ndims:]) for shape in of_stars]
 
-    def pack(self, leaves: list[Any]) -> Structure:
+    def pack(self, leaves: list[Tensor]) -> Tensor:
         """From leaves to rows."""
         rows = [
             tf.reshape(leaf, [self._count, size])
@@ -261,7 +261,7 @@ class _Rows:
         ]
         return rows[0] if len(rows) == 1 else tf.concat(rows, 1)
 
-    def unpack(self, rows: Any) -> Any:
+    def unpack(self, rows: Tensor) -> Structure:
         """From rows to the structure."""
         columns = [rows] if len(self._sizes) == 1 else tf.split(rows, self._sizes, 1)
         leaves = []
@@ -296,7 +296,7 @@ def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
         )
 
 
-def _jacobian(r: Callable[[Any], Any], x: Tensor) -> Tensor:
+def _jacobian(r: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The Jacobian of each row, `[roots, n, n]`."""
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(x)
@@ -346,10 +346,10 @@ def _floating(value: TensorLike, name: str) -> Tensor:
     return value
 
 
-def _shape(x: Tensor) -> Any:
+def _shape(x: Tensor) -> list[int] | Tensor:
     """A list of ints if it is known, else a tensor."""
     return x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x)
 
 
-def _product(dims: Any) -> Any:
+def _product(dims: list[int] | Tensor) -> Ndims:
     return math.prod(dims) if isinstance(dims, list) else tf.reduce_prod(dims)

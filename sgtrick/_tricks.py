@@ -304,7 +304,7 @@ def _clip(x: Tensor, lo: Structure, hi: Structure) -> Tensor:
     return keep([x], [x], rule)[0]
 
 
-def _map(f: Function, x: Structure, **options: Any) -> Structure:
+def _map(f: Function, x: Structure, **options: Structure) -> Structure:
     """Returns `f(path, leaf, *options)` in the structure of `x`."""
     leaves = list(structures.flatten(x))
     columns = [

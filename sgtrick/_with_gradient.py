@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +20,17 @@ from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Argnums, Args, Device, Function, Gradient, Kwargs, Structure, Tensor
+from sgtrick._core.types import (
+    Argnums,
+    Args,
+    Decorated,
+    Device,
+    Function,
+    Gradient,
+    Kwargs,
+    Structure,
+    Tensor,
+)
 from sgtrick._core.variables import Reader, pull_variables
 
 
@@ -32,7 +41,7 @@ def with_gradient(
     argnums: Argnums = 0,
     batch_ndims: int | None = None,
     device: Device = None,
-) -> Any:
+) -> Decorated:
     """Gives a function the gradient that another function computes.
 
     The result has the value of `f`. With respect to the arguments `argnums`, its gradient is what
@@ -92,7 +101,7 @@ def with_gradient(
             `0 * x`). Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
             function runs; around it and in XLA, where nothing can raise, the derivative is NaN.
     """
-    options: dict[str, Any] = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
+    options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
         return functools.partial(with_gradient, grad=grad, **options)
     check_function(f, "f")
@@ -100,13 +109,13 @@ def with_gradient(
 
 
 def _with_gradient(
-    f: Function, grad: Any, argnums: Argnums, batch_ndims: int | None, device: Device
+    f: Function, grad: Function | None, argnums: Argnums, batch_ndims: int | None, device: Device
 ) -> Function:
     function = calls.Callee(f)
     read = Reader()
     rule: calls.Callee | None = None
 
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Any:
+    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Tensor:
         if rule is None:
             raise TypeError(
                 f"{function.name} has no gradient function. Pass grad= to with_gradient, or define "
@@ -117,7 +126,7 @@ def _with_gradient(
             f, grad = converted(function.f), converted(rule.f)
 
             def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
-                what = f"the gradient function of {function.name}"
+                what = f"grad of {function.name}"
                 gradients = as_tuple(gradients, argnums, what)
                 return point.jacobians(gradients, y, batch_ndims)
 
@@ -153,9 +162,9 @@ def _with_variables(
     point: calls.Selection,
     f: Function,
     grad: Function,
-    jacobians: Callable[[Any, Any], list[Any]],
+    jacobians: Callable[[Structure, Tensor], list[Leaf | None]],
     read: Reader,
-) -> Any:
+) -> Tensor:
     """The call where `grad` also returns the gradients with respect to the variables.
 
     All derivatives of `f` go through one pullback: there is no other way to stop the variables
@@ -171,8 +180,7 @@ def _with_variables(
     def pull(upstream: Tensor) -> list[Gradient]:
         gradients, by_variables = pair_of(
             grad(*at.args, **at.kwargs, variables=variables),
-            f"The gradient function of {name} takes variables, so it must return "
-            "(gradients, variable_gradients)",
+            f"grad of {name} takes variables, so it must return (gradients, variable_gradients)",
         )
         return [
             *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),

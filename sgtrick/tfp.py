@@ -7,8 +7,9 @@ Both keep any custom derivatives: nothing here stops or recomputes a gradient.
 import contextlib
 import numbers
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TypeAlias
 
 import tensorflow as tf
 import tensorflow_probability as tfp
@@ -16,9 +17,11 @@ from tensorflow_probability import bijectors as tfb
 from tensorflow_probability import distributions as tfd
 
 from sgtrick._core import shapes, structures
-from sgtrick._core.types import Function, Tensor, TensorLike
+from sgtrick._core.types import DType, DTypeLike, Function, Kwargs, Tensor, TensorLike
 
 __all__ = ["Factor", "LogDensity"]
+
+Seed: TypeAlias = int | Tensor | None
 
 
 class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
@@ -62,22 +65,23 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
 
     def __init__(
         self,
-        log_factor: Any,
+        log_factor: TensorLike,
         validate_args: bool = False,
         allow_nan_stats: bool = True,
         name: str = "Factor",
     ) -> None:
         parameters = dict(locals())
         with tf.name_scope(name) as name:
+            value: Tensor = log_factor
             if not _is_reference(log_factor):
                 dtype = tf.float32 if type(log_factor) is int else None
-                log_factor = structures.to_tensor(log_factor, "log_factor", dtype=dtype)
-            dtype = tf.as_dtype(log_factor.dtype)
+                value = structures.to_tensor(log_factor, "log_factor", dtype=dtype)
+            dtype = tf.as_dtype(value.dtype)
             if not dtype.is_floating:
                 raise TypeError(
                     f"log_factor has dtype {dtype.name}, expected a floating dtype. Cast it."
                 )
-            self._log_factor = log_factor
+            self._log_factor = value
             super().__init__(
                 dtype=dtype,
                 # The sample is a constant, so pathwise gradients through it are exact.
@@ -89,35 +93,35 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
             )
 
     @classmethod
-    def _parameter_properties(cls, dtype: Any, num_classes: Any = None) -> dict[str, Any]:
+    def _parameter_properties(cls, dtype: DType, num_classes: int | None = None) -> Kwargs:
         del dtype, num_classes
         return {"log_factor": tfp.util.ParameterProperties()}
 
     @property
-    def log_factor(self) -> Any:
+    def log_factor(self) -> Tensor:
         """The log of the factor."""
         return self._log_factor
 
-    def _event_shape(self) -> Any:
+    def _event_shape(self) -> tf.TensorShape:
         return tf.TensorShape([0])
 
-    def _event_shape_tensor(self) -> Any:
+    def _event_shape_tensor(self) -> Tensor:
         return tf.constant([0])
 
-    def _log_prob(self, x: Tensor) -> Any:
+    def _log_prob(self, x: Tensor) -> Tensor:
         if not x.shape[-1:].is_compatible_with([0]):
             raise ValueError(
-                f"The event of the factor {self.name!r} is empty, so its value must have a shape "
+                f"{self.name!r} is a factor, whose event is empty, so its value must have a shape "
                 f"[..., 0] such as tf.zeros([0]), got {_shown(x.shape)}."
             )
         # The sum over nothing is zero. It has the sample shape, and gives x a gradient.
         return self._log_factor + tf.reduce_sum(tf.cast(x[..., :0], self.dtype), -1)
 
-    def _sample_n(self, n: Any, seed: Any = None) -> Any:
+    def _sample_n(self, n: int | Tensor, seed: Seed = None) -> Tensor:
         del seed
         return tf.zeros(tf.concat([[n], self.batch_shape_tensor(), [0]], 0), self.dtype)
 
-    def _default_event_space_bijector(self) -> Any:
+    def _default_event_space_bijector(self) -> tfb.Bijector:
         return tfb.Identity(validate_args=self.validate_args)
 
 
@@ -162,10 +166,10 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
 
     def __init__(
         self,
-        log_prob_fn: Callable[[Any], Any],
-        event_shape: Any,
-        dtype: Any,
-        bijector: Any = None,
+        log_prob_fn: Callable[[Tensor], Tensor],
+        event_shape: int | Sequence[int],
+        dtype: DTypeLike,
+        bijector: tfb.Bijector | None = None,
         sample_fn: Function | None = None,
         validate_args: bool = False,
         allow_nan_stats: bool = True,
@@ -185,7 +189,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         with tf.name_scope(name) as name:
             self._log_prob_fn, self._sample_fn, self._bijector = log_prob_fn, sample_fn, bijector
             self._static_event_shape = _static(event_shape)
-            self._static_batch_shape: Any = None
+            self._static_batch_shape: tf.TensorShape | None = None
             super().__init__(
                 dtype=tf.as_dtype(dtype),
                 reparameterization_type=tfd.NOT_REPARAMETERIZED,
@@ -196,29 +200,29 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             )
 
     @classmethod
-    def _parameter_properties(cls, dtype: Any, num_classes: Any = None) -> dict[str, Any]:
+    def _parameter_properties(cls, dtype: DType, num_classes: int | None = None) -> Kwargs:
         raise NotImplementedError(
             "LogDensity cannot be sliced, since log_prob_fn determines its batch. Slice what "
             "log_prob_fn uses, and make another LogDensity."
         )
 
-    def _event_shape(self) -> Any:
+    def _event_shape(self) -> tf.TensorShape:
         return self._static_event_shape
 
-    def _event_shape_tensor(self) -> Any:
+    def _event_shape_tensor(self) -> Tensor:
         return tf.constant(self._static_event_shape.as_list(), tf.int32)
 
-    def _batch_shape(self) -> Any:
+    def _batch_shape(self) -> tf.TensorShape:
         if self._static_batch_shape is None:
             event = tf.TensorSpec(self.event_shape, self.dtype)
             traced = tf.function(self._densities, autograph=False).get_concrete_function(event)
             self._static_batch_shape = traced.output_shapes
         return self._static_batch_shape
 
-    def _batch_shape_tensor(self) -> Any:
+    def _batch_shape_tensor(self) -> Tensor:
         return tf.shape(self._densities(self._point()))
 
-    def _log_prob(self, x: Tensor) -> Any:
+    def _log_prob(self, x: Tensor) -> Tensor:
         if x.shape.rank is None:
             x = self._with_event(x)
             return self._checked(x, self._densities(x))
@@ -267,7 +271,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         )
         return structures.checked(structures.equal_shapes(tf.shape(y), expected), y, message, x)
 
-    def _densities(self, x: Tensor) -> Any:
+    def _densities(self, x: Tensor) -> Tensor:
         y = self._log_prob_fn(x)
         if not tf.is_tensor(y):
             raise TypeError(
@@ -284,7 +288,7 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             )
         return y
 
-    def _sample_n(self, n: Any, seed: Any = None) -> Any:
+    def _sample_n(self, n: int | Tensor, seed: Seed = None) -> Tensor:
         if self._sample_fn is None:
             if not _asked_for_structure_alone():
                 raise NotImplementedError(
@@ -305,14 +309,14 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             )
         return tf.stop_gradient(x)
 
-    def _point(self) -> Any:
+    def _point(self) -> Tensor:
         """An event of the support."""
         bijector = self.experimental_default_event_space_bijector()
         return bijector.forward(
             tf.zeros(bijector.inverse_event_shape(self.event_shape), self.dtype)
         )
 
-    def _default_event_space_bijector(self) -> Any:
+    def _default_event_space_bijector(self) -> tfb.Bijector:
         if self._bijector is None:
             return tfb.Identity(validate_args=self.validate_args)
         return self._bijector
@@ -325,7 +329,7 @@ def _asked_for_structure_alone() -> bool:
     distribution could contain a density that cannot be sampled. Only the call stack tells this from
     a draw.
     """
-    frame: Any = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name in _ASKING:
             return True
@@ -341,7 +345,7 @@ def _is_reference(value: TensorLike) -> bool:
     return hasattr(value, "assign") or isinstance(value, tf.Module)
 
 
-def _static(event_shape: Any) -> Any:
+def _static(event_shape: int | Sequence[int]) -> tf.TensorShape:
     """The event shape as a fully defined `TensorShape`."""
     try:
         one = isinstance(event_shape, numbers.Integral)
@@ -353,5 +357,5 @@ def _static(event_shape: Any) -> Any:
     return shape
 
 
-def _shown(shape: Any) -> str:
+def _shown(shape: tf.TensorShape) -> str:
     return shapes.show(None if shape.rank is None else tuple(shape))

@@ -251,7 +251,8 @@ def test_an_executor_that_is_shut_down():
 
 def test_an_engine_that_cannot_be_sent(processes):
     with pytest.raises(
-        TypeError, match=r"cannot be sent to the processes .* top level of a module"
+        TypeError,
+        match=r"executor is a process pool, to which .* cannot be sent: .* top level of a module",
     ):
         sgtrick.from_numpy(lambda x: engines.normal(x), executor=processes)
     with pytest.raises(TypeError, match="cannot be sent"):

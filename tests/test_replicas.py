@@ -105,6 +105,14 @@ def ended(worker):
     return worker.returncode, out, err
 
 
+@pytest.fixture(scope="class")
+def dying():
+    """A cluster that takes its time to die, begun before other tests."""
+    with cluster("--dies") as workers:
+        yield workers
+
+
+@pytest.mark.usefixtures("dying")
 class TestTwoWorkers:
     def test_gradients_and_fit(self):
         with cluster() as workers:
@@ -125,10 +133,10 @@ class TestTwoWorkers:
                     np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
         assert replies[0] == replies[1]
 
-    def test_a_worker_that_dies_ends_the_other(self):
-        with cluster("--dies") as (other, dying):
-            assert ended(dying)[0] == 7
-            code, out, err = ended(other)
+    def test_a_worker_that_dies_ends_the_other(self, dying):
+        other, dies = dying
+        assert ended(dies)[0] == 7
+        code, out, err = ended(other)
         assert code not in (0, 7)
         assert not out
         assert "/job:worker/task:1" in err or "/job:worker/replica:0/task:1" in err

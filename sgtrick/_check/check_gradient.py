@@ -10,7 +10,7 @@ from sgtrick._check import comparison
 from sgtrick._check.leaves import Named, OfLeaves, wide
 from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._core import calls, structures
-from sgtrick._core.types import Function, Structure
+from sgtrick._core.types import Args, Function, Structure
 
 
 def check_gradient(
@@ -122,7 +122,7 @@ def check_gradient(
     return report
 
 
-def _check_options(order: Any, mode: Any, eps: Any, rtol: Any, atol: Any) -> None:
+def _check_options(order: int, mode: str, eps: Any, rtol: float | None, atol: float | None) -> None:
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, got {order!r}.")
     if mode not in ("full", "random"):
@@ -161,7 +161,7 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
                 f"{name} is not finite, so no differences can be taken there. Pass a finite point."
             )
 
-    def arguments(tensors: Named) -> tuple[Any, ...]:
+    def arguments(tensors: Named) -> Args:
         flat = [leaf for _, leaf in leaves]
         for i, (_, tensor) in zip(places, tensors, strict=True):
             flat[i] = tensor

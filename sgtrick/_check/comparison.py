@@ -1,6 +1,7 @@
 """Embedded and numerical derivatives of one function, entry by entry or along directions."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,6 @@ import tensorflow as tf
 
 from sgtrick._check import finite_differences
 from sgtrick._check.leaves import (
-    Array,
     Named,
     OfLeaves,
     concatenate,
@@ -22,7 +22,7 @@ from sgtrick._check.leaves import (
 )
 from sgtrick._check.refusals import gradients_unless_refused
 from sgtrick._check.report import Entry
-from sgtrick._core.types import Tensor
+from sgtrick._core.types import Array, Gradient
 
 DIRECTIONS = 10  # in random mode
 VISIBLE = 0.005  # differences of this accuracy detect a gradient that is off by 1 %
@@ -161,9 +161,8 @@ class Comparison:
             terms = np.concatenate([np.zeros(1), *parts])
             norm = float(np.linalg.norm(terms))
             projection = np.concatenate([v.ravel() for v in u])
-            estimate = self._along(
-                lambda step, v=direction: self._shifted(step, v), largest, largest, projection
-            )
+            move = functools.partial(self._shifted, direction)
+            estimate = self._along(move, largest, largest, projection)
             self._judge(
                 [f"direction {i}"],
                 terms.sum(keepdims=True),
@@ -240,7 +239,7 @@ class Comparison:
         """The derivatives of all values with respect to one entry of `x`."""
         start = self._point[leaf][index]
 
-        def move(step: float) -> tuple[list[Any], float]:
+        def move(step: float) -> tuple[list[Array], float]:
             moved = list(self._point)
             moved[leaf] = moved[leaf].copy()
             moved[leaf][index] = start + np.asarray(step, moved[leaf].dtype)
@@ -249,14 +248,18 @@ class Comparison:
         size = self._sizes[leaf]
         return self._along(move, size, abs(float(start)) or min(size, 1.0), None)
 
-    def _shifted(self, step: float, direction: Sequence[Array]) -> tuple[list[Any], float]:
+    def _shifted(self, direction: Sequence[Array], step: float) -> tuple[list[Array], float]:
         moved = [
             np.asarray(x + step * v, x.dtype) for x, v in zip(self._point, direction, strict=True)
         ]
         return moved, step
 
     def _along(
-        self, move: Any, size: float, position: float, projection: Array | None
+        self,
+        move: Callable[[float], tuple[list[Array], float]],
+        size: float,
+        position: float,
+        projection: Array | None,
     ) -> finite_differences.Estimate:
         def project(values: Array) -> Array:
             return values if projection is None else np.sum(projection * values, keepdims=True)
@@ -273,13 +276,13 @@ class Comparison:
         steps = finite_differences.sweep(size, position, self._eps)
         return finite_differences.differentiate(at, project(self._value), steps, rounding)
 
-    def _pulled(self, upstream: Sequence[Tensor]) -> tuple[list[Any], str]:
+    def _pulled(self, upstream: Sequence[Array | None]) -> tuple[list[Gradient], str]:
         """The gradients, NaN where they are refused, and the messages of the refusals."""
 
-        def pull() -> Any:
+        def pull() -> list[Gradient]:
             return tape_gradients(self._tape, self._ys, self._xs, upstream)
 
-        def again() -> Any:
+        def again() -> list[Gradient]:
             with tf.GradientTape() as tape:
                 tape.watch(self._xs)
                 ys = self._call(list(zip(self._names, self._xs, strict=True)))

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sgtrick._core.types import Array
+
 RATIO = 4.0  # of each step to the next
 LARGEST = 0.1  # largest step, relative to the size of x or 1
 SMALLEST = 1e-7  # smallest step; below it, differences in float64 are rounding error
 LEVELS = 4  # of extrapolation; higher ones amplify noise and gain no digits
 NOISY_STEPS = 5  # number of smallest steps, where truncation is negligible
-Array = np.ndarray[Any, Any]
 
 
 class Estimate(NamedTuple):

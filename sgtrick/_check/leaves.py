@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core.types import Tape, Tensor
+from sgtrick._core.types import Array, Gradient, Tape, Tensor
 
 Named = list[tuple[str, Any]]  # leaves with their paths
 OfLeaves = Callable[[Named], Named]
-Array = np.ndarray[Any, Any]
 
 
 def wide(tensor: Tensor) -> Array:
@@ -18,11 +17,13 @@ def wide(tensor: Tensor) -> Array:
     return np.asarray(tensor).astype(np.float64)
 
 
-def tape_gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Sequence[Tensor]) -> Any:
+def tape_gradients(
+    tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Sequence[Array | None]
+) -> list[Gradient]:
     """The gradients of the `ys` whose upstream is not None."""
     used = [(y, u) for (_, y), u in zip(ys, upstream, strict=True) if u is not None]
     upstreams = [tf.constant(u, y.dtype) for y, u in used]
-    return tape.gradient([y for y, _ in used], xs, upstreams)
+    return list(tape.gradient([y for y, _ in used], xs, upstreams))
 
 
 def unit_upstreams(ys: Named) -> Iterator[tuple[str, list[Any]]]:

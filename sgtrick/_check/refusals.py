@@ -6,19 +6,18 @@ Refusals are exceptions, or NaN where nothing can raise: around a `tf.function`,
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from sgtrick._core import loud
-from sgtrick._core.types import Tensor
+from sgtrick._core.types import Gradient, Tensor
 
-Pull = Callable[[], Any]
+Pull = Callable[[], list[Gradient]]
 
 
 def gradients_unless_refused(
     pull: Pull, again: Pull, xs: Sequence[Tensor]
-) -> tuple[list[Any], str]:
+) -> tuple[list[Gradient], str]:
     """The gradients with respect to `xs`, NaN where they are refused, and why.
 
     Args:
@@ -42,7 +41,7 @@ def gradients_unless_refused(
     return nans, " ".join(messages) or native or why
 
 
-def _asked(pull: Pull) -> tuple[list[Any] | None, str]:
+def _asked(pull: Pull) -> tuple[list[Gradient] | None, str]:
     """The gradients, or None and the message of the refusal."""
     try:
         return pull(), ""

@@ -1,9 +1,13 @@
 """The report of `check_gradient`: entries, their table and plot, and the error that carries it."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+
+from sgtrick._core.types import Args, Array
+
+Axes: TypeAlias = Any  # of Matplotlib, which is optional
 
 SEVERITY = ("wrong", "refused", "cannot tell", "kink", "ok")
 SHOWN = 20  # entries in a printed table
@@ -53,8 +57,8 @@ class Entry(NamedTuple):
     allowed: float
     verdict: str
     remark: str
-    steps: Any
-    differences: Any
+    steps: Array
+    differences: Array
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -119,7 +123,9 @@ class GradientReport:
         lines += [advice for verdict, advice in ADVICE.items() if self.count(verdict)]
         return "\n".join(lines)
 
-    def plot(self, entry: str | int = 0, *, order: int | None = None, ax: Any = None) -> Any:
+    def plot(
+        self, entry: str | int = 0, *, order: int | None = None, ax: Axes | None = None
+    ) -> Axes:
         """Plots the difference between central differences and embedded derivative by step size.
 
         If the embedded derivative is right, the difference falls with the step until the noise of
@@ -177,7 +183,7 @@ class GradientCheckError(AssertionError):
         self.report = report
         super().__init__(f"{_headline(report.worst)}\n{report}")
 
-    def __reduce__(self) -> Any:  # by default, pickling would pass the message to __init__
+    def __reduce__(self) -> Args:  # by default, pickling would pass the message to __init__
         return type(self), (self.report,)
 
 
@@ -223,7 +229,7 @@ def _align(entries: tuple[Entry, ...]) -> list[str]:
     ]
 
 
-def _draw(entry: Entry, ax: Any) -> None:
+def _draw(entry: Entry, ax: Axes) -> None:
     # Okabe and Ito's colours; lines and markers differ too.
     blue, vermilion, green = "#0072B2", "#D55E00", "#009E73"
     steps, error = entry.steps, np.abs(entry.differences - entry.embedded)

@@ -5,7 +5,6 @@ return only tensors.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,7 +16,7 @@ def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def spread(tensors: Sequence[Tensor], like: Sequence[Any]) -> list[Tensor | None]:
+def spread(tensors: Sequence[Tensor], like: Sequence[object]) -> list[Tensor | None]:
     """`tensors` at the positions where `like` is not None, and None at the others."""
     some = iter(tensors)
     spread = [None if place is None else next(some) for place in like]
@@ -28,7 +27,7 @@ def spread(tensors: Sequence[Tensor], like: Sequence[Any]) -> list[Tensor | None
 class Dense:
     """A function with None among its arguments and results, as a function of tensors only."""
 
-    def __init__(self, f: Callable[..., Sequence[Gradient]], like: Sequence[Any]) -> None:
+    def __init__(self, f: Callable[..., Sequence[Gradient]], like: Sequence[object]) -> None:
         """The arguments of `f` that are None in `like` are always None."""
         self._f, self._like = f, like
         self._there: Sequence[bool | None] = ()

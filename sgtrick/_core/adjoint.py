@@ -8,17 +8,16 @@ all `u` and `t`.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._core._tensorflow import tracing
-from sgtrick._core.types import Tensor
+from sgtrick._core.types import Array, DType, Gradient, Tangent, Tensor
 
 
 def holds(
-    us: Sequence[Tensor], lt: Sequence[Any], lu: Sequence[Tensor], ts: Sequence[Tensor]
+    us: Sequence[Tensor], lt: Sequence[Tangent], lu: Sequence[Gradient], ts: Sequence[Tensor]
 ) -> Tensor:
     """Whether `<us, lt> = <lu, ts>` up to rounding; true if the sums are not finite.
 
@@ -39,7 +38,7 @@ class _Balance:
 
     count: int
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> Tensor:
         terms = [_term(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
         if not terms:
             return tf.constant(True)
@@ -68,7 +67,7 @@ class _Multiple:
 
     factor: int
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> Tensor:
         n = len(tensors) // 2
         fits = []
         for m, o in zip(tensors[:n], tensors[n:], strict=True):
@@ -98,12 +97,12 @@ def probe(like: Tensor) -> Tensor:
 
 
 @functools.cache
-def _numbers(dtype: Any) -> Any:
+def _numbers(dtype: DType) -> Array:
     # A prime count, so that tiles never align with the rows of a matrix.
     return np.random.default_rng(0).normal(size=1009).astype(dtype.as_numpy_dtype)
 
 
-def _pairs(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+def _pairs(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
     """The pairs without None, which means zero."""
     return [
         (tf.convert_to_tensor(p), tf.convert_to_tensor(q))
@@ -116,7 +115,7 @@ def _term(p: Tensor, q: Tensor) -> Tensor:
     return tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
 
 
-def _eps(dtype: Any) -> float:
+def _eps(dtype: DType) -> float:
     if dtype == tf.bfloat16:  # NumPy does not know it
         return 2.0**-7
     return float(np.finfo(dtype.real_dtype.as_numpy_dtype).eps)

@@ -40,7 +40,7 @@ class Backend:
     # (t, first, last): over the dimensions range(first, last)
     sum: Callable[[Tensor, Ndims, Ndims], Tensor]
     # (structure, leaves)
-    pack: Callable[[Structure, Sequence[Any]], Structure]
+    pack: Callable[[Structure, Sequence[Tensor | None]], Structure]
     # (fx, gx, x, batch_ndims, names): returns gx and batch_ndims
     check_at_run_time: Callable[..., tuple[Tensor, Ndims]]
     # (t, like, name, like_name): t, checked to have the shape of like
@@ -65,7 +65,9 @@ class Backend:
         z = self.insert_ones(self.cast(z, self.dtype_of(c)), batch_ndims, rank - z_rank)
         return self.sum(self.times(c, z), rank - (z_rank - batch_ndims), rank)
 
-    def linear(self, leaves: Sequence[Leaf | None], z: Sequence[Any], dtype: str) -> list[Tensor]:
+    def linear(
+        self, leaves: Sequence[Leaf | None], z: Sequence[Tensor], dtype: str
+    ) -> list[Tensor]:
         """Returns the terms `<gx_i, z_i>` of the leaves that are not None."""
         return [
             self.cast(self.inner(leaf.gx, z_i, leaf.batch_ndims), dtype)
@@ -73,7 +75,7 @@ class Backend:
             if leaf is not None
         ]
 
-    def push(self, leaves: Sequence[Leaf | None], z: Sequence[Any], like: Tensor) -> Any:
+    def push(self, leaves: Sequence[Leaf | None], z: Sequence[Tensor], like: Tensor) -> Tensor:
         """Returns `sum_i <gx_i, z_i>`, of the shape and dtype of `like`."""
         return self.add([self.zeros_like(like), *self.linear(leaves, z, self.dtype_of(like))])
 

@@ -10,20 +10,21 @@ import tensorflow as tf
 
 from sgtrick._core import shapes, structures
 from sgtrick._core._tensorflow import tapes
+from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Argnums, Function, Kwargs, Tensor
+from sgtrick._core.types import Argnums, Args, Function, Kwargs, Structure, Tensor
 
 
 @dataclasses.dataclass(frozen=True)  # AutoGraph does not convert __call__ of named tuples
 class Call:
     """The arguments of one call, with keywords turned into positions and defaults filled in."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
-    def __call__(self, f: Function) -> Any:
+    def __call__(self, f: Function) -> Structure:
         """Calls `f`."""
         return f(*self.args, **self.kwargs)
 
@@ -31,7 +32,7 @@ class Call:
         """The leaves of all arguments."""
         return [leaf for _, leaf in structures.flatten([*self.args, *self.kwargs.values()])]
 
-    def replace(self, keys: Sequence[int | str], values: Sequence[Any]) -> "Call":
+    def replace(self, keys: Sequence[int | str], values: Sequence[Structure]) -> "Call":
         """The same call with the arguments at `keys` replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for key, value in zip(keys, values, strict=True):
@@ -57,7 +58,7 @@ class Selection:
         call: Call,
         keys: Sequence[int | str],
         parameters: Sequence[str],
-        differentiated: Callable[[Any], bool] | None = None,
+        differentiated: Callable[[object], bool] | None = None,
     ) -> None:
         self.call, self._keys = call, keys
         self._arguments = [call.args[k] if isinstance(k, int) else call.kwargs[k] for k in keys]
@@ -112,22 +113,22 @@ class Selection:
         """The call with other leaves instead of its own `xs`."""
         return self.call.replace(self._keys, self._pack(xs, self._flat))
 
-    def primals(self, call: Call) -> tuple[Any, ...]:
+    def primals(self, call: Call) -> Args:
         """These arguments, of a call that `at` returned."""
         return tuple(call.args[k] if isinstance(k, int) else call.kwargs[k] for k in self._keys)
 
-    def tangents(self, z: Sequence[Any]) -> tuple[Any, ...]:
+    def tangents(self, z: Sequence[Tensor]) -> Args:
         """`z` in the structure of the arguments, with None where there is no derivative."""
         return tuple(self._pack(z, [None] * len(self._flat)))
 
-    def _pack(self, values: Sequence[Any], others: Sequence[Tensor]) -> list[Any]:
+    def _pack(self, values: Sequence[Tensor], others: Sequence[Any]) -> list[Structure]:
         flat = list(others)
         for i, value in zip(self._places, values, strict=True):
             flat[i] = value
         return list(tf.nest.pack_sequence_as(self._arguments, flat)) if self._nested else flat
 
     def jacobians(
-        self, gradients: Sequence[Any], y: Tensor, batch_ndims: int | None
+        self, gradients: Sequence[Structure], y: Tensor, batch_ndims: int | None
     ) -> list[Leaf | None]:
         """Returns for each of `xs` a checked `Leaf`, or None where it has no gradient."""
         found = []
@@ -169,11 +170,18 @@ class Callee:
         # self and cls do not count as arguments.
         self.own = int(bool(self._parameters) and self._parameters[0].name in ("self", "cls"))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
         """Calls the function."""
         return self.f(*args, **kwargs)
 
-    def bind(self, args: Sequence[Any], kwargs: Kwargs) -> Call:
+    def given(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
+        """The arguments with keywords turned into positions where possible, without defaults."""
+        if self._signature is None:
+            return Call(tuple(args), dict(kwargs))
+        bound = bind(self._signature, args, kwargs, self.name)
+        return Call(bound.args, bound.kwargs)
+
+    def bind(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
         """The arguments as the function receives them."""
         complete = self._positional and not kwargs and len(args) == len(self._parameters)
         if self._signature is None or complete:
@@ -186,7 +194,7 @@ class Callee:
         """Whether there is a parameter of this name that can be passed by keyword."""
         return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
 
-    def select(self, argnums: Argnums, args: Sequence[Any], kwargs: Kwargs) -> Selection:
+    def select(self, argnums: Argnums, args: Sequence[Structure], kwargs: Kwargs) -> Selection:
         """The arguments of a call that `argnums`, ints or parameter names, select.
 
         Raises:
@@ -223,7 +231,7 @@ class Callee:
         return Selection(call, keys, names)
 
 
-def imitate(form: Any, f: Callable[..., Any]) -> Any:
+def imitate(form: Any, f: Function) -> Any:
     """`functools.update_wrapper` without `__wrapped__`; returns `form`.
 
     If a function with `__wrapped__` is passed to a `tf.function`, TensorFlow uses the wrapped
@@ -238,11 +246,11 @@ def imitate(form: Any, f: Callable[..., Any]) -> Any:
     return form
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
+@unconverted
+def as_form(f: Function, make: Callable[[Function], Function], *attributes: str) -> Function:
     """Returns `make(f)`, under a class method or static method if `f` is one."""
     if not isinstance(f, (classmethod, staticmethod)):
-        form = imitate(make(f), f)
+        form: Function = imitate(make(f), f)
         if form.__name__ == "<lambda>":  # Keras stores a lambda's code, here the code of the form
             form.__name__ = "sgtrick(<lambda>)"
         return form
@@ -253,18 +261,18 @@ def as_form(f: Any, make: Callable[[Any], Any], *attributes: str) -> Any:
     return method
 
 
-def unbound(f: Any) -> Any:
+def unbound(f: Function) -> Function:
     """The function inside a class method or static method; any other `f` unchanged."""
     return f.__func__ if isinstance(f, (classmethod, staticmethod)) else f
 
 
-def name_of(f: Any) -> str:
+def name_of(f: Function) -> str:
     """The name of a function in errors."""
     return str(getattr(f, "__name__", type(f).__name__))
 
 
 def bind(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Kwargs, name: str
+    signature: inspect.Signature, args: Sequence[Structure], kwargs: Kwargs, name: str
 ) -> inspect.BoundArguments:
     """`signature.bind`, whose errors name the function."""
     try:

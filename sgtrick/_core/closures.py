@@ -1,20 +1,19 @@
 """What a function depends on besides its arguments: variables, and tensors that it closes over."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from sgtrick._core import adjoint, ancestry, structures
 from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.mixed import Others
-from sgtrick._core.types import Tangent, Tensor
+from sgtrick._core.types import Structure, Tangent, Tape, Tensor
 
 
 class Closure:
     """A call of a function, recorded to find out what the result depends on."""
 
-    def __init__(self, f: Callable[[], Any], passed: Sequence[Tensor]) -> None:
+    def __init__(self, f: Callable[[], Structure], passed: Sequence[Tensor]) -> None:
         """Calls `f`, which uses the tensors `passed` as arguments.
 
         Attributes:
@@ -22,7 +21,7 @@ class Closure:
             before: The version of the graph before the call.
         """
         self._f, self._passed, self.before = f, list(passed), graphs.version()
-        self._tape: Any = None
+        self._tape: Tape | None = None
         if tf.executing_eagerly() and not tapes.somebody_records():
             self.result = f()
             return
@@ -72,6 +71,7 @@ class Closure:
         In higher derivatives it can fail for no reason. Then the answer is whether the function
         closes over any tensors.
         """
+        assert self._tape is not None
         us = [u for u in us if u is not None]
         with tf.init_scope(), tapes.not_recording():
             probes = [adjoint.probe(y) for y in ys]
@@ -100,5 +100,5 @@ class Closure:
         )
 
 
-def _is_zero(us: Sequence[Tensor | None], _: Sequence[Any]) -> Tensor:
+def _is_zero(us: Sequence[Tensor | None], _: Sequence[Tensor]) -> Tensor:
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(u, 0)) for u in us if u is not None]))

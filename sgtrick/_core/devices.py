@@ -3,14 +3,13 @@
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from sgtrick._core.types import Device, Tensor
 
 
-def scope(device: Device) -> contextlib.AbstractContextManager[Any]:
+def scope(device: Device) -> contextlib.AbstractContextManager[object]:
     """Returns a `tf.device` scope of the first choice that is present, an empty one for None.
 
     TensorFlow's soft placement would silently use the CPU if a GPU is absent.
@@ -33,7 +32,7 @@ def scope(device: Device) -> contextlib.AbstractContextManager[Any]:
     )
 
 
-def of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+def of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Returns a scope of the device that a tensor is on, or in a graph was requested for it."""
     return tf.device(tensor.device) if _several() else contextlib.nullcontext()
 
@@ -43,7 +42,7 @@ def _several() -> bool:
     return len(tf.config.list_logical_devices()) > 1
 
 
-def _parse(choice: Device) -> Any:
+def _parse(choice: Device) -> tf.DeviceSpec:
     if isinstance(choice, str):
         try:
             choice = tf.DeviceSpec.from_string(choice)
@@ -60,7 +59,7 @@ def _parse(choice: Device) -> Any:
     return choice
 
 
-def _matches(choice: Device, present: Any) -> bool:
+def _matches(choice: Device, present: tf.DeviceSpec) -> bool:
     fields: Sequence[str] = ("job", "replica", "task", "device_type", "device_index")
     pairs = [(getattr(choice, field), getattr(present, field)) for field in fields]
     return all(wanted is None or there is None or wanted == there for wanted, there in pairs)

@@ -1,13 +1,14 @@
 """Calls whose value is computed at a fixed point, and the gradients that they get there."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from sgtrick._core import ancestry, calls, embedding, mixed, structures
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import keep
+from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Argnums, Args, Gradient, Kwargs, Structure, Tensor
 
@@ -31,8 +32,8 @@ class ValueAtPoint(NamedTuple):
         self,
         y: Tensor,
         at: calls.Call,
-        known: Callable[[], list[Any]],
-        evaluated: Callable[[calls.Call], list[Any]],
+        known: Callable[[], list[Leaf | None]],
+        evaluated: Callable[[calls.Call], list[Leaf | None]],
     ) -> Tensor:
         """The value with its gradients; everything else that it depends on keeps autodiff.
 
@@ -77,7 +78,7 @@ def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> cal
     return point
 
 
-def check_function(f: Any, name: str) -> None:
+def check_function(f: object, name: str) -> None:
     """Checks that the argument called `name` can be called, perhaps as a method."""
     if not callable(f) and not hasattr(f, "__get__"):
         raise TypeError(f"{name} must be a function, got {type(f).__name__}.")
@@ -99,7 +100,7 @@ def checked_value(y: Structure, name: str) -> Tensor:
     return y
 
 
-def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Any:
+def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Sequence[Structure]:
     """The gradients as a tuple, one for each of `argnums`."""
     if not isinstance(argnums, (list, tuple)):
         return (gradients,)
@@ -111,8 +112,9 @@ def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Any:
     return gradients
 
 
-def pair_of(result: Structure, what: str) -> Any:
+def pair_of(result: Structure, what: str) -> tuple[Structure, Structure]:
     """The result of a function, checked to be a pair; `what` is the start of the error."""
     if not structures.is_pair(result):
         raise TypeError(f"{what}, got {structures.kind_of(result)}.")
-    return result
+    first, second = result
+    return first, second

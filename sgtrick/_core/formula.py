@@ -6,7 +6,6 @@ So the sum has the value of `f` and the derivative of `L`. It is written as
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,7 +19,7 @@ from sgtrick._core.types import Tensor
 def formula(
     fx: Tensor,
     leaves: Sequence[Leaf],
-    hessian_times: Callable[[list[Any]], list[Any]] | None = None,
+    hessian_times: Callable[[list[Tensor]], list[Tensor]] | None = None,
     *,
     order: int | None,
     stopped: bool,

@@ -14,17 +14,17 @@ from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Gradient, Tangent, Tensor
+from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 _THIRD = (
-    "A third derivative of {0} was asked for, but only its value, gradient and Hessian are known. "
+    "{0} was asked for a third derivative, but only its value, gradient and Hessian are known. "
     "For derivatives of every order, use sgtrick.with_gradient or sgtrick.custom_jvp."
 )
 
 
 def symmetric(
     name: str,
-    times: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    times: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]],
     at: Sequence[Tensor],
     xs: Sequence[Tensor],
 ) -> "Symmetric":
@@ -60,8 +60,8 @@ def symmetric(
 class Symmetric(NamedTuple):
     """The same function for both modes."""
 
-    pull: Callable[..., Sequence[Any]]
-    push: Callable[..., Sequence[Any]]
+    pull: Pullback
+    push: Pushforward
 
 
 class Blocks(value_form.Blocks):

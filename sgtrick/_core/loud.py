@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import tensorflow as tf
 
@@ -122,7 +121,7 @@ class _Finite:
 
     message: str
 
-    def __call__(self, number: Tensor) -> Any:
+    def __call__(self, number: Tensor) -> Tensor:
         return tf.debugging.check_numerics(number, self.message)
 
 
@@ -132,7 +131,7 @@ class _Zero:
 
     message: str | None
 
-    def __call__(self, holds: Tensor) -> Any:
+    def __call__(self, holds: Tensor) -> Tensor:
         zero, nan = tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64)
         number = tf.where(holds, zero, nan)
         return number if self.message is None else _Finite(self.message)(number)

@@ -130,7 +130,7 @@ class ByPoint(NamedTuple):
 
 
 def keep_own(
-    point: ByPoint, ys: Sequence[Tensor], rule: Rule | None = None, gap: "Gap | None" = None
+    point: ByPoint, ys: Sequence[Tensor], rule: Rule | None = None, gap: "_Gap | None" = None
 ) -> list[Tensor]:
     """Returns `ys`, with their own derivatives and those with respect to the point.
 
@@ -203,7 +203,7 @@ def keep_own(
     return keep(ys, inputs, Rule(point.name, pull, push, lost=[False] * len(inputs)))
 
 
-class Gap(NamedTuple):
+class _Gap(NamedTuple):
     """Derivatives of values that may depend on unknown tensors.
 
     Attributes:
@@ -234,9 +234,9 @@ class Gap(NamedTuple):
         return [None if a is None else a + tf.cast(zero, a.dtype) for a in along]
 
 
-def _gap(point: ByPoint, covers: Callable[..., Tensor | bool]) -> Gap | None:
+def _gap(point: ByPoint, covers: Callable[..., Tensor | bool]) -> _Gap | None:
     """The gap of derivatives of values, None if everything that the values depend on is known."""
-    return Gap(point.name, covers, point.others.unknown) if point.others.covers else None
+    return _Gap(point.name, covers, point.others.unknown) if point.others.covers else None
 
 
 _ELSEWHERE = (

@@ -59,8 +59,8 @@ def infer_batch_ndims(
             inferred = len(fx) if len(gx) == len(x) else 0
     if not _fits(fx, gx, x, inferred):
         raise ValueError(
-            f"The shapes {names.fx} {show(fx)}, {names.gx} {show(gx)} and {names.x} {show(x)} do "
-            f"not fit together. {_advice(fx, gx, x, batch_ndims, names)}"
+            f"{names.fx} {show(fx)}, {names.gx} {show(gx)} and {names.x} {show(x)} do not fit "
+            f"together. {_advice(fx, gx, x, batch_ndims, names)}"
         )
     return inferred
 

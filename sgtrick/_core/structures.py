@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import shapes
-from sgtrick._core.types import Structure, Tensor
+from sgtrick._core.types import DType, DTypeLike, Ndims, Structure, Tensor, TensorLike
 
 
 class Leaf(NamedTuple):
     """One leaf of `x` and the Jacobian with respect to it."""
 
     path: str  # its place in the structure: "['a'][0]"
-    x: Any  # tensor, B + D
-    gx: Any  # tensor, B + R + D, of the dtype that it has when it multiplies x
-    batch_ndims: Any  # len(B): an int, or an int32 tensor if it depends on unknown ranks
+    x: Tensor  # B + D
+    gx: Tensor  # B + R + D, of the dtype that it has when it multiplies x
+    batch_ndims: Ndims  # len(B)
 
 
 def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -56,7 +56,9 @@ def pair(
     )
 
 
-def pair_hessian(hx: Structure, x: Structure, differentiated: Container[str]) -> dict[str, Any]:
+def pair_hessian(
+    hx: Structure, x: Structure, differentiated: Container[str]
+) -> dict[str, TensorLike | None]:
     """Returns the blocks of a Hessian by path, `{"[0]['a']": block}`.
 
     Args:
@@ -92,17 +94,17 @@ def pair_hessian(hx: Structure, x: Structure, differentiated: Container[str]) ->
     return blocks
 
 
-def is_dense(leaf: Any) -> bool:
+def is_dense(leaf: object) -> bool:
     """Whether a leaf is a dense tensor or a variable."""
     return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
 
 
-def is_differentiable(dtype: Any) -> bool:
+def is_differentiable(dtype: DType) -> bool:
     """Whether values of this dtype have derivatives."""
     return bool(dtype.is_floating or dtype.is_complex)
 
 
-def has_derivatives(leaf: Any) -> bool:
+def has_derivatives(leaf: object) -> bool:
     """Whether a leaf is a floating or complex number, array, tensor or variable."""
     if isinstance(leaf, (float, complex)):
         return True
@@ -113,28 +115,28 @@ def has_derivatives(leaf: Any) -> bool:
         return False
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: object) -> bool:
     """Whether a leaf is a number, array, tensor or variable, or None instead of one."""
     return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
 
 
-def may_be_recorded(leaf: Any) -> bool:
+def may_be_recorded(leaf: object) -> bool:
     """Whether a tape may have recorded a leaf, which it cannot for numbers and arrays."""
     return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
 
 
-def is_pair(returned: Any) -> bool:
+def is_pair(returned: object) -> bool:
     """Whether a function returned a pair."""
     return isinstance(returned, (tuple, list)) and len(returned) == 2
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """A value as it is described in errors: its type and length, not its numbers."""
     kind = type(value).__name__
     return f"{kind} of {len(value)}" if isinstance(value, (tuple, list)) else kind
 
 
-def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
+def to_tensor(value: TensorLike, name: str, *, dtype: DTypeLike | None = None) -> Tensor:
     """`tf.convert_to_tensor` whose errors name the argument."""
     came = getattr(value, "dtype", None)
     if isinstance(came, tf.DType) and came.base_dtype != came:
@@ -150,7 +152,7 @@ def to_tensor(value: Any, name: str, *, dtype: Any = None) -> Any:
         raise no_tensor(value, name, error) from error
 
 
-def no_tensor(value: Any, name: str, error: Exception) -> TypeError:
+def no_tensor(value: object, name: str, error: Exception) -> TypeError:
     """The error for a `value` that cannot be converted."""
     return TypeError(
         f"{name} must be a tensor, variable, array or number, got {type(value).__name__}: {error}"
@@ -162,7 +164,7 @@ def static_shape(tensor: Tensor) -> shapes.Shape | None:
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
-def checked(fits: Any, tensor: Any, message: str, *others: Any) -> Any:
+def checked(fits: Tensor, tensor: Tensor, message: str, *others: Tensor) -> Tensor:
     """Returns `tensor`; if `fits` is false, a run-time error with its and the others' shapes."""
     shape = tf.shape(tensor)
     check = tf.debugging.Assert(fits, [message, shape, *map(tf.shape, others)], summarize=16)

@@ -70,8 +70,8 @@ def _check_at_run_time(
         & structures.equal_shapes(gx_shape, tf.concat([fx_shape, x_shape[b:]], 0))
     )
     message = (
-        f"The shapes of {names.gx}, {names.fx} and {names.x}, listed below, do not fit together. "
-        "With batch, range and domain shapes B, R and D they must be B + R + D, B + R and B + D."
+        f"{names.gx}, {names.fx} and {names.x} do not fit together. Their shapes, listed below, "
+        "must be B + R + D, B + R and B + D, with batch, range and domain shapes B, R and D."
     )
     gx = structures.checked(fits, gx, message, fx, x)
     if isinstance(b, int):

@@ -15,6 +15,7 @@ Tensor: TypeAlias = tf.Tensor  # eager or symbolic
 Variable: TypeAlias = tf.Variable
 Graph: TypeAlias = tf.Graph
 Operation: TypeAlias = tf.Operation
+ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 Tape: TypeAlias = tf.GradientTape
 DType: TypeAlias = tf.DType
 Spec: TypeAlias = tf.TensorSpec
@@ -37,6 +38,9 @@ Pushforward: TypeAlias = Callable[..., Sequence[Tangent]]
 
 # What users pass, with any arguments.
 Function: TypeAlias = Callable[..., Any]
+# What decorators return: a function with attributes of its own, such as `defjvp` or `calls`, which
+# type checkers must let pass; or a decorator, if they were called with options alone.
+Decorated: TypeAlias = Any
 # The arguments of functions, and the options of decorators.
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]

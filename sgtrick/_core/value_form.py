@@ -1,7 +1,6 @@
 """The arguments of the value form, checked: a value, Jacobians and a Hessian."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from sgtrick._core import dtypes, structures
 from sgtrick._core.backend import Backend
@@ -47,10 +46,10 @@ class Blocks:
         self,
         backend: Backend,
         hx: Structure,
-        x: Tensor,
+        x: Structure,
         fx: Tensor,
         leaves: Sequence[Leaf],
-        stop: Callable[[Any], Any],
+        stop: Callable[[Tensor], Tensor],
     ) -> None:
         blocks = structures.pair_hessian(hx, x, {leaf.path for leaf in leaves})
         of_leaves = [backend.dtype_of(leaf.x) for leaf in leaves]
@@ -67,7 +66,7 @@ class Blocks:
 
         self._rows = [[block(p, q) for q in leaves] for p in leaves]
 
-    def times(self, z: Sequence[Any], rows: Rows | None = None) -> list[Tensor]:
+    def times(self, z: Sequence[Tensor], rows: Rows | None = None) -> list[Tensor]:
         """Returns `H z`, each of the shape and dtype of its `gx`, for these or for other blocks."""
         return [
             self._backend.push(row, z, leaf.gx)
@@ -97,12 +96,16 @@ class Product:
     """A function `v -> H v` on the structure of `x`, called only for second derivatives."""
 
     def __init__(
-        self, backend: Backend, hx: Callable[[Any], Any], x: Tensor, leaves: Sequence[Leaf]
+        self,
+        backend: Backend,
+        hx: Callable[[Structure], Structure],
+        x: Structure,
+        leaves: Sequence[Leaf],
     ) -> None:
         self._backend, self._hx, self._x, self._leaves = backend, hx, x, leaves
         self.not_connected = _NOT_CONNECTED.format(backend.name)
 
-    def times(self, z: Sequence[Any]) -> list[Tensor]:
+    def times(self, z: Sequence[Tensor]) -> list[Tensor]:
         """Returns `H z`, each of the shape and dtype of its `gx`."""
         by_path = {leaf.path: z_i for leaf, z_i in zip(self._leaves, z, strict=True)}
         v = [by_path.get(path) for path, _ in structures.flatten(self._x)]

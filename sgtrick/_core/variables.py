@@ -15,9 +15,11 @@ class Reader:
     """Runs a function and finds the trainable variables that it reads."""
 
     def __init__(self) -> None:
-        self._orders: dict[frozenset[Any], list[Any]] = {}
+        self._orders: dict[frozenset[Any], list[Variable]] = {}
 
-    def __call__(self, f: Callable[[], Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def __call__(
+        self, f: Callable[[], Structure], arguments: Sequence[Any]
+    ) -> tuple[Structure, list[Variable]]:
         """Returns the result of `f`, and its variables, each once, in the order first read.
 
         Eager execution does not keep the order. So if `f` reads several variables, it is traced
@@ -31,16 +33,16 @@ class Reader:
         return result, variables
 
     def recorded(
-        self, f: Callable[[], Any], arguments: Sequence[Any]
-    ) -> tuple[Any, list[Any], Any]:
+        self, f: Callable[[], Structure], arguments: Sequence[Any]
+    ) -> tuple[Structure, list[Variable], Tape | None]:
         """The same, with a persistent tape of how it was computed from the arguments, in eager."""
         if not tf.executing_eagerly() or not tapes.somebody_records():
             return (*self(f, arguments), None)
         return self._run(f, arguments, tf.GradientTape(persistent=True))
 
     def _run(
-        self, f: Callable[[], Any], arguments: Sequence[Any], tape: Tape
-    ) -> tuple[Any, list[Any], Any]:
+        self, f: Callable[[], Structure], arguments: Sequence[Any], tape: Tape
+    ) -> tuple[Structure, list[Variable], Tape | None]:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
         with tape:
@@ -67,7 +69,7 @@ class Reader:
         return result, self._orders[key], tape
 
 
-def _handle(variable: Any) -> Tensor | None:
+def _handle(variable: object) -> Tensor | None:
     """The handle that a variable shares with the variable that it wraps; None for other values.
 
     Keras layers wrap variables, and cast what they read from them.
@@ -102,7 +104,7 @@ def pull_variables(
         name: The function's name in errors.
     """
     names = [v.name for v in variables]
-    what = f"The gradient function of {name} must return a gradient for each of the variables"
+    what = f"grad of {name} must return a gradient for each of the variables"
     if not isinstance(jacobians, (list, tuple)) or len(jacobians) != len(names):
         raise ValueError(
             f"{what} {names}, in a list in this order, got {structures.kind_of(jacobians)}."
@@ -153,7 +155,7 @@ def _used(graph: Graph, before: int) -> list[Tensor]:
     return [t for t in taken if t.dtype == tf.resource]
 
 
-def _traced(f: Callable[[], Any]) -> list[Tensor]:
+def _traced(f: Callable[[], Structure]) -> list[Tensor]:
     """The handles of variables that a function captures, in that order."""
     try:
         function = tf.function(lambda: [f(), None][1], autograph=False)

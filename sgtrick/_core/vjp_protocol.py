@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgtrick._core import calls, shapes, structures
-from sgtrick._core.types import Args, Function, Kwargs, Structure, Tensor
+from sgtrick._core.types import Args, Function, Gradient, Kwargs, Structure, Tensor
 
 
-def value_and_rule(f: Function, returned: Structure) -> tuple[Any, Any]:
+def value_and_rule(f: Function, returned: Structure) -> tuple[Structure, Function]:
     """Returns the result of `f`, checked to be `(y, grad_fn)`."""
     if not (structures.is_pair(returned) and callable(returned[1])):
         raise TypeError(
@@ -21,7 +21,7 @@ def value_and_rule(f: Function, returned: Structure) -> tuple[Any, Any]:
 
 def gradients_of(
     primals: Sequence[Tensor], returned: Structure, paths: Sequence[str], name: str
-) -> list[tuple[Any, str]]:
+) -> list[tuple[Gradient, str]]:
     """Returns `(gradient, path)` for each argument that is not None, from a grad_fn's result."""
     gradients = [leaf for _, leaf in structures.flatten(returned)]
     omitted = primals[len(gradients) :]
@@ -45,15 +45,6 @@ def check_shape(
             f"grad_fn of {name} returned a gradient of shape {shapes.show(shape)} "
             f"for {path}, expected {shapes.show(expected)}."
         )
-
-
-def arguments_of(f: Function, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with keywords turned into positions where `f` allows it."""
-    signature = calls.signature_of(f) if kwargs else None
-    if signature is None:
-        return args, kwargs
-    bound = calls.bind(signature, args, kwargs, calls.name_of(f))
-    return bound.args, bound.kwargs
 
 
 def leaves_of(args: Args, kwargs: Kwargs) -> list[tuple[str, Any]]:

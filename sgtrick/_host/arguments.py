@@ -8,11 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._core import shapes, structures
-from sgtrick._core.types import Tensor
+from sgtrick._core.types import DType, DTypeLike, Structure, Tensor
 from sgtrick._host.contract import too_few_dimensions
 
 
-def with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, int]]:
+def with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple[str, Any, int]]:
     """`(path, leaf, event_ndims)` for every leaf of an argument."""
     if not tf.nest.is_nested(ndims):
         flat = [(path, leaf, ndims) for path, leaf in structures.flatten(arg)]
@@ -28,8 +28,8 @@ def with_event_ndims(name: str, arg: Any, ndims: Any) -> list[tuple[str, Any, in
 
 
 def tensors_of(
-    flat: Sequence[tuple[str, Any, int]], default: Any
-) -> tuple[list[Any], list[Any], Any]:
+    flat: Sequence[tuple[str, Any, int]], default: DTypeLike
+) -> tuple[list[Tensor], list[DTypeLike | None], DTypeLike]:
     """The leaves as tensors, the dtypes of their gradients, and the dtype of the value."""
     # Convert first: a variable's dtype can differ from the one in which a Keras layer reads it.
     read = [
@@ -55,7 +55,7 @@ def tensors_of(
     return xs, dtypes, common
 
 
-def _widest(dtypes: Sequence[Any]) -> Any:
+def _widest(dtypes: Sequence[DType]) -> DTypeLike:
     """The smallest dtype that holds all others; float16 and bfloat16 need float32."""
     size = max(dtype.size for dtype in dtypes)
     widest = {dtype for dtype in dtypes if dtype.size == size}
@@ -64,7 +64,7 @@ def _widest(dtypes: Sequence[Any]) -> Any:
 
 def broadcast_batches(
     xs: Sequence[Tensor], event_ndims: Sequence[int], paths: Sequence[str]
-) -> tuple[list[Any], Any]:
+) -> tuple[list[Tensor], tf.TensorShape]:
     """The tensors broadcast to a common batch shape, and its static shape.
 
     Autodiff of the broadcast sums the gradients of a repeated tensor.
@@ -79,8 +79,9 @@ def broadcast_batches(
             f"{p} {shapes.show(structures.static_shape(x))}" for p, x in zip(paths, xs, strict=True)
         )
         raise ValueError(
-            f"The batch shapes of {shown} do not broadcast, with event_ndims={list(event_ndims)}. "
-            "All dimensions before the event dimensions are batch: check event_ndims."
+            f"{shown} have batch shapes that do not broadcast, with event_ndims="
+            f"{list(event_ndims)}. All dimensions before the event dimensions are batch: check "
+            "event_ndims."
         ) from error
     if len(xs) == 1 or all(b.is_fully_defined() and b == batch for b in batches):
         return list(xs), batch
@@ -100,7 +101,7 @@ def broadcast_batches(
     return out, batch
 
 
-def padded(xs: Sequence[Tensor], event_ndims: Sequence[int], batch_ndims: int) -> list[Any]:
+def padded(xs: Sequence[Tensor], event_ndims: Sequence[int], batch_ndims: int) -> list[Tensor]:
     """The tensors with `batch_ndims` batch dimensions each, missing ones added with size 1."""
     tensors = []
     for x, n in zip(xs, event_ndims, strict=True):
@@ -117,6 +118,6 @@ def _with_event(x: Tensor, event_ndims: int, path: str) -> Tensor:
     return structures.checked(tf.rank(x) >= event_ndims, x, message)
 
 
-def _front(x: Tensor, event_ndims: int) -> Any:
+def _front(x: Tensor, event_ndims: int) -> tf.TensorShape:
     """The static batch shape."""
     return x.shape if x.shape.rank is None else x.shape[: x.shape.rank - event_ndims]

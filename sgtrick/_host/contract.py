@@ -8,9 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._core import shapes
-from sgtrick._core.types import Array, Structure
+from sgtrick._core.types import Args, Array, DTypeLike, Structure
 
 Shape = tuple[int, ...]
+# The arrays that make up an answer, such as the value and each gradient; None for unknown ones.
+Parts = list[Any]
 
 
 class CallSpec:
@@ -30,12 +32,12 @@ class CallSpec:
     def __init__(
         self,
         name: str,
-        args: Sequence[Any],
+        args: Args,
         paths: Sequence[str],
         event_ndims: Sequence[int],
-        dtypes: Sequence[Any],
-        value_dtype: Any,
-        aux_dtype: Any,
+        dtypes: Sequence[DTypeLike | None],
+        value_dtype: DTypeLike,
+        aux_dtype: DTypeLike | None,
     ) -> None:
         self.name, self.paths, self.event_ndims = name, paths, event_ndims
         self.dtypes, self.has_aux = dtypes, aux_dtype is not None
@@ -50,13 +52,13 @@ class CallSpec:
         self._nested = any(map(tf.nest.is_nested, args))
         self.has_derivatives = bool(self.gradient_dtypes)
 
-    def pack(self, leaves: Sequence[Array]) -> Sequence[Any]:
+    def pack(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """Packs leaves into the arguments of the engine."""
         if not self._nested:
             return leaves
         return tf.nest.pack_sequence_as(self._args, leaves)  # type: ignore[no-any-return]
 
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
         """Copies for the engine, which may modify and keep them; the originals are TensorFlow's.
 
         Args:
@@ -81,7 +83,7 @@ class CallSpec:
 
     def gradients(
         self, gradient: Structure, batch: Shape, events: Sequence[Shape], what: str = "the gradient"
-    ) -> list[Any]:
+    ) -> Parts:
         """The checked gradients of the leaves that have derivatives; None for unknown ones.
 
         Args:
@@ -110,13 +112,13 @@ class CallSpec:
                 )
         return found
 
-    def split(self, gradient: Structure, what: str) -> Sequence[Any]:
+    def split(self, gradient: Structure, what: str) -> Sequence[Structure]:
         """The leaves of a gradient that has the structure of the arguments.
 
         Raises:
             ValueError: It has a different structure.
         """
-        like: Any = self._args
+        like: Structure = self._args
         if gradient is None:  # no argument has derivatives
             return [None] * len(self.paths)
         if len(like) == 1:
@@ -128,12 +130,12 @@ class CallSpec:
 
     def checked(
         self,
-        value: Any,
+        value: object,
         shape: Shape | None,
         what: str,
         by: str | None = None,
         events: Sequence[Shape] = (),
-    ) -> Any:
+    ) -> Array:
         """`value` as an array of real numbers, NaN where masked, of shape `shape` unless None.
 
         Given `events`, the shapes of the leaves, errors name the likely cause of a wrong shape.
@@ -188,7 +190,7 @@ def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError
     )
 
 
-def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
+def _split(value: Structure, like: Structure, what: str) -> Iterator[Structure]:
     """The parts of `value` at the leaves of `like`."""
     if isinstance(like, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(like):
@@ -207,14 +209,14 @@ def _split(value: Any, like: Any, what: str) -> Iterator[Any]:
         yield value
 
 
-def copy(array: Any, dtype: Any) -> Any:
+def copy(array: Any, dtype: DTypeLike) -> Array:
     if array.dtype == dtype:
         return np.array(array)
     with np.errstate(all="ignore"):  # numbers outside the range of a narrower dtype overflow
         return np.array(array, dtype)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A one-line description of a value."""
     if value is None:
         return "None"

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from sgtrick._core import calls, structures
 from sgtrick._core.types import Args, Function, Structure
-from sgtrick._host.engine import WrongUse
+from sgtrick._host.engine import WrongUseError
 
+Leaves = Sequence[Any]  # arrays of NumPy, or tensors of the framework
 # The leaves to map over: for each batch dimension in order, for each group of leaves, the axis.
 Dims = tuple[tuple[tuple[int | None, ...], ...], ...]
 
@@ -28,11 +29,11 @@ class Framework(Protocol):
         """The mapped function `(points, constants, vs) -> Hessian times vs`."""
         ...
 
-    def why_no_scalar(self, value: Any) -> str | None:
+    def why_no_scalar(self, value: Structure) -> str | None:
         """Why the value that `f` returned is not a scalar; None if it is one."""
         ...
 
-    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
+    def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
         """Whether `f(points, constants)` reads point `k` but is not differentiable through it."""
         ...
 
@@ -41,25 +42,25 @@ class Framework(Protocol):
         ...
 
 
-class Split(NamedTuple):
+class _Split(NamedTuple):
     """The leaves of a call: points, which are differentiated, and constants, all others."""
 
     args: Args
-    leaves: list[Any]
+    leaves: Leaves
     places: tuple[int, ...]  # of the points
 
-    def groups(self) -> list[list[Any]]:
+    def groups(self) -> list[Leaves]:
         """Points and constants."""
         others = (leaf for k, leaf in enumerate(self.leaves) if k not in self.places)
         return [[self.leaves[k] for k in self.places], list(others)]
 
-    def joined(self, points: Sequence[Any], constants: Sequence[Any]) -> Any:
+    def joined(self, points: Leaves, constants: Leaves) -> Structure:
         """The arguments with these leaves."""
         own, rest = dict(zip(self.places, points, strict=True)), iter(constants)
         flat = [own[k] if k in own else next(rest) for k in range(len(self.leaves))]
         return tf.nest.pack_sequence_as(self.args, flat)
 
-    def packed(self, parts: Sequence[Any]) -> Any:
+    def packed(self, parts: Leaves) -> Structure:
         """One part for each point, in the structure that `from_numpy` expects of a gradient."""
         own = dict(zip(self.places, parts, strict=True))
         packed = tf.nest.pack_sequence_as(self.args, [own.get(k) for k in range(len(self.leaves))])
@@ -84,11 +85,11 @@ class Derived:
         self._event_ndims, self._name = event_ndims, name
         self._transformed: dict[Any, Function] = {}
 
-    def evaluate(self, *args: Any) -> Any:
+    def evaluate(self, *args: Structure) -> Structure:
         """The value (or value and aux) and the gradients of a batch."""
         split = _split(args)
         if not split.places:
-            raise WrongUse(
+            raise WrongUseError(
                 f"{self._name} has no argument of a floating dtype, so it has no gradient. Pass an "
                 "argument as a float, or call the function itself."
             )
@@ -99,7 +100,7 @@ class Derived:
                 self._check_connection(split, groups, dims, k)
         return value, split.packed(gradients)
 
-    def hessian_times(self, *args_and_v: Any) -> Any:
+    def hessian_times(self, *args_and_v: Structure) -> Structure:
         """The Hessian of each member of a batch times `v`."""
         *args, v = args_and_v
         split = _split(tuple(args))
@@ -107,11 +108,9 @@ class Derived:
         groups, dims = self._mapped(split, [*split.groups(), vs])
         return split.packed(self._run("hessian_times", split, groups, dims))
 
-    def _mapped(
-        self, split: Split, groups: Sequence[Sequence[Any]]
-    ) -> tuple[list[tuple[Any, ...]], Dims]:
+    def _mapped(self, split: _Split, groups: Sequence[Leaves]) -> tuple[Sequence[Leaves], Dims]:
         """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
-        ndims = Split(split.args, self._by_leaf(split.args), split.places).groups()
+        ndims = _Split(split.args, self._by_leaf(split.args), split.places).groups()
         fronts = [
             [leaf.shape[: leaf.ndim - n] for leaf, n in zip(group, own, strict=True)]
             for group, own in zip(groups, [*ndims, ndims[0]], strict=False)
@@ -144,7 +143,7 @@ class Derived:
             )
         ]
 
-    def _run(self, what: str, split: Split, groups: Sequence[Any], dims: Dims) -> Any:
+    def _run(self, what: str, split: _Split, groups: Sequence[Leaves], dims: Dims) -> Structure:
         """Calls the transformed function, which is made once for each structure of arguments."""
         key = what, split.places, dims, repr(tf.nest.map_structure(lambda _: 0, split.args))
         if key not in self._transformed:
@@ -158,27 +157,27 @@ class Derived:
                 self._transformed[key] = self._framework.hessian_times(f, dims)
         return self._advised(self._transformed[key], *groups)
 
-    def _advised(self, f: Function, *args: Any) -> Any:
+    def _advised(self, f: Function, *args: Leaves) -> Structure:
         """`f(*args)`, with advice added to the framework's errors."""
         try:
             return f(*args)
-        except WrongUse:
+        except WrongUseError:
             raise
         except Exception as error:
             advice = self._framework.advice(error)
             if advice is None:
                 raise
             said = f"{type(error).__name__}: {error}"
-            raise WrongUse(f"{self._name} {advice}\n{said}") from error
+            raise WrongUseError(f"{self._name} {advice}\n{said}") from error
 
-    def _function(self, split: Split, has_aux: bool) -> Function:
+    def _function(self, split: _Split, has_aux: bool) -> Function:
         """The user's function as one of `(points, constants)`, with its result checked."""
 
-        def f(points: Sequence[Any], constants: Sequence[Any]) -> Any:
+        def f(points: Leaves, constants: Leaves) -> Structure:
             returned = self._fn(*split.joined(points, constants))
             if structures.is_pair(returned) != self._has_aux:
                 wanted = "(value, aux)" if self._has_aux else "only the value"
-                raise WrongUse(
+                raise WrongUseError(
                     f"{self._name} must return {wanted}, got {type(returned).__name__}. The "
                     "gradient is computed by autodiff: use from_numpy for a function that returns "
                     "its gradient, and has_aux=True for one that returns (value, aux)."
@@ -186,13 +185,13 @@ class Derived:
             value = returned[0] if self._has_aux else returned
             why = self._framework.why_no_scalar(value)
             if why is not None:
-                raise WrongUse(f"{self._name} must return a scalar, {why}")
+                raise WrongUseError(f"{self._name} must return a scalar, {why}")
             return (value, returned[1]) if has_aux else value
 
         return f
 
     def _check_connection(
-        self, split: Split, groups: Sequence[Any], dims: Dims, place: int
+        self, split: _Split, groups: Sequence[Leaves], dims: Dims, place: int
     ) -> None:
         """Raises if a gradient is zero because the value was detached from the point."""
         first = [list(group) for group in groups]
@@ -203,7 +202,7 @@ class Derived:
         k = split.places.index(place)
         f = self._function(split, self._has_aux)
         if self._framework.is_cut_off(f, points, constants, k):
-            raise WrongUse(
+            raise WrongUseError(
                 f"{self._name} uses {self._path(split.args, place)}, but its value is cut off from "
                 "it, so that the gradient would be zero. The usual causes are .item(), float(), "
                 ".detach(), .numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
@@ -224,6 +223,6 @@ class Derived:
         return paths[place]
 
 
-def _split(args: Args) -> Split:
+def _split(args: Args) -> _Split:
     leaves = tf.nest.flatten(args)
-    return Split(args, leaves, tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f"))
+    return _Split(args, leaves, tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f"))

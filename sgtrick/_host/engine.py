@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from sgtrick._core.types import Array, Function
+from sgtrick._core.types import Array, DTypeLike, Function, Structure
 from sgtrick._host import reticulate
-from sgtrick._host.contract import Shape
+from sgtrick._host.contract import Parts, Shape
 from sgtrick._host.executors import MainThreadExecutor
 from sgtrick._host.hessians import HessianTimes
 from sgtrick._host.replies import (
@@ -26,8 +26,11 @@ from sgtrick._host.replies import (
     split_shapes,
 )
 
+# Returns what an engine returned, perhaps after waiting for it.
+Result: TypeAlias = Callable[[], Structure]
 
-class WrongUse(TypeError):  # noqa: N818 - callers catch it as a TypeError
+
+class WrongUseError(TypeError):
     """An engine that cannot work at any point as declared, so `on_error` does not apply."""
 
 
@@ -53,7 +56,7 @@ class Engine:
         hess: Function | None = None,
         vectorized: bool,
         broadcasts: bool = False,
-        dtype: Any,
+        dtype: DTypeLike,
         executor: futures.Executor | None,
         on_error: str | float,
     ) -> None:
@@ -77,11 +80,13 @@ class Engine:
         self._counting = threading.Lock()
         # TensorFlow calls from any thread, and most engines expect one call at a time; an executor
         # sets its own limit. Reentrant, because an engine may call itself through TensorFlow.
-        self._turn: Any = threading.RLock() if executor is None else contextlib.nullcontext()
+        self._turn: contextlib.AbstractContextManager[object] = (
+            threading.RLock() if executor is None else contextlib.nullcontext()
+        )
         # A serial executor gets one call at a time, as the engine may reuse its result buffer.
         self._concurrent = executor is not None and not isinstance(executor, MainThreadExecutor)
 
-    def evaluate(self, reply: ValueAndGradient, *arrays: Array) -> list[Any]:
+    def evaluate(self, reply: ValueAndGradient, *arrays: Array) -> list[Array]:
         """Returns the values, the gradients of the leaves that have derivatives, and aux if any.
 
         Args:
@@ -90,7 +95,7 @@ class Engine:
         """
         return self._answer(_Asked(reply, self._functions, "calls"), arrays)
 
-    def hessian_times(self, reply: HessianTimes, *arrays: Array) -> list[Any]:
+    def hessian_times(self, reply: HessianTimes, *arrays: Array) -> list[Array]:
         """Returns the Hessian times a vector, one part for each leaf that has derivatives.
 
         Args:
@@ -104,7 +109,7 @@ class Engine:
         """Whether the engine has second derivatives."""
         return bool(self._hessian)
 
-    def _answer(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
+    def _answer(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Array]:
         """The results as arrays for TensorFlow; updates the counters."""
         with self._turn:
             begin = time.perf_counter()
@@ -119,7 +124,7 @@ class Engine:
                     self.nonfinite += asked.nonfinite
                     self.seconds += time.perf_counter() - begin
 
-    def _parts(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Any]:
+    def _parts(self, asked: "_Asked", arrays: Sequence[Array]) -> Parts:
         """The results for all members of the batch."""
         reply = asked.reply
         leaves = reply.incoming(arrays, self.dtype)
@@ -132,7 +137,7 @@ class Engine:
         result = self._started(asked, whole)
         try:
             returned = self._returned(asked, result)
-        except _Failure as failure:
+        except _EngineError as failure:
             if self._instead is not None and math.prod(batch) > 1:
                 # One bad member must not reject the others. The failed call may have modified
                 # `leaves`, so copy them again.
@@ -154,7 +159,7 @@ class Engine:
         leaves: Sequence[Any],
         batch: Shape,
         events: Sequence[Shape],
-    ) -> list[Any]:
+    ) -> Parts:
         """Calls the engine for each member of the batch, and joins the results.
 
         A vectorized engine is called with batches of one.
@@ -163,7 +168,7 @@ class Engine:
         shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
         plain = not (one or any(shared))
 
-        def start(i: Shape) -> tuple[list[Any], Callable[[], Any]]:
+        def start(i: Shape) -> tuple[list[Array], Result]:
             if plain:  # a fast path for the usual case
                 member = [a[(*i, ...)] for a in leaves]
             else:
@@ -171,14 +176,14 @@ class Engine:
             return member, self._started(asked, member)
 
         places = list(itertools.product(*map(range, batch)))
-        started: Iterable[tuple[Sequence[Any], Callable[[], Any]]] = map(start, places)
+        started: Iterable[tuple[list[Array], Result]] = map(start, places)
         if self._concurrent:
             started = list(started)
         results = Results(reply, batch, events, len(one))
         for i, (member, result) in zip(places, started, strict=True):
             try:
                 returned = self._returned(asked, result)
-            except _Failure as failure:
+            except _EngineError as failure:
                 came = [_of(i, np.asarray(a), s) for a, s in zip(arrays, shared, strict=True)]
                 results.put(i, self._failed(asked, failure, came, one, events), failed=True)
             else:
@@ -186,7 +191,7 @@ class Engine:
         asked.nonfinite = results.nonfinite()
         return results.joined()
 
-    def _returned(self, asked: "_Asked", result: Callable[[], Any]) -> Any:
+    def _returned(self, asked: "_Asked", result: Result) -> Structure:
         """The result of one call.
 
         Args:
@@ -194,28 +199,28 @@ class Engine:
             result: Makes the call, or waits for the executor.
 
         Raises:
-            _Failure: The engine raised.
+            _EngineError: The engine raised.
             RuntimeError: The executor did not answer.
         """
         asked.calls += 1
         try:
             return result()
-        except (reticulate.WrongThreadError, WrongUse):
+        except (reticulate.WrongThreadError, WrongUseError):
             raise  # not a failure at this point: the engine could not be called, or never works
         except Exception as error:
             lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
             if lost and self._executor is not None:
                 raise RuntimeError(_lost(asked.reply.name, error)) from error
-            raise _Failure from error
+            raise _EngineError from error
 
     def _failed(
         self,
         asked: "_Asked",
-        failure: "_Failure",
+        failure: "_EngineError",
         member: Sequence[Array],
         batch: Shape,
         events: Sequence[Shape],
-    ) -> list[Any]:
+    ) -> Parts:
         """The parts that replace those of a failed call; raises if `on_error` is "raise"."""
         asked.failures += 1
         error = failure.__cause__
@@ -224,7 +229,7 @@ class Engine:
             raise RuntimeError(_message(asked.reply, member, error)) from error
         return asked.reply.instead(self._instead, batch, events)
 
-    def _started(self, asked: "_Asked", leaves: Sequence[Array]) -> Callable[[], Any]:
+    def _started(self, asked: "_Asked", leaves: Sequence[Array]) -> Result:
         """Starts a call if there is an executor; returns a function that returns its result."""
         if len(asked.functions) == 1:
             return self._call(asked, asked.functions[0], leaves)
@@ -234,14 +239,16 @@ class Engine:
         value, gradient = self._call(asked, f, leaves), self._call(asked, grad, copies)
         return lambda: (value(), gradient())
 
-    def _call(self, asked: "_Asked", f: Function, leaves: Sequence[Array]) -> Callable[[], Any]:
+    def _call(self, asked: "_Asked", f: Function, leaves: Sequence[Array]) -> Result:
         arguments = asked.reply.arguments(leaves)
         if self._executor is None:
             return partial(f, *arguments)
         asked.running.append(self._submitted(asked.reply.name, f, arguments))
         return asked.running[-1].result
 
-    def _submitted(self, name: str, f: Function, arguments: Sequence[Any]) -> futures.Future[Any]:
+    def _submitted(
+        self, name: str, f: Function, arguments: Sequence[Structure]
+    ) -> futures.Future[Structure]:
         assert self._executor is not None
         try:
             return self._executor.submit(f, *arguments)
@@ -254,20 +261,20 @@ class _Asked:
 
     def __init__(self, reply: Reply, functions: Sequence[Function], counter: str) -> None:
         self.reply, self.functions, self.counter = reply, functions, counter
-        self.running: list[futures.Future[Any]] = []
+        self.running: list[futures.Future[Structure]] = []
         self.calls, self.failures, self.nonfinite = 0, 0, 0
 
 
-class _Failure(Exception):  # noqa: N818 - never seen by callers
+class _EngineError(Exception):
     """An engine raised: `__cause__`."""
 
 
-def _broadcast(a: Any, shape: Shape) -> Any:
+def _broadcast(a: Array, shape: Shape) -> Array:
     """`a`, or a read-only view of it that takes no memory."""
     return a if a.shape == shape else np.broadcast_to(a, shape)
 
 
-def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
+def _of(i: Shape, a: Any, shared: bool, ones: int = 0) -> Array:
     """The part of a leaf for member `i`, always an array, even without dimensions.
 
     A shared leaf is copied, so that each member may modify its own copy. `ones` is the number of
@@ -275,7 +282,7 @@ def _of(i: tuple[int, ...], a: Any, shared: bool, ones: int = 0) -> Any:
     """
     if shared:
         i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
-    own = a[(*i, ...)]
+    own: Array = a[(*i, ...)]
     own = own.copy() if shared else own
     return own.reshape((1,) * ones + own.shape) if ones else own
 
@@ -309,7 +316,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _floating(dtype: Any) -> Any:
+def _floating(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         found = None if dtype is None else np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
     except TypeError:
@@ -322,7 +329,7 @@ def _floating(dtype: Any) -> Any:
     return found
 
 
-def _number(on_error: Any) -> float | None:
+def _number(on_error: object) -> float | None:
     if isinstance(on_error, str) and on_error == "raise":
         return None
     numbers = (int, float, np.integer, np.floating)
@@ -331,7 +338,7 @@ def _number(on_error: Any) -> float | None:
     return float(on_error)
 
 
-def _check_executor(executor: futures.Executor | None, functions: Sequence[Any]) -> None:
+def _check_executor(executor: futures.Executor | None, functions: Sequence[Function]) -> None:
     if executor is not None and not isinstance(executor, futures.Executor):
         raise TypeError(
             "executor must be a concurrent.futures.Executor, for example ThreadPoolExecutor(), or "
@@ -342,7 +349,7 @@ def _check_executor(executor: futures.Executor | None, functions: Sequence[Any])
             pickle.dumps(functions)
         except Exception as error:
             raise TypeError(
-                f"The engine cannot be sent to the processes of the executor: {_said(error)}. "
+                f"executor is a process pool, to which the engine cannot be sent: {_said(error)}. "
                 "Define it at the top level of a module, not as a lambda or closure; or use a "
                 "ThreadPoolExecutor."
             ) from error

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from sgtrick._core.types import Args, Function, Kwargs
 from sgtrick._host import reticulate
 
 T = TypeVar("T")
@@ -154,9 +155,9 @@ class _Work(NamedTuple):
     """A submitted call and the future of its result."""
 
     future: "concurrent.futures.Future[Any]"
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    fn: Function
+    args: Args
+    kwargs: Kwargs
 
     def do(self) -> None:
         if not self.future.set_running_or_notify_cancel():

@@ -3,10 +3,9 @@
 import importlib
 import sys
 from concurrent.futures import Executor
-from typing import Any
 
 from sgtrick._core import calls
-from sgtrick._core.types import DTypeLike, Function, Structure
+from sgtrick._core.types import Decorated, DTypeLike, Function, Structure
 from sgtrick._host.derived import Derived, Framework
 from sgtrick._host.host_function import Derivatives, HostFunction, Options
 
@@ -21,7 +20,7 @@ def from_torch(
     executor: Executor | None = None,
     on_error: str | float = "raise",
     name: str | None = None,
-) -> Any:
+) -> Decorated:
     """Turns a PyTorch function into a TensorFlow function, with its gradient from autograd.
 
         >>> import tensorflow as tf
@@ -81,7 +80,7 @@ def from_jax(
     on_error: str | float = "raise",
     jit: bool = True,
     name: str | None = None,
-) -> Any:
+) -> Decorated:
     """Turns a JAX function into a TensorFlow function, with its gradient from JAX.
 
         >>> import tensorflow as tf
@@ -128,7 +127,7 @@ def from_jax(
     return _form(fn, Jax(jit=jit), options)
 
 
-def _form(fn: Function | None, framework: Framework, options: Options) -> Any:
+def _form(fn: Function | None, framework: Framework, options: Options) -> Decorated:
     """The host function, or a decorator if `fn` is None."""
 
     def make(functions: Derivatives) -> Derivatives:

@@ -1,9 +1,8 @@
 """Host engines: functions of NumPy arrays with their gradients, as functions of tensors."""
 
 from concurrent.futures import Executor
-from typing import Any
 
-from sgtrick._core.types import DTypeLike, Function, Structure
+from sgtrick._core.types import Decorated, DTypeLike, Function, Structure
 from sgtrick._host.host_function import Derivatives, HostFunction, Options
 
 
@@ -20,7 +19,7 @@ def from_numpy(
     executor: Executor | None = None,
     on_error: str | float = "raise",
     name: str | None = None,
-) -> Any:
+) -> Decorated:
     """Turns a function of NumPy arrays and its gradient into a TensorFlow function.
 
     For log densities, losses and simulators that live outside TensorFlow: solvers, Stan, compiled

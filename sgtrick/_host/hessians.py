@@ -1,12 +1,11 @@
 """The Hessian of an engine times a vector, from `hessp` or `hess` (SciPy's names)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from sgtrick._core.types import Array, Structure
-from sgtrick._host.contract import CallSpec, Shape, copy
+from sgtrick._core.types import Array, DTypeLike, Structure
+from sgtrick._host.contract import CallSpec, Parts, Shape, copy
 
 
 class HessianTimes:
@@ -27,19 +26,19 @@ class HessianTimes:
         own = (spec.event_ndims[k] for k in spec.places)
         self.event_ndims: Sequence[int] = [*spec.event_ndims, *own]
 
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
         """Copies of the leaves for the engine."""
         n = len(self._spec.paths)
         leaves = self._spec.incoming(arrays[:n], dtype)
         return [*leaves, *(copy(v, dtype) for v in arrays[n:])]
 
-    def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """The arguments of `hess` or `hessp`; `v` has the structure of the engine's arguments."""
         n = len(self._spec.paths)
         arguments = self._spec.pack(leaves[:n])
         if self._whole:
             return arguments
-        flat: list[Any] = [None] * n
+        flat: Parts = [None] * n
         for k, v in zip(self._spec.places, leaves[n:], strict=True):
             flat[k] = v
         packed = self._spec.pack(flat)
@@ -51,7 +50,7 @@ class HessianTimes:
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
-    ) -> list[Any]:
+    ) -> Parts:
         """The products, one for each leaf that has derivatives; None for unknown ones.
 
         Raises:
@@ -74,16 +73,16 @@ class HessianTimes:
             for i in self._spec.places
         ]
 
-    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
         """NaN for a failed call, because the value may be valid there and have a slope."""
         del value
         return [np.full(shape, np.nan) for shape in self.shapes(batch, events)]
 
-    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+    def outgoing(self, parts: Parts) -> list[Array]:
         """Copies for TensorFlow, in its dtypes."""
         return list(map(copy, parts, self._spec.gradient_dtypes))
 
-    def _rows(self, hessian: Structure) -> list[Any]:
+    def _rows(self, hessian: Structure) -> list[Sequence[Structure]]:
         """The blocks, by two leaves, of the structure of structures that `jax.hessian` returns."""
         spec, n = self._spec, len(self._spec.paths)
         if hessian is None:
@@ -95,8 +94,8 @@ class HessianTimes:
         ]
 
     def _product(
-        self, block: Any, batch: Shape, events: Sequence[Shape], i: int, j: int, v: Any
-    ) -> Any:
+        self, block: Structure, batch: Shape, events: Sequence[Shape], i: int, j: int, v: Array
+    ) -> Array:
         """`H_ij v_j`, NaN where the block is unknown and `v_j` is not zero."""
         by = " and ".join(self._spec.paths[k] for k in (i, j))
         shape = batch + events[i] + events[j]

@@ -1,14 +1,13 @@
 """Calls of an engine on tensors: operations without a derivative."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from sgtrick._core._tensorflow import graphs, host_calls
-from sgtrick._core.types import Array, Function, Tensor
-from sgtrick._host.contract import CallSpec
+from sgtrick._core.types import Array, DTypeLike, Function, Tensor
+from sgtrick._host.contract import CallSpec, Parts
 from sgtrick._host.engine import Engine
 from sgtrick._host.hessians import HessianTimes
 from sgtrick._host.replies import ValueAndGradient
@@ -52,7 +51,7 @@ class HostCall:
         return outputs
 
     def _call(
-        self, callback: Function, xs: Sequence[Tensor], dtypes: Sequence[Any]
+        self, callback: Function, xs: Sequence[Tensor], dtypes: Sequence[DTypeLike]
     ) -> list[Tensor]:
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(out) for out in callback(*(x.numpy() for x in xs))]
@@ -74,7 +73,7 @@ class HostCall:
             return [first, *map(_at_leisure, others)]
 
 
-def _tersely(callback: Function, *arrays: Array) -> Any:
+def _tersely(callback: Callable[..., Parts], *arrays: Array) -> Parts:
     """Calls the engine, and removes our own frames from the traceback of an error.
 
     TensorFlow turns errors into text, whose last lines should be the engine's frames and message.

@@ -4,14 +4,14 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import tensorflow as tf
 
 from sgtrick._core import calls, embedding, structures
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.hessian import symmetric
-from sgtrick._core.types import Args, Kwargs, Structure, Tensor
+from sgtrick._core.types import Args, DTypeLike, Kwargs, Structure, Tensor
 from sgtrick._host import foreign
 from sgtrick._host.arguments import broadcast_batches, padded, tensors_of, with_event_ndims
 from sgtrick._host.contract import CallSpec
@@ -22,12 +22,12 @@ from sgtrick._host.host_call import HostCall
 class Derivatives(NamedTuple):
     """A function of arrays and its derivatives; None for those that are not given."""
 
-    fn: Any
+    fn: Any  # a class or static method cannot be called, so it is no Function
     grad: Any = None
     hessp: Any = None
     hess: Any = None
 
-    def of(self, instance: Any, owner: Tensor) -> "Derivatives":
+    def of(self, instance: object, owner: type | None) -> "Derivatives":
         """The functions bound to `instance`; for class methods, `instance` is `owner`."""
         # Ask the type: a bound method instance exposes the __get__ of its function.
         bind = (f.__get__(instance, owner) if hasattr(type(f), "__get__") else f for f in self)
@@ -38,7 +38,7 @@ class Options(NamedTuple):
     """How to call the engine: the arguments of `from_numpy` with these names."""
 
     vectorized: bool
-    dtype: Any
+    dtype: DTypeLike
     executor: Executor | None
     on_error: str | float
     event_ndims: int | Structure
@@ -55,7 +55,7 @@ class HostFunction:
         functions: Derivatives,
         options: Options,
         make: Callable[[Derivatives], Derivatives] = lambda functions: functions,
-        bound_to: tuple[Any, str] | None = None,
+        bound_to: tuple[object, str] | None = None,
     ) -> None:
         """See `from_numpy`.
 
@@ -91,7 +91,7 @@ class HostFunction:
         """Stores the class and the attribute to which the function was assigned."""
         self._attribute, self._owner = name, owner
 
-    def __get__(self, instance: Any, owner: Any = None) -> "HostFunction":
+    def __get__(self, instance: object, owner: type | None = None) -> "HostFunction":
         """The function as a method of `instance`, always the same one, with its own counters."""
         of_class = isinstance(self._functions.fn, classmethod)
         if of_class:
@@ -123,7 +123,7 @@ class HostFunction:
         functions = Derivatives(*copy.deepcopy(tuple(self._functions), memo))
         return HostFunction(functions, self._options, self._make)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Args | str:
         """Methods are pickled by name, like Python's, so that objects holding them pickle too."""
         if self._bound_to is not None:
             return getattr, self._bound_to
@@ -178,7 +178,7 @@ class HostFunction:
         return f"<host engine {', '.join([self._name, *stated])}: {counts}>"
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
         """The value with the gradient that the engine returned, or `(value, aux)`."""
         if args and isinstance(args[0], self._owner):  # a method called on its class
             method = self.__get__(args[0], type(args[0]))
@@ -220,7 +220,7 @@ class HostFunction:
 
     def _prepared(
         self, args: Args, names: Sequence[str]
-    ) -> tuple[HostCall, list[Any], list[Any], Any]:
+    ) -> tuple[HostCall, list[Tensor], list[Tensor], tf.TensorShape]:
         """The host call, the leaves as points and as sent to the host, and the batch shape.
 
         The points have the batch shape of the value. Leaves that all members share are sent to the
@@ -239,7 +239,7 @@ class HostFunction:
         hosted = points if batch.rank is None else padded(xs, event_ndims, batch.rank)
         return HostCall(self._engine, spec), points, hosted, batch
 
-    def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], list[str]]:
+    def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, list[str]]:
         """The arguments by position, and their names."""
         signature = self._signature
         if signature is None:
@@ -265,7 +265,7 @@ class HostFunction:
         names = [*positional, *(f"args[{i}]" for i in range(len(positional), len(bound.args)))]
         return bound.args, names[: len(bound.args)]
 
-    def _by_argument(self, names: Sequence[str]) -> Sequence[Any]:
+    def _by_argument(self, names: Sequence[str]) -> Sequence[Structure]:
         """`event_ndims`, one for each argument."""
         stated = self._event_ndims
         if not isinstance(stated, (tuple, list)):
@@ -282,7 +282,7 @@ class HostFunction:
 
 
 _NO_HESSIAN = (
-    "A second derivative of {0} was asked for, but its engine gives only a value and a gradient. "
+    "{0} was asked for a second derivative, but its engine gives only a value and a gradient. "
     "Pass hessp=, a function of (*arrays, v) that returns the Hessian times v, or hess=, a "
     "function of (*arrays) that returns the Hessian; from_jax and from_torch compute it themselves."
 )

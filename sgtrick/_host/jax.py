@@ -1,15 +1,14 @@
 """JAX: gradients and Hessian-vector products."""
 
 import contextlib
-from typing import Any
 
 import jax
 import jax.experimental
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core.types import Function
-from sgtrick._host.derived import Dims
+from sgtrick._core.types import Function, Structure
+from sgtrick._host.derived import Dims, Leaves
 
 # In jax since 0.8, in jax.experimental before.
 _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
@@ -28,12 +27,12 @@ class Jax:
     def hessian_times(self, f: Function, dims: Dims) -> Function:
         """See `Framework`."""
 
-        def product(points: Any, constants: Any, vs: Any) -> Any:
+        def product(points: Leaves, constants: Leaves, vs: Leaves) -> Structure:
             return jax.jvp(lambda p: jax.grad(f)(p, constants), (points,), (vs,))[1]
 
         return self._of_arrays(product, dims)
 
-    def why_no_scalar(self, value: Any) -> str | None:
+    def why_no_scalar(self, value: Structure) -> str | None:
         """See `Framework`."""
         if not np.shape(value):
             return None
@@ -42,7 +41,7 @@ class Jax:
             "event_ndims=0 if each number is a point of its own."
         )
 
-    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
+    def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
         """Never: JAX itself raises where a value is cut off."""
         del f, points, constants, k
         return False
@@ -73,7 +72,7 @@ class Jax:
             f = jax.vmap(f, in_axes=in_axes)
         f = self._jit(f)
 
-        def of_arrays(*groups: Any) -> Any:
+        def of_arrays(*groups: Leaves) -> Structure:
             # Otherwise JAX would truncate 64-bit arrays, integers too. The mode is left alone for
             # arrays of 32 bits.
             wide = any(a.dtype.itemsize == 8 for group in groups for a in group)

@@ -1,13 +1,13 @@
 """What an engine is given and must return: the contract of host calls, and its errors."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from sgtrick._core import shapes, structures
-from sgtrick._core.types import Array, Structure
-from sgtrick._host.contract import CallSpec, Shape, copy, show
+from sgtrick._core.types import Array, DTypeLike, Structure
+from sgtrick._host.contract import CallSpec, Parts, Shape, copy, show
 
 
 class Reply(Protocol):
@@ -22,11 +22,11 @@ class Reply(Protocol):
     paths: Sequence[str]
     event_ndims: Sequence[int]
 
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
         """Copies of the leaves for the engine."""
         ...
 
-    def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """The arguments of the engine."""
         ...
 
@@ -36,15 +36,15 @@ class Reply(Protocol):
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
-    ) -> list[Any]:
+    ) -> Parts:
         """The checked parts of what an engine returned for `leaves`; None for unknown ones."""
         ...
 
-    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
         """The parts for a failed call, with `value` in place of the engine's value."""
         ...
 
-    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+    def outgoing(self, parts: Parts) -> list[Array]:
         """Copies for TensorFlow, in its dtypes; engines may return the same buffer each time."""
         ...
 
@@ -56,11 +56,11 @@ class ValueAndGradient:
         self._spec, self.name, self.has_aux = spec, spec.name, spec.has_aux
         self.paths, self.event_ndims = spec.paths, spec.event_ndims
 
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: Any) -> list[Any]:
+    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
         """Copies of the leaves for the engine."""
         return self._spec.incoming(arrays, dtype)
 
-    def arguments(self, leaves: Sequence[Array]) -> Sequence[Any]:
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """The arguments of the engine."""
         return self._spec.pack(leaves)
 
@@ -70,7 +70,7 @@ class ValueAndGradient:
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
-    ) -> list[Any]:
+    ) -> Parts:
         """The value, the gradients of leaves that have derivatives, and aux if any.
 
         Raises:
@@ -106,13 +106,13 @@ class ValueAndGradient:
     def _wanted(self) -> str:
         return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
 
-    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> list[Any]:
+    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
         """The parts for a failed call: `value`, zero gradients, and NaN for aux."""
         parts = [np.zeros(shape) for shape in self.shapes(batch, events)]
         parts[0][...] = value
         return [*parts, np.full(batch, np.nan)] if self._spec.has_aux else parts
 
-    def outgoing(self, parts: Sequence[Any]) -> list[Any]:
+    def outgoing(self, parts: Parts) -> list[Array]:
         """Copies for TensorFlow, in its dtypes."""
         return list(map(copy, parts, self._spec.outputs))
 
@@ -128,11 +128,11 @@ class Results:
         self._name, self._has_aux, self._batch = reply.name, reply.has_aux, batch
         # float64 holds results of any dtype until all have arrived.
         self._columns = [np.empty(shape) for shape in reply.shapes(batch, events)]
-        self._auxes: list[Any] = []
+        self._auxes: Parts = []
         self._failed: list[Shape] = []
         self._unknown: set[int] = set()
 
-    def put(self, i: Shape, parts: Sequence[Any], *, failed: bool = False) -> None:
+    def put(self, i: Shape, parts: Parts, *, failed: bool = False) -> None:
         """Stores the parts of member `i`; members arrive in order."""
         if self._ones:
             parts = [p if p is None else p.reshape(p.shape[self._ones :]) for p in parts]
@@ -152,11 +152,11 @@ class Results:
         known = [None if k in self._unknown else c for k, c in enumerate(self._columns)]
         return count_nonfinite(known, self._batch, self._failed)
 
-    def joined(self) -> list[Any]:
+    def joined(self) -> Parts:
         """The joined arrays."""
         return [*self._columns, self._stacked_auxes()] if self._has_aux else self._columns
 
-    def _stacked_auxes(self) -> Any:
+    def _stacked_auxes(self) -> Array:
         """All aux stacked; a single NaN, as of a failed call, is broadcast to the common shape."""
         seen = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
         if len(seen) > 1:
@@ -169,7 +169,7 @@ class Results:
         return np.reshape(auxes, self._batch + shape)
 
 
-def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = ()) -> int:
+def count_nonfinite(parts: Sequence[Array | None], batch: Shape, but: Sequence[Shape] = ()) -> int:
     """The number of batch members for which a known part is not finite.
 
     Args:
@@ -177,7 +177,7 @@ def count_nonfinite(parts: Sequence[Any], batch: Shape, but: Sequence[Shape] = (
         batch: The batch shape.
         but: Members that are not counted.
     """
-    bad: Any = None
+    bad: Array | None = None
     for part in parts:
         if part is not None:
             finite = np.isfinite(part)

@@ -13,7 +13,7 @@ class WrongThreadError(RuntimeError):
     """R would have been called on a thread other than its own."""
 
 
-def check_python(fn: Any) -> None:
+def check_python(fn: object) -> None:
     """Raises if a function that is to run on a worker thread is an R function."""
     if _is_r_function(fn):
         raise TypeError(
@@ -23,7 +23,7 @@ def check_python(fn: Any) -> None:
         )
 
 
-def _is_r_function(fn: Any) -> bool:
+def _is_r_function(fn: object) -> bool:
     """Whether `fn` is an R function, which reticulate wraps in a function of one of its modules."""
     # Look at the globals, because decorators copy __module__ from the function that they wrap.
     return getattr(fn, "__globals__", {}).get("__name__") == "rpytools.call"

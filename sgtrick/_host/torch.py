@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from sgtrick._core.types import Array, Function
-from sgtrick._host.derived import Dims
+from sgtrick._core.types import Args, Array, Function, Kwargs, Structure
+from sgtrick._host.derived import Dims, Leaves
 
 
 class Torch:
@@ -22,14 +22,14 @@ class Torch:
     def hessian_times(self, f: Function, dims: Dims) -> Function:
         """See `Framework`."""
 
-        def product(points: Any, constants: Any, vs: Any) -> Any:
+        def product(points: Leaves, constants: Leaves, vs: Leaves) -> Structure:
             # Reverse over reverse works for everything that torch can differentiate twice. It gives
             # the transpose of the Hessian, which is symmetric.
             return torch.func.vjp(lambda p: torch.func.grad(f)(p, constants), points)[1](vs)[0]
 
         return _of_arrays(_mapped(product, dims))
 
-    def why_no_scalar(self, value: Any) -> str | None:
+    def why_no_scalar(self, value: object) -> str | None:
         """See `Framework`."""
         if not isinstance(value, torch.Tensor):
             return (
@@ -43,7 +43,7 @@ class Torch:
             )
         return None
 
-    def is_cut_off(self, f: Function, points: Any, constants: Any, k: int) -> bool:
+    def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
         """See `Framework`."""
         points, constants = list(_tensors(points)), _tensors(constants)
         # A clone is not a leaf of torch's graph, so the function may modify it in place.
@@ -64,11 +64,13 @@ class Torch:
 class _Uses(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
     """Detects whether a function reads the entries of a tensor."""
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x: torch.Tensor) -> None:
         super().__init__()
         self._x, self.seen = x, False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Structure:
         """Called by torch for each operation."""
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
@@ -109,12 +111,12 @@ def _mapped(f: Function, dims: Dims) -> Function:
     return f
 
 
-def _tensors(arrays: Sequence[Array]) -> tuple[Any, ...]:
+def _tensors(arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.from_numpy, arrays))
 
 
 def _of_arrays(f: Function) -> Function:
-    def of_arrays(*groups: Sequence[Any]) -> Any:
+    def of_arrays(*groups: Sequence[Array]) -> Structure:
         returned = f(*map(_tensors, groups))
         return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)
 

@@ -1,12 +1,8 @@
 """The backend that Keras runs on, and the operations that `keras.ops` lacks there."""
 
-from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 import keras
-
-# `z -> H z`, for tensors like the points; each result has the shape and dtype of its Jacobian.
-Product = Callable[[list[Any]], list[Any]]
 
 
 def is_tensorflow() -> bool:
@@ -14,7 +10,7 @@ def is_tensorflow() -> bool:
     return bool(keras.backend.backend() == "tensorflow")
 
 
-def native() -> Any:
+def native() -> ModuleType:
     """The module of this backend with the operations that `keras.ops` lacks.
 
     Each module has
@@ -53,12 +49,12 @@ def native() -> Any:
 
 
 NO_SECOND = (
-    "A second derivative of sgtrick.keras.custom_gradient was asked for, which was given a value "
+    "sgtrick.keras.custom_gradient was asked for a second derivative, but was given only a value "
     "and a gradient. Pass the Hessian or a function for Hessian-vector products as hx=, or hx=0 if "
     "the Hessian is zero; None in place of a block means that this block is zero."
 )
 NO_THIRD = (
-    "A third derivative of sgtrick.keras.custom_gradient was asked for, which was given a value, a "
+    "sgtrick.keras.custom_gradient was asked for a third derivative, but was given only a value, a "
     "gradient and a Hessian. Apply keras.ops.stop_gradient to what need not be differentiated "
     "again."
 )

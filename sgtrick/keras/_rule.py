@@ -1,14 +1,15 @@
 """A call of a function that returns `(y, grad)`, as a function of flat lists of tensors."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 from keras import ops
 
 from sgtrick._core import calls, dtypes, vjp_protocol
+from sgtrick._core.types import Args, Kwargs, Structure
 from sgtrick.keras import _structures
 from sgtrick.keras._tensors import KERAS
+from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
 
 class Rule:
@@ -19,33 +20,35 @@ class Rule:
     """
 
     def __init__(
-        self, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_bound: bool
+        self, function: calls.Callee, args: Args, kwargs: Kwargs, *, is_bound: bool
     ) -> None:
-        args, kwargs = vjp_protocol.arguments_of(f, args, kwargs)
+        if kwargs:
+            given = function.given(args, kwargs)
+            args, kwargs = given.args, given.kwargs
         self._owner, args = args[:is_bound], args[is_bound:]  # self of a method has no gradient
         leaves = vjp_protocol.leaves_of(args, kwargs)
-        self.__name__ = calls.name_of(f)
-        self._f, self._keywords = f, list(kwargs)
+        self.__name__ = function.name
+        self._f, self._keywords = function.f, list(kwargs)
         self._call = (args, list(kwargs.values()))
         self._paths = [path for path, _ in leaves]
         self._leaves = [_value_of(leaf) for _, leaf in leaves]
         self._primals = [leaf if _is_input(leaf) else None for leaf in self._leaves]
         self.inputs = [x for x in self._primals if x is not None]
-        self._y: Any = None  # the structure of the value, set by the first call
+        self._y: Structure = None  # the structure of the value, set by the first call
 
-    def __call__(self, *xs: Any) -> tuple[list[Any], Any]:
+    def __call__(self, *xs: Tensor) -> tuple[list[Tensor], Pullback]:
         """Returns the outputs at `xs`, and the pullback from them to `xs`."""
         with _Uses() as uses:
             self._y, pull = self._at(xs)
         uses.check_none(self.__name__)
         return _outputs(self._y), pull
 
-    def again(self, *xs: Any) -> tuple[list[Any], Any]:
+    def again(self, *xs: Tensor) -> tuple[list[Tensor], Pullback]:
         """The same after a first call, but without changing any state: for torch.compile."""
         y, pull = self._at(xs)
         return _outputs(y), pull
 
-    def _at(self, xs: Sequence[Any]) -> tuple[Any, Any]:
+    def _at(self, xs: Sequence[Tensor]) -> tuple[Structure, Pullback]:
         some = iter(xs)
         leaves = [
             leaf if x is None else next(some)
@@ -55,7 +58,7 @@ class Rule:
         kwargs = dict(zip(self._keywords, values, strict=True))
         y, grad = vjp_protocol.value_and_rule(self._f, self._f(*self._owner, *args, **kwargs))
 
-        def pull(*us: Any) -> list[Any]:
+        def pull(*us: Gradient) -> list[Gradient]:
             kept = vjp_protocol.gradients_of(self._primals, grad(*us), self._paths, self.__name__)
             return [
                 self._checked(g, x, path) for (g, path), x in zip(kept, self.inputs, strict=True)
@@ -63,7 +66,7 @@ class Rule:
 
         return y, pull
 
-    def pack(self, outputs: list[Any]) -> Any:
+    def pack(self, outputs: list[Tensor]) -> Structure:
         """Packs `outputs` into the structure of the value."""
         return _structures.pack(self._y, outputs)
 
@@ -75,7 +78,7 @@ class Rule:
             "keras.ops.stop_gradient to it."
         )
 
-    def _checked(self, g: Any, x: Any, path: str) -> Any:
+    def _checked(self, g: Gradient, x: Tensor, path: str) -> Gradient:
         if g is None:
             return None
         g = _tensor(g)
@@ -88,8 +91,8 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._read: list[Any] = []
-        self._assigned: list[Any] = []
+        self._read: list[keras.Variable] = []
+        self._assigned: list[keras.Variable] = []
 
     def check_none(self, name: str) -> None:
         """Raises if variables were used, because no rule gives their gradients."""
@@ -104,28 +107,28 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
                 "values, and assign them outside the function."
             )
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Tensor:
         if variable.trainable and all(v is not variable for v in self._read):
             self._read.append(variable)
         return self.original_scope and self.original_scope.get_current_value(variable)
 
-    def add_update(self, update: Any) -> None:
+    def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
         self._assigned.append(update[0])
 
 
-def _outputs(y: Any) -> list[Any]:
+def _outputs(y: Structure) -> list[Tensor]:
     return [_tensor(leaf) for leaf in _structures.leaves(y)]
 
 
-def _value_of(leaf: Any) -> Any:
+def _value_of(leaf: TensorLike) -> TensorLike:
     # On tensorflow, keras.Variable.value is a variable, which may be assigned before grad runs.
     return ops.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf
 
 
-def _is_input(leaf: Any) -> bool:
+def _is_input(leaf: TensorLike) -> bool:
     return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
 
 
-def _tensor(leaf: Any) -> Any:
+def _tensor(leaf: TensorLike) -> Tensor:
     # Tensors are left alone: on tensorflow they may be ragged or sparse.
     return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)

@@ -1,24 +1,25 @@
 """Packing and unpacking of structures, in Python code that torch.compile can trace."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from sgtrick._core import structures
+from sgtrick._core.types import Structure
+from sgtrick.keras._types import Tensor
 
 
-def leaves(structure: Any) -> list[Any]:
+def leaves(structure: Structure) -> list[Tensor]:
     """The leaves in the order of `tf.nest.flatten`."""
     return [leaf for _, leaf in structures.flatten(structure)]
 
 
-def pack(structure: Any, leaves: Sequence[Any]) -> Any:
+def pack(structure: Structure, leaves: Sequence[Tensor]) -> Structure:
     """`structure` with its leaves replaced by `leaves`."""
     return _packed(structure, iter(leaves))
 
 
-def _packed(structure: Any, rest: Iterator[Any]) -> Any:
+def _packed(structure: Structure, rest: Iterator[Tensor]) -> Structure:
     if isinstance(structure, Mapping):
         packed = {key: _packed(structure[key], rest) for key in sorted(structure)}
         return {key: packed[key] for key in structure}

@@ -1,20 +1,21 @@
 """Tensors of the functional API, which have a shape and a dtype but no value yet."""
 
 import dataclasses
-from typing import Any
 
 import keras
 
 from sgtrick._core import structures
+from sgtrick._core.types import Structure
 from sgtrick.keras._tensors import KERAS
+from sgtrick.keras._types import TensorLike
 
 
-def any_symbolic(structure: Any) -> bool:
+def any_symbolic(structure: Structure) -> bool:
     """Whether a leaf is a tensor of the functional API."""
     return any(isinstance(leaf, keras.KerasTensor) for _, leaf in structures.flatten(structure))
 
 
-def _spec(value: Any, name: str, *, dtype: str | None = None) -> keras.KerasTensor:
+def _spec(value: TensorLike, name: str, *, dtype: str | None = None) -> keras.KerasTensor:
     if isinstance(value, keras.KerasTensor):
         return value
     tensor = KERAS.to_tensor(value, name, dtype=dtype)

@@ -1,13 +1,13 @@
 """Operations that `keras.ops` lacks on tensorflow: sgtrick's own forms."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import sgtrick
+from sgtrick._core.types import Function, Tensor
 
 
-def with_vjp(f: Callable[..., Any], xs: Sequence[Any], refusal: Exception) -> Sequence[Any]:
+def with_vjp(f: Function, xs: Sequence[Tensor], refusal: Exception) -> Sequence[Tensor]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
     del refusal  # on tensorflow, tensors that are not among xs are unconnected
-    outputs: Sequence[Any] = sgtrick.custom_vjp(f)(*xs)
+    outputs: Sequence[Tensor] = sgtrick.custom_vjp(f)(*xs)
     return outputs

@@ -2,52 +2,55 @@
 
 import functools
 import operator
-from typing import Any
 
 from keras import backend, ops
 
 from sgtrick._core import shapes, structures
 from sgtrick._core.backend import Backend
+from sgtrick._core.types import Ndims
 from sgtrick.keras import _backends, _structures
+from sgtrick.keras._types import Tensor, TensorLike
 
 
-def _to_tensor(value: Any, name: str, *, dtype: str | None = None) -> Any:
+def _to_tensor(value: TensorLike, name: str, *, dtype: str | None = None) -> Tensor:
     try:
         return ops.convert_to_tensor(value, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise structures.no_tensor(value, name, error) from error
 
 
-def _shape_of(t: Any) -> shapes.Shape | None:
+def _shape_of(t: Tensor) -> shapes.Shape | None:
     shape = t.shape  # on tensorflow, rules may get tensors of unknown rank
     return None if getattr(shape, "rank", 0) is None else tuple(shape)
 
 
-def _times(c: Any, z: Any) -> Any:
+def _times(c: Tensor, z: Tensor) -> Tensor:
     return _backends.native().times(c, ops.broadcast_to(z, c.shape))
 
 
-def _insert_ones(t: Any, axis: int, count: int) -> Any:
+def _insert_ones(t: Tensor, axis: int, count: int) -> Tensor:
     shape = tuple(t.shape)
     return ops.reshape(t, [*shape[:axis], *[1] * count, *shape[axis:]])
 
 
-def _swap(t: Any, i: int, j: int) -> Any:
+def _swap(t: Tensor, i: int, j: int) -> Tensor:
     n = len(t.shape)
     return ops.transpose(t, [*range(n - i - j), *range(n - j, n), *range(n - i - j, n - j)])
 
 
-def _sum(t: Any, first: int, last: int) -> Any:
+def _sum(t: Tensor, first: int, last: int) -> Tensor:
     return ops.sum(t, tuple(range(first, last))) if first < last else t
 
 
-def _check(fx: Any, gx: Any, x: Any, batch_ndims: Any, names: shapes.Names) -> tuple[Any, Any]:
+def _check(
+    fx: Tensor, gx: Tensor, x: Tensor, batch_ndims: int | None, names: shapes.Names
+) -> tuple[Tensor, Ndims]:
     """Checks known dimensions; the others of symbolic tensors are checked when called."""
     known = tuple(fx.shape), tuple(gx.shape), tuple(x.shape)
     return gx, shapes.infer_batch_ndims(*known, batch_ndims, names)
 
 
-def _shaped_like(t: Any, like: Any, name: str, like_name: str) -> Any:
+def _shaped_like(t: Tensor, like: Tensor, name: str, like_name: str) -> Tensor:
     shapes.check_equal(_shape_of(t), _shape_of(like), name, like_name)
     return t
 

@@ -1,7 +1,6 @@
 """The value form on every backend: `fx` and `gx` at `x`, whatever computed them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 from keras import ops
@@ -9,21 +8,23 @@ from keras import ops
 import sgtrick
 from sgtrick._core import value_form
 from sgtrick._core.structures import Leaf
+from sgtrick._core.types import Kwargs, Structure
 from sgtrick.keras import _backends
 from sgtrick.keras._symbolic import SYMBOLIC, any_symbolic
 from sgtrick.keras._tensors import KERAS
+from sgtrick.keras._types import Product, Tensor, TensorLike
 
 
 def custom_gradient(
-    fx: Any,
-    gx: Any,
-    x: Any,
+    fx: TensorLike,
+    gx: Structure,
+    x: Structure,
     fx_gx_manually_stopped: bool = False,
     name: str | None = None,
     *,
     batch_ndims: int | None = None,
-    hx: Any = None,
-) -> Any:
+    hx: Structure = None,
+) -> Tensor:
     """Embeds values and gradients that were computed elsewhere, on any Keras backend.
 
     Like `sgtrick.custom_gradient`, with the same rules for shapes, structures, dtypes, values that
@@ -90,7 +91,7 @@ def custom_gradient(
     return _backends.native().embed(ops.stop_gradient(fx), leaves, product)
 
 
-def _product(hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf]) -> _backends.Product | None:
+def _product(hx: Structure, x: Structure, fx: Tensor, leaves: Sequence[Leaf]) -> Product | None:
     """Returns `z -> H z`, which the backend can differentiate."""
     if hx is None:
         return None
@@ -101,7 +102,7 @@ def _product(hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf]) -> _backends.Prod
         return lambda z: blocks.times(z, blocks.symmetric())
     product = value_form.Product(KERAS, hx, x, leaves)
 
-    def times(z: list[Any]) -> list[Any]:
+    def times(z: list[Tensor]) -> list[Tensor]:
         if not _backends.native().depends(product.times, z):
             raise ValueError(product.not_connected)
         return product.times(z)
@@ -109,7 +110,7 @@ def _product(hx: Any, x: Any, fx: Any, leaves: Sequence[Leaf]) -> _backends.Prod
     return times if leaves else None
 
 
-def _unstopped(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) -> Any:
+def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
     """Returns `fx + sum_i <gx_i, x_i - stop(x_i)>`, where `fx` and `gx` keep their derivatives.
 
     `gx` has its own derivative here, so `product` is added as the derivative of a second, zero
@@ -132,7 +133,7 @@ class CustomGradient(keras.Operation):  # type: ignore[misc]
         self,
         fx_gx_manually_stopped: bool,
         batch_ndims: int | None,
-        product: Callable[[Any], Any] | None,
+        product: Callable[[Structure], Structure] | None,
         *,
         name: str | None = None,
     ) -> None:
@@ -143,17 +144,19 @@ class CustomGradient(keras.Operation):  # type: ignore[misc]
             product,
         )
 
-    def call(self, fx: Any, gx: Any, x: Any, hx: Any) -> Any:
+    def call(self, fx: TensorLike, gx: Structure, x: Structure, hx: Structure) -> Tensor:
         hx = hx if self._product is None else self._product
         options = {"batch_ndims": self._batch_ndims, "hx": hx}
         return custom_gradient(fx, gx, x, self._stopped, **options)
 
-    def compute_output_spec(self, fx: Any, gx: Any, x: Any, hx: Any) -> Any:
+    def compute_output_spec(
+        self, fx: TensorLike, gx: Structure, x: Structure, hx: Structure
+    ) -> keras.KerasTensor:
         del hx  # checked when the operation is called
         fx, _ = value_form.at_point(SYMBOLIC, fx, gx, x, self._batch_ndims)
         return keras.KerasTensor(fx.shape, fx.dtype)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Kwargs:
         return {
             "name": self.name,
             "fx_gx_manually_stopped": self._stopped,
@@ -162,6 +165,6 @@ class CustomGradient(keras.Operation):  # type: ignore[misc]
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "CustomGradient":
+    def from_config(cls, config: Kwargs) -> "CustomGradient":
         product = keras.saving.deserialize_keras_object(config["product"])
         return cls(**{**config, "product": product})

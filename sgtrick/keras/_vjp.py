@@ -1,17 +1,16 @@
 """Functions with their own vector-Jacobian product, with one signature on every backend."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 from sgtrick._core import calls
+from sgtrick._core.types import Args, Function, Kwargs, Structure
 from sgtrick.keras import _backends
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._symbolic import any_symbolic
 
 
-def custom_vjp(f: Any = None) -> Any:
+def custom_vjp(f: Function | None = None) -> Function:
     """Decorates a function that returns its value and its vector-Jacobian product.
 
     `f(*args)` returns `(y, grad)`, and `grad(*upstream)` returns the gradient of each argument. The
@@ -60,12 +59,12 @@ def custom_vjp(f: Any = None) -> Any:
     if isinstance(f, (classmethod, staticmethod)):
         return type(f)(custom_vjp(f.__func__))
 
-    body = _body(f)
+    body, function = _body(f), calls.Callee(f)
 
-    def h(*args: Any, **kwargs: Any) -> Any:
+    def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
             return CustomVJPCall(h)(*args, **kwargs)
-        rule = Rule(f, args, kwargs, is_bound=_is_bound(f, body, args))
+        rule = Rule(function, args, kwargs, is_bound=_is_bound(f, body, args))
         return rule.pack(_backends.native().with_vjp(rule, rule.inputs, rule.reads()))
 
     if _backends.is_tensorflow():
@@ -74,7 +73,7 @@ def custom_vjp(f: Any = None) -> Any:
     return _named(calls.imitate(h, f), f)
 
 
-def _named(h: Any, f: Any) -> Any:
+def _named(h: Function, f: Function) -> Function:
     """`h` with the name of `f`, changed if it is one that Keras could not load."""
     h.__name__ = calls.name_of(f)
     if h.__name__ == "<lambda>":  # Keras would store the code, which is that of h, not of f
@@ -82,13 +81,13 @@ def _named(h: Any, f: Any) -> Any:
     return h
 
 
-def _body(f: Any) -> str | None:
+def _body(f: Function) -> str | None:
     """The name of the class in whose body `f` is defined."""
     body = getattr(f, "__qualname__", "").rpartition(".")[0]
     return body if body and not body.endswith("<locals>") else None
 
 
-def _is_bound(f: Any, body: str | None, args: tuple[Any, ...]) -> bool:
+def _is_bound(f: Function, body: str | None, args: Args) -> bool:
     """Whether `f` is a method of `body`, called with an instance or the class as first argument."""
     if body is None or not args:
         return False
@@ -100,20 +99,20 @@ def _is_bound(f: Any, body: str | None, args: tuple[Any, ...]) -> bool:
 class CustomVJPCall(keras.Operation):  # type: ignore[misc]
     """A decorated function in a functional model."""
 
-    def __init__(self, function: Any, *, name: str | None = None) -> None:
+    def __init__(self, function: Function, *, name: str | None = None) -> None:
         super().__init__(name=name)
         self._function = function
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Structure, **kwargs: Structure) -> Structure:
         return self._function(*args, **kwargs)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Kwargs:
         return {
             "name": self.name,
             "function": keras.saving.serialize_keras_object(self._function),
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "CustomVJPCall":
+    def from_config(cls, config: Kwargs) -> "CustomVJPCall":
         function = keras.saving.deserialize_keras_object(config["function"])
         return cls(function, name=config["name"])

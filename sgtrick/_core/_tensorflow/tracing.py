@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util
@@ -11,7 +10,7 @@ from tensorflow.python.ops import gradients_util
 
 from sgtrick._core._tensorflow.graphs import as_used, here, operation
 from sgtrick._core._tensorflow.tapes import apart, not_recording, recording
-from sgtrick._core.types import Function, Gradient, Graph, Spec, Tensor
+from sgtrick._core.types import ConcreteFunction, Function, Gradient, Graph, Spec, Structure, Tensor
 
 
 def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
@@ -19,7 +18,7 @@ def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
 
 
-def trace(f: Function, specs: Sequence[Spec]) -> Any:
+def trace(f: Function, specs: Sequence[Spec]) -> ConcreteFunction:
     """`f` as a concrete function for tensors like `specs`."""
     with recording():
         return tf.function(f, autograph=False).get_concrete_function(*specs)
@@ -69,17 +68,17 @@ def carried(f: Function, specs: Sequence[Spec], owner: Tensor) -> Function:
     return lambda *arguments: traced(arguments, captured)
 
 
-def call_apart(f: Function, arguments: Sequence[Any]) -> Any:
+def call_apart(f: Function, arguments: Sequence[Tensor]) -> Structure:
     """Returns `f(*arguments)`, traced in another thread and recorded here as one call."""
     specs = specs_of(arguments)
 
-    def run() -> tuple[Any, list[Any], list[Any]]:
+    def run() -> tuple[ConcreteFunction, list[Tensor], list[Tensor]]:
         traced = Traced(f, specs)
         variables = [t for t in traced.captured if t.dtype == tf.resource]
         moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
 
         # Forward mode over a function fails if a captured tensor has a tangent.
-        def explicit(*tensors: Tensor) -> Any:
+        def explicit(*tensors: Tensor) -> list[Tensor]:
             some = iter(tensors[len(specs) :])
             captured = [
                 t if t.dtype in (tf.resource, tf.variant) else next(some) for t in traced.captured
@@ -126,7 +125,7 @@ def as_one(f: Function, *tensors: Tensor) -> Tensor:
 
 
 @functools.lru_cache(1024)
-def _one(f: Function, specs: tuple[Spec, ...]) -> Any:
+def _one(f: Function, specs: tuple[Spec, ...]) -> ConcreteFunction:
     with tf.init_scope():
         return trace(f, specs)
 

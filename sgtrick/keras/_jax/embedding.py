@@ -1,20 +1,25 @@
 """A value with given gradients, whose own derivative is a given product or raises."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
+from jax import Array
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from sgtrick._core.structures import Leaf
+from sgtrick._core.types import Args, Structure
 from sgtrick.keras import _backends
 from sgtrick.keras._jax.batches import instantiated
 from sgtrick.keras._tensors import KERAS
+from sgtrick.keras._types import Product
+
+Arrays: TypeAlias = Sequence[Array]
 
 
-def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) -> Any:
+def embed(fx: Array, leaves: Sequence[Leaf], product: Product | None) -> Array:
     """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
     gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
     # The derivative may be taken after the trace in which product was made has ended. So product is
@@ -22,11 +27,11 @@ def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) ->
     hessian = None if product is None else jax.make_jaxpr(product)(xs)
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def h(constants: Any, fx: Any, gs: Any, xs: Any) -> Any:
+    def h(constants: Arrays, fx: Array, gs: Arrays, xs: Arrays) -> Array:
         del constants, gs, xs
         return fx
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
         constants, fx, gs, xs = primals
         gs = _known(hessian, constants, gs, xs)
         known = [leaf._replace(gx=g) for leaf, g in zip(leaves, gs, strict=True)]
@@ -37,15 +42,15 @@ def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) ->
     return h([] if hessian is None else hessian.consts, fx, gs, xs)
 
 
-def _known(hessian: Any, constants: Any, gs: Any, xs: Any) -> Any:
+def _known(hessian: ClosedJaxpr | None, constants: Arrays, gs: Arrays, xs: Arrays) -> Structure:
     """Returns `gs`, whose derivative with respect to `xs` is the Hessian; the next one raises."""
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def known(constants: Any, gs: Any, xs: Any) -> Any:
+    def known(constants: Arrays, gs: Arrays, xs: Arrays) -> Arrays:
         del constants, xs
         return gs
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Args, tangents: Args) -> tuple[Arrays, Arrays]:
         constants, gs, xs = primals
         if all(isinstance(t, SymbolicZero) for t in tangents[2]):
             return known(*primals), [jnp.zeros_like(g) for g in gs]
@@ -61,13 +66,13 @@ def _known(hessian: Any, constants: Any, gs: Any, xs: Any) -> Any:
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
-def _last(xs: Any) -> Any:
+def _last(xs: Arrays) -> Array:
     """The number one, with a derivative that raises."""
     del xs
     return jnp.ones((), "float32")
 
 
-def _last_rule(primals: Any, tangents: Any) -> Any:
+def _last_rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
     if not all(isinstance(t, SymbolicZero) for t in tangents[0]):
         raise LookupError(_backends.NO_THIRD)
     return _last(*primals), jnp.zeros((), "float32")
@@ -76,21 +81,21 @@ def _last_rule(primals: Any, tangents: Any) -> Any:
 _last.defjvp(_last_rule, symbolic_zeros=True)
 
 
-def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
+def depends(f: Product, xs: Arrays) -> bool:
     """Whether `f(xs)` is connected to `xs`."""
     found = []
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def probe(y: Any) -> Any:
+    def probe(y: Array) -> Array:
         return y
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
         found.append(not isinstance(tangents[0], SymbolicZero))
         return primals[0], tangents[0]
 
     probe.defjvp(rule, symbolic_zeros=True)
 
-    def differentiated(xs: Any) -> Any:
+    def differentiated(xs: Arrays) -> Structure:
         return jax.jvp(lambda xs: list(map(probe, f(xs))), (xs,), (xs,))
 
     jax.eval_shape(differentiated, list(xs))

@@ -1,17 +1,19 @@
 """Products that are zero wherever a tangent or an upstream gradient is zero."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import Array
 from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from sgtrick.keras._jax.batches import in_front
+from sgtrick.keras._jax.batches import Dims, in_front
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
-def zero(x: Any) -> Any:
+def zero(x: Array) -> Array:
     """Zero with the identity as its derivative; `x - stop(x)` would be NaN at infinity."""
     return jnp.zeros_like(x)
 
@@ -19,7 +21,7 @@ def zero(x: Any) -> Any:
 zero.defjvp(lambda primals, tangents: (zero(*primals), *tangents))
 
 
-def times(c: Any, z: Any) -> Any:
+def times(c: Array, z: Array) -> Array:
     """Returns `c * z`, and zero where `z` is zero even if `c` is not finite.
 
     `jnp.where` gives the same values, but its transpose would test `z` for zeros instead of the
@@ -28,23 +30,25 @@ def times(c: Any, z: Any) -> Any:
     return _times_p.bind(c, z)
 
 
-def _times(c: Any, z: Any) -> Any:
+def _times(c: Array, z: Array) -> Array:
     return jnp.where(z == 0, jnp.zeros_like(z), c * z)
 
 
-def _times_jvp(primals: Any, tangents: Any) -> Any:
+def _times_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array | ad.Zero, Array | ad.Zero]
+) -> tuple[Array, Array]:
     (c, z), (dc, dz) = primals, tangents
     terms = [] if isinstance(dc, ad.Zero) else [times(z, dc)]
     terms += [] if isinstance(dz, ad.Zero) else [times(c, dz)]
     return times(c, z), sum(terms[1:], terms[0])
 
 
-def _times_transpose(u: Any, c: Any, z: Any) -> Any:
+def _times_transpose(u: Array | ad.Zero, c: Array, z: Any) -> tuple[None, Array | ad.Zero]:
     assert not ad.is_undefined_primal(c), "tangents are the second factor"
     return None, ad.Zero(z.aval) if isinstance(u, ad.Zero) else times(c, u)
 
 
-def _times_batch(args: Any, dims: Any) -> Any:
+def _times_batch(args: Sequence[Array], dims: Dims) -> tuple[Array, int]:
     return times(*in_front(args, dims)), 0
 
 

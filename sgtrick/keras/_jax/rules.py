@@ -1,21 +1,28 @@
 """Functions with their own vector-Jacobian product, under every transformation of jax."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+from jax import Array
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from sgtrick._core import dtypes
-from sgtrick.keras._jax.batches import batch_size, in_front, instantiated
+from sgtrick._core.types import Args, Structure
+from sgtrick.keras._jax.batches import Dims, batch_size, in_front, instantiated
+from sgtrick.keras._types import Pullback
+
+Arrays: TypeAlias = Sequence[Array]
+Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
+Pull: TypeAlias = Callable[[Arrays, Arrays], list[Array]]
 
 
 def with_vjp(
-    f: Callable[..., tuple[list[Any], Any]], xs: Sequence[Any], refusal: Exception
-) -> list[Any]:
+    f: Callable[..., tuple[list[Array], Pullback]], xs: Arrays, refusal: Exception
+) -> list[Array]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
     # The derivative may be taken after the trace in which f was called has ended. So f is traced
     # now, and the tracers that it closes over become arguments.
@@ -23,23 +30,23 @@ def with_vjp(
     smooth = [dtypes.is_differentiable(y.dtype.name) for y in ys]
     outs = tuple(_aval(y) for y, s in zip(ys, smooth, strict=True) if s)
 
-    def pulled(xs: Sequence[Any], us: Sequence[Any]) -> list[Any]:
+    def pulled(xs: Arrays, us: Arrays) -> list[Array]:
         some = iter(us)
         gradients = f(*xs)[1](*[next(some) if s else None for s in smooth])
         return [jnp.zeros_like(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]
 
     backward = jax.make_jaxpr(pulled)(list(xs), outs)
 
-    def pull(arguments: Sequence[Any], us: Sequence[Any]) -> list[Any]:
+    def pull(arguments: Arrays, us: Arrays) -> list[Array]:
         n = len(backward.consts)
         closed = ClosedJaxpr(backward.jaxpr, list(arguments[:n]))
         return list(jaxpr_as_fun(closed)(*arguments[n:], *us))
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def h(constants: Any, xs: Any) -> Any:
+    def h(constants: tuple[Arrays, Arrays], xs: Arrays) -> list[Array]:
         return list(jaxpr_as_fun(ClosedJaxpr(primal.jaxpr, list(constants[0])))(*xs))
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Args, tangents: Args) -> tuple[list[Array], list[Array]]:
         (constants, xs), (by_constants, z) = primals, tangents
         if not all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(by_constants)):
             raise refusal
@@ -61,22 +68,26 @@ def with_vjp(
 #   outs: the shapes and dtypes of the upstream gradients.
 
 
-def _pushed(*args: Any, n: int, pull: Any, outs: Any) -> list[Any]:
+def _pushed(*args: Array, n: int, pull: Pull, outs: Shapes) -> list[Array]:
     constants, z = args[:n], args[n:]
     return list(jax.linear_transpose(lambda *us: pull(constants, us), *outs)(list(z)))
 
 
-def _pushed_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _pushed_jvp(primals: Arrays, tangents: Sequence[Array | ad.Zero], **params: Any) -> Structure:
     tangents = tuple(map(ad.instantiate_zeros, tangents))
     return jax.jvp(lambda *args: _pushed(*args, **params), tuple(primals), tangents)
 
 
-def _pushed_transpose(us: Any, *args: Any, n: int, pull: Any, **_: Any) -> list[Any]:
+def _pushed_transpose(
+    us: Sequence[Array | ad.Zero], *args: Any, n: int, pull: Pull, **_: Any
+) -> list[Array | None]:
     us = [ad.instantiate_zeros(u) for u in us]
     return [*[None] * n, *pull(args[:n], us)]
 
 
-def _pushed_batch(args: Any, dims: Any, *, n: int, pull: Any, outs: Any) -> Any:
+def _pushed_batch(
+    args: Arrays, dims: Dims, *, n: int, pull: Pull, outs: Shapes
+) -> tuple[list[Array], list[int]]:
     z = in_front(args[n:], dims[n:], size=batch_size(args, dims))
     mapped = jax.vmap(pull, in_axes=(tuple(dims[:n]), 0), axis_size=batch_size(args, dims))
     outs = tuple(jax.ShapeDtypeStruct((batch_size(args, dims), *y.shape), y.dtype) for y in outs)
@@ -86,11 +97,11 @@ def _pushed_batch(args: Any, dims: Any, *, n: int, pull: Any, outs: Any) -> Any:
     return result, [0] * len(result)
 
 
-def _aval(y: Any) -> Any:
+def _aval(y: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(y.shape, y.dtype)
 
 
-def _no_tangent(y: Any) -> Any:
+def _no_tangent(y: Array) -> SymbolicZero:
     return zero_from_primal(y, symbolic_zeros=True)
 
 

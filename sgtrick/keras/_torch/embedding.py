@@ -2,19 +2,25 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 
 from sgtrick._core.structures import Leaf
+from sgtrick._core.types import Args
 from sgtrick.keras import _backends
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes
 from sgtrick.keras._torch.refusal import refused, zeros_for_none
+from sgtrick.keras._types import Product
+
+Tensors: TypeAlias = list[Tensor]
 
 
-def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) -> Any:
+def embed(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
     """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
     gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
     batch_ndims = [leaf.batch_ndims for leaf in leaves]
@@ -30,7 +36,7 @@ def embed(fx: Any, leaves: Sequence[Leaf], product: _backends.Product | None) ->
     return _Embedded.apply(_Known(known, batch_ndims), fx, *gs, *xs)
 
 
-def _one_level(xs: list[Any]) -> bool:
+def _one_level(xs: Tensors) -> bool:
     """Whether no derivative other than that of plain autograd can be taken here.
 
     Only then can `product`, with whatever it closes over, be evaluated later.
@@ -40,20 +46,20 @@ def _one_level(xs: list[Any]) -> bool:
     return all(forward_ad.unpack_dual(x).tangent is None for x in xs)
 
 
-def _as_they_are(gs: Any, xs: Any) -> Any:
+def _as_they_are(gs: Tensors, xs: Tensors) -> Tensors:
     del xs
     return gs
 
 
-def _without_second(gs: Any, xs: Any) -> Any:
+def _without_second(gs: Tensors, xs: Tensors) -> Tensors:
     return [refused(g, _backends.NO_SECOND, xs) for g in gs]
 
 
-def _added_if_asked_for(product: _backends.Product, gs: Any, xs: Any) -> Any:
+def _added_if_asked_for(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
     return _added(product, gs, xs) if torch.is_grad_enabled() else gs
 
 
-def _added(product: _backends.Product, gs: Any, xs: Any) -> Any:
+def _added(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
     z = [_Once.apply(x) for x in xs]
     # Keeps the gradient connected, as torch raises for an unconnected one instead of giving zero.
     zero = sum(0 * KERAS.cast(z_i, "float32").sum() for z_i in z)
@@ -66,21 +72,23 @@ def _added(product: _backends.Product, gs: Any, xs: Any) -> Any:
 class _Known:
     """The gradients of a value, `known(gs, xs)`, which have derivatives themselves."""
 
-    def __init__(self, known: Callable[[Any, Any], Any], batch_ndims: list[int]) -> None:
+    def __init__(
+        self, known: Callable[[Tensors, Tensors], Tensors], batch_ndims: list[int]
+    ) -> None:
         self._known, self._batch_ndims = known, batch_ndims
 
-    def at(self, tensors: Sequence[Any]) -> list[Leaf]:
+    def at(self, tensors: Sequence[Tensor]) -> list[Leaf]:
         """The points with these gradients."""
         n = len(self._batch_ndims)
         gs, xs = list(tensors[:n]), list(tensors[n:])
         leaves = zip(xs, self._known(gs, xs), self._batch_ndims, strict=True)
         return [Leaf("", *leaf) for leaf in leaves]
 
-    def pull(self, tensors: Sequence[Any], u: Any) -> list[Any]:
+    def pull(self, tensors: Sequence[Tensor], u: Tensor) -> Tensors:
         """Maps a gradient of the value to gradients of the points."""
         return [KERAS.transpose(leaf, u) for leaf in self.at(tensors)]
 
-    def push(self, tensors: Sequence[Any], z: Sequence[Any], like: Any) -> Any:
+    def push(self, tensors: Sequence[Tensor], z: Sequence[Tensor | None], like: Tensor) -> Tensor:
         """Maps tangents of the points to the tangent of the value."""
         leaves = self.at(tensors)
         return KERAS.push(leaves, zeros_for_none(z, [leaf.x for leaf in leaves]), like)
@@ -88,18 +96,18 @@ class _Known:
 
 class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(known: _Known, fx: Any, *tensors: Any) -> Any:
+    def forward(known: _Known, fx: Tensor, *tensors: Tensor) -> Tensor:
         del known, tensors
         return fx.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         del output
         ctx.known, fx, *tensors = inputs
         ctx.save_for_backward(*tensors, fx)
 
     @staticmethod
-    def backward(ctx: Any, u: Any) -> Any:
+    def backward(ctx: FunctionCtx, u: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, _ = ctx.saved_tensors
         pulled = ctx.known.pull(tensors, u)
         xs = tensors[len(pulled) :]
@@ -113,14 +121,14 @@ class _Embedded(_CompiledEmbedded):
     generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         _CompiledEmbedded.setup_context(ctx, inputs, output)
         _, fx, *tensors = inputs
         ctx.save_for_forward(*tensors, fx)  # vmap requires the same tensors as for backward
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, u: Any) -> Any:
+    def backward(ctx: FunctionCtx, u: Tensor | None) -> tuple[Tensor | None, ...]:
         if u is None:
             return (None,) * len(ctx.needs_input_grad)
         *tensors, _ = ctx.saved_tensors
@@ -128,7 +136,7 @@ class _Embedded(_CompiledEmbedded):
         return None, None, *[None] * len(pulled), *pulled
 
     @staticmethod
-    def jvp(ctx: Any, _known: Any, _fx: Any, *dt: Any) -> Any:
+    def jvp(ctx: FunctionCtx, _known: None, _fx: Tensor | None, *dt: Tensor | None) -> Tensor:
         *tensors, fx = ctx.saved_tensors
         return ctx.known.push(tensors, dt[len(dt) // 2 :], like=fx)
 
@@ -139,30 +147,30 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Any) -> Any:
+    def forward(x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         del output
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, u: Any) -> Any:
+    def backward(ctx: FunctionCtx, u: Tensor | None) -> Tensor | None:
         return None if u is None else refused(u, _backends.NO_THIRD, ctx.saved_tensors)
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any) -> Any:
+    def jvp(ctx: FunctionCtx, dx: Tensor) -> Tensor:
         return refused(dx, _backends.NO_THIRD, ctx.saved_tensors)
 
 
-def depends(f: Callable[[list[Any]], list[Any]], xs: Sequence[Any]) -> bool:
+def depends(f: Product, xs: Sequence[Tensor]) -> bool:
     """Whether `f(xs)` is connected to `xs`."""
     found: list[bool] = []
 
-    def probed(*xs: Any) -> Any:
+    def probed(*xs: Tensor) -> tuple[Tensor, ...]:
         ys = f(list(xs))
         found.extend(y.requires_grad for y in ys)
         return tuple(ys)

@@ -1,12 +1,15 @@
 """Tensors whose derivatives raise, and zeros in place of missing gradients."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from sgtrick._core.types import Args
 
 
-def refused(kept: Any, message: str, by: Any) -> Any:
+def refused(kept: Tensor, message: str, by: Sequence[Tensor]) -> Tensor:
     """Returns `kept`, whose derivative with respect to the tensors `by` raises a LookupError."""
     return Refuse.apply(kept, LookupError(message), *by)
 
@@ -17,30 +20,32 @@ class Refuse(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(kept: Any, error: Exception, *by: Any) -> Any:
+    def forward(kept: Tensor, error: Exception, *by: Tensor) -> Tensor:
         del by, error
         return kept.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         del output
         _, ctx.error, *_ = inputs
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, u: Any) -> Any:
+    def backward(ctx: FunctionCtx, u: Tensor | None) -> tuple[Tensor | None, ...]:
         _, _, *by = ctx.needs_input_grad
         if any(by):
             raise ctx.error
         return u, None, *[None] * len(by)
 
     @staticmethod
-    def jvp(ctx: Any, kept: Any, _error: Any, *by: Any) -> Any:
+    def jvp(
+        ctx: FunctionCtx, kept: Tensor | None, _error: None, *by: Tensor | None
+    ) -> Tensor | None:
         if any(t is not None for t in by):
             raise ctx.error
         return kept
 
 
-def zeros_for_none(gradients: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+def zeros_for_none(gradients: Sequence[Tensor | None], xs: Sequence[Tensor]) -> list[Tensor]:
     """`gradients`, with zeros like `xs` in place of None."""
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]

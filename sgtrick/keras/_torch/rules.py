@@ -1,18 +1,26 @@
 """Functions with their own vector-Jacobian product, under every transformation of torch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from sgtrick._core.types import Args, Function, Kwargs, Structure
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._torch import modes
 from sgtrick.keras._torch.refusal import Refuse, zeros_for_none
+from sgtrick.keras._types import Gradient, Pullback
+
+Tensors: TypeAlias = Sequence[Tensor]
+Gradients: TypeAlias = Sequence[Gradient]
+Dims: TypeAlias = tuple[int | None, ...]  # the mapped axis of each tensor, None if it has none
 
 
-def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
+def with_vjp(f: Rule, xs: Tensors, refusal: Exception) -> list[Tensor]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
     if modes.compiling():
         # Tensors that a compiled Function closes over silently get no gradient.
@@ -34,12 +42,12 @@ def with_vjp(f: Rule, xs: Sequence[Any], refusal: Exception) -> list[Any]:
 
 class _Pulled(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(call: Any, n: int, *tensors: Any) -> Any:
+    def forward(call: "_Call | _Mapped", n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         # pull keeps the outputs alive. Returning them would make a cycle that is never freed.
         return tuple(y.detach() for y in call.outputs(tensors[:n], tensors[n:]))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Args, output: tuple[Tensor, ...]) -> None:
         ctx.call, ctx.n, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -49,20 +57,20 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
         )
 
     @staticmethod
-    def backward(ctx: Any, *us: Any) -> Any:
+    def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradient, ...]:
         tensors = ctx.saved_tensors
         smooth = [u if like is not None else None for u, like in zip(us, ctx.upstream, strict=True)]
         pulled = ctx.call.pull(tensors[: ctx.n], tensors[ctx.n :], smooth)
         return None, None, *pulled, *[None] * (len(tensors) - ctx.n)
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, n: Any, *z: Any) -> Any:
+    def jvp(ctx: FunctionCtx, _: None, n: None, *z: Tensor | None) -> tuple[Gradient, ...]:
         del n
         tensors = ctx.saved_tensors
         xs, constants = tensors[: ctx.n], tensors[ctx.n :]
         smooth = [u for u in ctx.upstream if u is not None]
 
-        def pull(*us: Any) -> Any:
+        def pull(*us: Tensor) -> tuple[Tensor, ...]:
             some = iter(us)
             all_us = [u if u is None else next(some) for u in ctx.upstream]
             return tuple(zeros_for_none(ctx.call.pull(xs, constants, all_us), xs))
@@ -72,7 +80,9 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
         return tuple(u if u is None else next(pushed) for u in ctx.upstream)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: Any, n: int, *tensors: Any) -> Any:
+    def vmap(
+        info: Any, in_dims: Dims, call: "_Call | _Mapped", n: int, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], Dims]:
         ys = _Pulled.apply(_Mapped(call, n, in_dims[2:], info.batch_size), n, *tensors)
         return ys, (0,) * len(ys)
 
@@ -80,16 +90,18 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
 class _Call:
     """A rule as a function of its arguments alone, with tensors that it closes over among them."""
 
-    def __init__(self, f: Rule, outside: list[int], evaluated: Any) -> None:
+    def __init__(
+        self, f: Rule, outside: list[int], evaluated: tuple[list[Tensor], Pullback] | None
+    ) -> None:
         self._f, self._outside, self._evaluated = f, outside, evaluated
 
-    def outputs(self, xs: Any, constants: Any) -> Any:
+    def outputs(self, xs: Tensors, constants: Tensors) -> Tensors:
         if self._evaluated is not None:
             return self._evaluated[0]
         with _Outside(xs, dict(zip(self._outside, constants, strict=True))):
             return self._f(*xs)[0]
 
-    def pull(self, xs: Any, constants: Any, us: Any) -> Any:
+    def pull(self, xs: Tensors, constants: Tensors, us: Gradients) -> Gradients:
         if self._evaluated is not None:
             # For higher derivatives, pull has to be recomputed with a graph from these xs.
             pull = self._f(*xs)[1] if torch.is_grad_enabled() else self._evaluated[1]
@@ -103,15 +115,16 @@ class _Call:
 class _Mapped:
     """A call mapped over a batch."""
 
-    def __init__(self, call: Any, n: int, dims: Any, size: int) -> None:
+    def __init__(self, call: "_Call | _Mapped", n: int, dims: Dims, size: int) -> None:
         self._call, self._x_dims, self._constant_dims = call, dims[:n], dims[n:]
         self._size = size
 
-    def outputs(self, xs: Any, constants: Any) -> Any:
-        return self._vmap(lambda xs, c: tuple(self._call.outputs(xs, c)))(xs, constants)
+    def outputs(self, xs: Tensors, constants: Tensors) -> Tensors:
+        mapped = self._vmap(lambda xs, c: tuple(self._call.outputs(xs, c)))
+        return tuple(mapped(xs, constants))
 
-    def pull(self, xs: Any, constants: Any, us: Any) -> Any:
-        def pull(xs: Any, constants: Any, us: Any) -> Any:
+    def pull(self, xs: Tensors, constants: Tensors, us: Gradients) -> Gradients:
+        def pull(xs: Tensors, constants: Tensors, us: Gradients) -> tuple[Tensor, ...]:
             return tuple(zeros_for_none(self._call.pull(xs, constants, us), xs))
 
         us_dims = tuple(None if u is None else 0 for u in us)
@@ -121,30 +134,33 @@ class _Mapped:
             for g, d in zip(pulled, self._x_dims, strict=True)
         ]
 
-    def _vmap(self, f: Any, *more: Any) -> Any:
+    def _vmap(self, f: Function, *more: Dims) -> Function:
         in_dims = (self._x_dims, self._constant_dims, *more)
         if all(d is None for d in _pytree.tree_leaves(in_dims)):
             return f
-        return torch.func.vmap(f, in_dims=in_dims)
+        mapped: Function = torch.func.vmap(f, in_dims=in_dims)
+        return mapped
 
 
 class _Outside(TorchFunctionMode):  # type: ignore[misc]
     """Finds tensors that a computation closes over, and replaces them by others."""
 
-    def __init__(self, known: Sequence[Any], instead: dict[int, Any] | None = None) -> None:
+    def __init__(self, known: Tensors, instead: dict[int, Tensor] | None = None) -> None:
         super().__init__()
-        self.found: dict[int, Any] = {}
+        self.found: dict[int, Tensor] = {}
         self._instead = instead or {}
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Tensor] = {}
         self.know(known)
 
-    def know(self, tensors: Any) -> None:
+    def know(self, tensors: Structure) -> None:
         """Marks tensors that the computation does not close over."""
         for t in _pytree.tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
                 self._known[id(t)] = t  # keeps t alive, since its id could be reused
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Structure:
         del types
 
         def enter(t: Any) -> Any:
@@ -161,15 +177,15 @@ class _Outside(TorchFunctionMode):  # type: ignore[misc]
 
 class _CompiledPulled(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, f: Any, *xs: Any) -> Any:
+    def forward(ctx: FunctionCtx, f: Function, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.f = f
         ctx.save_for_backward(*xs)
         return tuple(y.detach() for y in f(*xs)[0])
 
     @staticmethod
-    def backward(ctx: Any, *us: Any) -> Any:
+    def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradient, ...]:
         return None, *ctx.f(*ctx.saved_tensors)[1](*us)
 
 
-def _upstream(y: Any) -> Any:
+def _upstream(y: Tensor) -> Gradient:
     return torch.ones_like(y) if y.is_floating_point() or y.is_complex() else None
