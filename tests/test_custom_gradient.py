@@ -216,6 +216,17 @@ class TestBadShapes:
         with pytest.raises(ValueError, match=f"(?s){message}"):
             run(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
 
+    @pytest.mark.parametrize(
+        ("fx", "x"), [([4], None), (None, [4])], ids=["of the point", "of the value"]
+    )
+    def test_an_unknown_rank(self, fx, x):
+        """What is known already contradicts `batch_ndims`."""
+        shapes = [tf.TensorSpec(shape) for shape in (fx, None, x)]
+        run = tf.function(lambda fx, gx, x: sgtrick.custom_gradient(fx, gx, x, batch_ndims=2))
+        message = r"\[unknown rank\].* do not fit together.* fx and x need at least 2 dimensions"
+        with pytest.raises(ValueError, match=message):
+            run.get_concrete_function(*shapes)
+
     @pytest.mark.parametrize("batch_ndims", [-1, 1.0, "1", True])
     def test_batch_ndims_is_a_count(self, batch_ndims):
         with pytest.raises(
@@ -576,6 +587,93 @@ class TestSecondOrder:
 
         got = self.hessian(constant([1.0, 2.0]), product)
         np.testing.assert_allclose(got, a)
+
+    @pytest.mark.parametrize("part", [False, True])
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_products_from_the_host_are_linear_in_the_vector(self, wrap, part):
+        """For `v -> H v`, forward over reverse, the tape returns `H w`, whatever TensorFlow sees of it."""
+        a, b = np.float64([[2.0, 1.0], [1.0, 3.0]]), np.diag([5.0, 7.0])
+
+        def hx(v):
+            hv = tf.numpy_function(lambda v: a @ v, [v], tf.float64)
+            hv.set_shape(v.shape)
+            return hv + tf.linalg.matvec(b, v) if part else hv
+
+        @wrap
+        def of_product(x, v, w):
+            with tf.GradientTape() as tape:
+                tape.watch(v)
+                with tf.autodiff.ForwardAccumulator(x, v) as accumulator:
+                    with tf.GradientTape() as inner:
+                        inner.watch(x)
+                        h = sgtrick.custom_gradient(tf.reduce_sum(x), tf.ones_like(x), x, hx=hx)
+                    g = inner.gradient(h, x)
+                hv = accumulator.jvp(g)
+            return hv, tape.gradient(hv, v, output_gradients=w)
+
+        x, v, w = constant([1.0, 2.0]), constant([1.0, -1.0]), constant([1.0, 10.0])
+        hv, hw = of_product(x, v, w)
+        np.testing.assert_allclose(hv, (a + part * b) @ v.numpy())
+        np.testing.assert_allclose(hw, (a + part * b) @ w.numpy())
+
+    SEVERAL = np.random.default_rng(1).normal(size=[3, 2, 2])
+    SEVERAL += SEVERAL.swapaxes(1, 2)
+
+    def of_several_hessians(self, x, hx):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                fx, gx = tf.ones([3], x.dtype), tf.ones([3, 2], x.dtype)
+                h = sgtrick.custom_gradient(fx, gx, x, hx=hx)
+            g = inner.gradient(h, x, output_gradients=constant([1.0, 10.0, 100.0]))
+        return outer.gradient(g, x, output_gradients=constant([1.0, -2.0]))
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [lambda f: f, tf.function, tf.function(jit_compile=True)],
+        ids=["eager", "tf.function", "XLA"],
+    )
+    def test_a_product_for_each_entry_of_the_range(self, wrap):
+        second = wrap(
+            lambda x: self.of_several_hessians(x, lambda v: tf.linalg.matvec(self.SEVERAL, v))
+        )
+        expected = np.einsum("r,rij,j->i", [1.0, 10.0, 100.0], self.SEVERAL, [1.0, -2.0])
+        np.testing.assert_allclose(second(constant([1.0, 2.0])), expected)
+
+    @pytest.mark.parametrize("part", [False, True])
+    @pytest.mark.parametrize(
+        ("wrap", "error"),
+        [(lambda f: f, LookupError), (tf.function, tf.errors.InvalidArgumentError)],
+        ids=["eager", "tf.function"],
+    )
+    def test_for_each_entry_of_the_range_tensorflow_has_to_differentiate_the_product(
+        self, wrap, error, part
+    ):
+        def hx(v):
+            hv = tf.numpy_function(lambda v: self.SEVERAL @ v, [v], tf.float64)
+            hv.set_shape([3, 2])
+            return hv + tf.linalg.matvec(self.SEVERAL, v) if part else hv
+
+        second = wrap(lambda x: self.of_several_hessians(x, hx))
+        with pytest.raises(error, match=r"hx\(v\) is not connected to v"):
+            second(constant([1.0, 2.0]))
+
+    @pytest.mark.parametrize(("manually", "expected"), [(False, None), (True, 6.0)])
+    def test_what_the_hessian_was_computed_from(self, manually, expected):
+        x, a = constant(3.0), constant(2.0)
+        with tf.GradientTape() as by_a:
+            by_a.watch(a)
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    h = sgtrick.custom_gradient(1.0, 1.0, x, manually, hx=6 * a)
+                g = inner.gradient(h, x)
+            second = outer.gradient(g, x)
+        assert second.numpy() == 12.0
+        found = by_a.gradient(second, a)
+        assert (found if found is None else found.numpy()) == expected
 
     def test_a_real_function_of_complex_arguments_has_no_single_hessian(self):
         x = constant(1j, tf.complex128)

@@ -365,6 +365,16 @@ class TestArguments:
             wrap(h)(tf.zeros([3]), tf.constant(1), tf.constant(True))
 
     @WRAPS
+    def test_nothing_has_derivatives(self, wrap):
+        h = sgtrick.from_numpy(lambda j, k: (10.0 * j + k, None), event_ndims=0)
+        np.testing.assert_array_equal(wrap(h)(tf.constant([1, 2]), tf.constant(3)), [13, 23])
+
+    @WRAPS
+    def test_none_at_all(self, wrap):
+        h = sgtrick.from_numpy(lambda: (2.0, None))
+        assert wrap(h)().numpy() == 2.0
+
+    @WRAPS
     def test_a_gradient_that_is_not_known_is_nan_for_whoever_asks(self, wrap):
         def loss(x, data):
             return np.sum((x - data) ** 2), (2 * (x - data), None)

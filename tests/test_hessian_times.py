@@ -90,6 +90,19 @@ def test_one_argument(wrap, second, vectorized, dtype):
     assert h.seconds > 0
 
 
+@KINDS
+def test_static_shapes(second):
+    """Loops of TensorFlow need them."""
+    h, seen = sgtrick.from_numpy(value, grad=gradient, **second), []
+
+    @tf.function
+    def run(x, v):
+        seen.extend(came.shape for came in hessian_times(h, [x], [v]))
+
+    run(tf.constant(POINTS), tf.constant(VECTORS))
+    assert seen == [[4, 3]]
+
+
 @WRAPS
 @KINDS
 @pytest.mark.parametrize("vectorized", [True, False])

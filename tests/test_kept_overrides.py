@@ -481,6 +481,11 @@ class TestHigherDerivatives:
         run = wrap(derivative(derivative(mapped(EVERY_ORDER[name]))))
         assert verdict(run, exact(2)) == "right"
 
+    @pytest.mark.parametrize("name", sorted(EVERY_ORDER.keys() - {"implicit_root"}))
+    def test_of_forward_mode_around_vectorized_map(self, name):
+        run = tf.function(derivative(forward_derivative(mapped(EVERY_ORDER[name]))))
+        assert verdict(run, exact(2)) == "right"
+
     @pytest.mark.parametrize("name", EVERY_ORDER)
     @pytest.mark.parametrize(
         "way",

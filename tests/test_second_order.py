@@ -18,7 +18,10 @@ from forms import (
     derivative,
     exact,
     forward_derivative,
+    hidden,
+    host_slope,
     mapped,
+    slope,
     true,
     verdict,
 )
@@ -91,6 +94,33 @@ class TestLoud:
         """By tapes, since TensorFlow's native functions have no other."""
         run = wrap(derivative(derivative(mapped(FIRST_ORDER[name]))))
         assert verdict(run, exact(2)) in LOUD
+
+    @FORMS
+    def test_of_forward_mode_around_vectorized_map(self, name):
+        run = tf.function(derivative(forward_derivative(mapped(FIRST_ORDER[name]))))
+        assert verdict(run, exact(2)) in LOUD
+
+    @WRAPS
+    @pytest.mark.parametrize(("outer", "inner"), NESTINGS)
+    def test_beside_an_argument_without_gradient(self, outer, inner, wrap):
+        @sgtrick.custom_vjp
+        def form(x, other):
+            return hidden(x), lambda upstream: (upstream * host_slope(x), None)
+
+        run = wrap(outer(inner(lambda x: form(x, tf.ones_like(x)))))
+        assert verdict(run, exact(2)) in LOUD
+
+    @WRAPS
+    @pytest.mark.parametrize(("outer", "inner"), NESTINGS)
+    @pytest.mark.parametrize("slope", [slope, host_slope])
+    def test_of_what_the_forward_pass_computed(self, slope, outer, inner, wrap):
+        @sgtrick.custom_vjp
+        def form(x):
+            computed = slope(x)
+            return hidden(x), lambda upstream: upstream * computed
+
+        came = verdict(wrap(outer(inner(form))), exact(2))
+        assert came in LOUD if slope is host_slope else came == "right"
 
     @pytest.mark.parametrize("name", sorted(FIRST_ORDER.keys() - CALLS_HOST))
     def test_in_xla(self, name):

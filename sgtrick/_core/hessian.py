@@ -3,7 +3,7 @@
 A Hessian is only known at one point, so its own derivative is an error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -108,18 +108,19 @@ class Product(value_form.Product):
     def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
         ts = [tf.cast(t, leaf.x.dtype) for t, leaf in zip(tangents, self._leaves, strict=True)]
+        at = [tf.stop_gradient(t) for t in ts]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(ts)
-            ts_ = [tf.identity(t) for t in ts]
-            products = self.times(ts_)
-        if all(g is None for g in tape.gradient(products, ts)):
+            tape.watch(at)
+            products = self.times([tf.identity(t) for t in at])
+        if all(g is None for g in tape.gradient(products, at)):
             # Either it calls the host, or it does not depend on v. The latter is not symmetric.
             ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
-            fits = adjoint.holds(ws, products, self.times(ws), ts)
+            fits = adjoint.holds(ws, products, self.times(ws), at)
             zero = loud.zero_if(fits, self.not_connected)
             products = [p + tf.cast(zero, p.dtype) for p in products]
-        xs = [leaf.x for leaf in self._leaves]
-        return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
+        # The derivative with respect to the tangents is the Hessian again, of which TensorFlow may
+        # see a part, or nothing.
+        return self._known(embedding.differentiable(self._name, products, ts, self))
 
     def pull(self, *z: Tensor) -> list[Gradient]:
         """From cotangents of the gradients to cotangents of the points, as `H` is symmetric."""
@@ -133,11 +134,16 @@ class Product(value_form.Product):
         v = [adjoint.probe(leaf.x) for leaf in self._leaves]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(v)
-            products = self.push(*v)
+            products = self.times(v)
         found = tape.gradient(products, v, output_gradients=list(z))
         fits = adjoint.holds(z, products, found, v)
         zero = loud.zero_if(fits, self.not_connected)
-        return [
-            tf.zeros_like(v_i) if g is None else g + tf.cast(zero, g.dtype)
+        return self._known(
+            (tf.zeros_like(v_i) if g is None else g) + tf.cast(zero, v_i.dtype)
             for g, v_i in zip(found, v, strict=True)
-        ]
+        )
+
+    def _known(self, products: Iterable[Tensor]) -> list[Tensor]:
+        """The products, whose derivative with respect to the point is an error."""
+        xs = [leaf.x for leaf in self._leaves]
+        return embedding.refused(self._name, list(products), xs, _THIRD.format(self._name))

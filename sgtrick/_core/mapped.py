@@ -37,7 +37,7 @@ def of_batch(
         gradients = rule.pull(*us)
         for i, g in enumerate(gradients):
             if g is not None:
-                is_lost_by_member[i] = is_lost(values_of(g), rule.sources or (), present(us))
+                is_lost_by_member[i] = is_lost(values_of(g), rule.sources, present(us))
         return gradients
 
     dense = Dense(pull_member, live)

@@ -57,8 +57,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        sources = xs if rule.sources is None else [*xs, *rule.sources]
-        rule = rule._replace(sources=sources)
+        rule = rule._replace(sources=[*xs, *rule.sources])
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
         outputs,
@@ -140,16 +139,15 @@ def _push(
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     push = rule.push or (lambda *ts: transposed(rule, ys, ts))
-    sources = xs if rule.sources is None else rule.sources
-    loses = False
+    loses = any(rule.lost or ())
 
     def noticing(*ts: Tangent) -> Sequence[Tangent]:
         nonlocal loses
         pushed = push(*ts)
         if rule.lost is None:
             loses = any(
-                lost.is_lost(t, sources, present(ts))
-                and not ancestry.is_connected_by(rule.tape, t, sources)
+                lost.is_lost(t, rule.sources, present(ts))
+                and not ancestry.is_connected_by(rule.tape, t, rule.sources)
                 for t in present(pushed)
             )
         return pushed
@@ -168,13 +166,11 @@ class _Pulled(NamedTuple):
     Attributes:
         gradients: The result.
         us: The upstream gradients that the pullback was called with.
-        sources: What else the gradients may depend on.
         tape: A persistent tape that recorded the pullback, in eager execution.
     """
 
     gradients: list[Gradient]
     us: list[Tensor | None]
-    sources: Sequence[Tensor]
     tape: Tape | None
 
     @property
@@ -194,7 +190,7 @@ def _guarded(
     """The gradients, whose own derivatives are those of the pullback or errors."""
     if callable(rule.push) and rule.lost is not None and not any(rule.lost):
         return list(rule.pull(*upstream))
-    pulled = _recorded(rule, xs, upstream)
+    pulled = _recorded(rule, upstream)
     if not pulled.parts:
         return pulled.gradients
     xs = [here(x) for x in xs]
@@ -202,17 +198,16 @@ def _guarded(
     return [None if g is None else lost.with_values(g, next(guarded)) for g in pulled.gradients]
 
 
-def _recorded(rule: Rule, xs: Sequence[Tensor], upstream: Sequence[Tensor | None]) -> _Pulled:
+def _recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> _Pulled:
     """Calls the pullback, and records what the gradients depend on."""
-    sources = xs if rule.sources is None else rule.sources
     us = [None if u is None else tf.identity(u) for u in upstream]
     if not tf.executing_eagerly():
-        return _Pulled(list(rule.pull(*us)), us, sources, None)
+        return _Pulled(list(rule.pull(*us)), us, None)
     tape = rule.tape or tf.GradientTape(persistent=True, watch_accessed_variables=False)
     with tape:
-        tape.watch(sources)
+        tape.watch(rule.sources)
         tape.watch(present(us))
-        return _Pulled(list(rule.pull(*us)), us, sources, tape)
+        return _Pulled(list(rule.pull(*us)), us, tape)
 
 
 def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], bool]:
@@ -226,14 +221,14 @@ def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], bool]:
         return lambda: known
     at = pulled.at
     if pulled.tape is None:
-        known = any(lost.is_lost(part, pulled.sources, at) for part in pulled.parts)
+        known = any(lost.is_lost(part, rule.sources, at) for part in pulled.parts)
         return lambda: known
     tape = pulled.tape
 
     def ask() -> bool:
         with loud.not_raising():  # the caller has not requested these gradients
             return any(
-                all(d is None for d in tape.gradient(part, pulled.sources))
+                all(d is None for d in tape.gradient(part, rule.sources))
                 and not lost.is_constant(rule, pulled.us, i)
                 for i, part in _enumerated(pulled.gradients)
                 if all(part is not u for u in at)

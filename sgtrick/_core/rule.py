@@ -15,7 +15,7 @@ class Rule(NamedTuple):
             gradient or None for each input.
         push: From one tangent for each input to one tangent for each output; or the message of the
             error in forward mode; or None to transpose `pull`, with a test.
-        sources: The tensors that the gradients may depend on; by default the inputs.
+        sources: The tensors that the gradients may depend on. Only used if `lost` is not known.
         tape: A persistent tape that recorded the parts of the forward pass that `pull` uses, in
             eager execution.
         lost: For each gradient, whether TensorFlow cannot differentiate it with respect to the
@@ -25,6 +25,6 @@ class Rule(NamedTuple):
     name: str
     pull: Pullback
     push: Pushforward | str | None = None
-    sources: Sequence[Tensor] | None = None
+    sources: Sequence[Tensor] = ()
     tape: Tape | None = None
     lost: Sequence[bool] | None = None
