@@ -367,7 +367,9 @@ class TestFactor:
     @WRAPS
     def test_a_value_that_is_not_empty(self, shape, wrap):
         factor = Factor(tf.zeros([3]), name="likelihood")
-        with pytest.raises(ValueError, match=r"'likelihood' is empty.*such as tf.zeros\(\[0\]\)"):
+        with pytest.raises(
+            ValueError, match=r"'likelihood' is a factor.*such as tf.zeros\(\[0\]\)"
+        ):
             wrap(factor.log_prob)(tf.zeros(shape))
 
 
