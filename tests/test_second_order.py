@@ -317,3 +317,70 @@ class TestNoFalseAlarms:
         before = model.evaluate(x, 0 * x, verbose=0)
         model.fit(x, 0 * x, epochs=3, verbose=0)
         assert model.evaluate(x, 0 * x, verbose=0) < before
+
+
+class TestHessianProductsOfTheHost:
+    """`H v` computed outside TensorFlow, all of it or half, is still linear and symmetric in `v`."""
+
+    X, V = tf.constant([0.3, 0.7], tf.float64), tf.constant([1.0, 2.0], tf.float64)
+    CURVED = -np.sin([0.3, 0.7])
+
+    @staticmethod
+    def form(native):
+        def h(x):
+            c = tf.stop_gradient(-tf.sin(x))
+
+            def hx(v):
+                hosted = tf.numpy_function(np.multiply, [c, v], tf.float64)
+                hosted.set_shape(v.shape)
+                return native * c * v + (1 - native) * hosted if native else hosted
+
+            return sgtrick.custom_gradient(tf.reduce_sum(tf.sin(x)), tf.cos(x), x, hx=hx)
+
+        return h
+
+    @staticmethod
+    def gradient(f, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.gradient(y, x)
+
+    @staticmethod
+    def pushed(f, x, v):
+        with tf.autodiff.ForwardAccumulator(x, v) as accumulator:
+            y = f(x)
+        return accumulator.jvp(y)
+
+    @pytest.mark.parametrize("native", [0.0, 0.5])
+    @WRAPS
+    def test_in_every_mode(self, native, wrap):
+        h, v = self.form(native), self.V
+
+        def reverse_over_reverse(x):
+            return self.gradient(lambda x: tf.reduce_sum(self.gradient(h, x) * v), x)
+
+        def forward_over_reverse(x):
+            return self.pushed(lambda x: self.gradient(h, x), x, v)
+
+        def reverse_over_forward(x):
+            return self.gradient(lambda x: self.pushed(h, x, v), x)
+
+        def forward_over_forward(x):
+            return self.pushed(lambda x: self.pushed(h, x, v), x, v)
+
+        for run in (reverse_over_reverse, forward_over_reverse, reverse_over_forward):
+            np.testing.assert_allclose(wrap(run)(self.X), self.CURVED * v, rtol=1e-12)
+        curvature = wrap(forward_over_forward)(self.X)
+        np.testing.assert_allclose(curvature, np.sum(self.CURVED * v**2), rtol=1e-12)
+
+    @pytest.mark.parametrize("native", [0.0, 0.5])
+    @WRAPS
+    def test_with_respect_to_the_direction(self, native, wrap):
+        h = self.form(native)
+
+        @wrap
+        def run(v):
+            return self.gradient(lambda v: self.pushed(lambda x: self.gradient(h, x), self.X, v), v)
+
+        np.testing.assert_allclose(run(self.V), self.CURVED, rtol=1e-12)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import adjoint, embedding, loud, value_form
+from sgtrick._core._tensorflow import tracing
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
@@ -108,36 +109,74 @@ class Product(value_form.Product):
     def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
         ts = [tf.cast(t, leaf.x.dtype) for t, leaf in zip(tangents, self._leaves, strict=True)]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(ts)
-            ts_ = [tf.identity(t) for t in ts]
-            products = self.times(ts_)
-        if all(g is None for g in tape.gradient(products, ts)):
-            # Either it calls the host, or it does not depend on v. The latter is not symmetric.
-            ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
-            fits = adjoint.holds(ws, products, self.times(ws), ts)
-            zero = loud.zero_if(fits, self.not_connected)
-            products = [p + tf.cast(zero, p.dtype) for p in products]
-        xs = [leaf.x for leaf in self._leaves]
-        return embedding.refused(self._name, products, xs, _THIRD.format(self._name))
+        xs, message = [here(leaf.x) for leaf in self._leaves], self._third()
+
+        # With respect to ts, too, the derivative is H: autodiff may see only a part of it.
+        specs, owner = tracing.specs_of(ts), self._leaves[0].x
+        once_more = tracing.carried(self._once_more, specs, owner)
+        times = tracing.carried(lambda *v: self.times(v), specs, owner)
+
+        def pull(*z: Tensor) -> list[Gradient]:
+            return [*z, *once_more(*z), *(loud.failure(x, message, z) for x in xs)]
+
+        def along(*moving: Tensor) -> list[Tangent]:
+            n, m = len(products), len(products) + len(ts)
+            zero = loud.zero_if_still(moving[m:], message)
+            pairs = zip(moving[:n], times(*moving[n:m]), strict=True)
+            return [t + ht + tf.cast(zero, t.dtype) for t, ht in pairs]
+
+        products = self._checked(*map(tf.stop_gradient, ts))
+        inputs = [*products, *ts, *xs]
+        return keep(products, inputs, Rule(self._name, pull, along, lost=[False] * len(inputs)))
 
     def pull(self, *z: Tensor) -> list[Gradient]:
         """From cotangents of the gradients to cotangents of the points, as `H` is symmetric."""
-        if self._fx.shape.rank == self._leaves[0].batch_ndims:
-            products = self.push(*map(TENSORFLOW.conj, z))
-            return [
-                TENSORFLOW.cast(TENSORFLOW.conj(hz), leaf.x.dtype.name)
-                for hz, leaf in zip(products, self._leaves, strict=True)
-            ]
-        # There is a Hessian for each entry of the range, and the result is a sum over them.
+        if self._is_scalar():
+            return self._conjugated(self.push, z)
+        xs = [leaf.x for leaf in self._leaves]
+        return embedding.refused(self._name, self._summed(z), xs, self._third())
+
+    def _once_more(self, *z: Tensor) -> list[Tensor]:
+        """The same, with an error in the place of a rule for z, which would need one itself."""
+        of_one = self._is_scalar()
+        products = self._conjugated(self._checked, z) if of_one else self._summed(z)
+        return embedding.refused(self._name, products, z, self.not_connected)
+
+    def _is_scalar(self) -> bool:
+        """Whether there is one Hessian, not one for each entry of the range."""
+        return self._fx.shape.rank == self._leaves[0].batch_ndims
+
+    def _conjugated(self, product: Pushforward, z: Sequence[Tensor]) -> list[Tensor]:
+        products = product(*map(TENSORFLOW.conj, z))
+        return [
+            TENSORFLOW.cast(TENSORFLOW.conj(hz), leaf.x.dtype.name)
+            for hz, leaf in zip(products, self._leaves, strict=True)
+        ]
+
+    def _checked(self, *ts: Tensor) -> list[Tensor]:
+        """The products, or an error if they do not depend on `ts`."""
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(ts)
+            products = self.times([tf.identity(t) for t in ts])
+        if any(g is not None for g in tape.gradient(products, ts)):
+            return products
+        # Either it calls the host, or it does not depend on v. The latter is not symmetric.
+        ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
+        zero = loud.zero_if(adjoint.holds(ws, products, self.times(ws), ts), self.not_connected)
+        return [p + tf.cast(zero, p.dtype) for p in products]
+
+    def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
+        """The sum over the range of the products with cotangents."""
         v = [adjoint.probe(leaf.x) for leaf in self._leaves]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(v)
-            products = self.push(*v)
+            products = self.times(v)
         found = tape.gradient(products, v, output_gradients=list(z))
-        fits = adjoint.holds(z, products, found, v)
-        zero = loud.zero_if(fits, self.not_connected)
+        zero = loud.zero_if(adjoint.holds(z, products, found, v), self.not_connected)
         return [
             (tf.zeros_like(v_i) if g is None else g) + tf.cast(zero, v_i.dtype)
             for g, v_i in zip(found, v, strict=True)
         ]
+
+    def _third(self) -> str:
+        return _THIRD.format(self._name)
