@@ -144,7 +144,7 @@ class Product(value_form.Product):
 
     def _is_scalar(self) -> bool:
         """Whether there is one Hessian, not one for each entry of the range."""
-        return self._fx.shape.rank == self._leaves[0].batch_ndims
+        return bool(self._fx.shape.rank == self._leaves[0].batch_ndims)
 
     def _conjugated(self, product: Pushforward, z: Sequence[Tensor]) -> list[Tensor]:
         products = product(*map(TENSORFLOW.conj, z))
