@@ -112,9 +112,9 @@ class Product(value_form.Product):
         xs, message = [here(leaf.x) for leaf in self._leaves], self._third()
 
         # With respect to ts, too, the derivative is H: autodiff may see only a part of it.
-        specs, owner = tracing.specs_of(ts), self._leaves[0].x
-        once_more = tracing.carried(self._once_more, specs, owner)
-        times = tracing.carried(lambda *v: self.times(v), specs, owner)
+        products, owner = self._checked(*map(tf.stop_gradient, ts)), self._leaves[0].x
+        once_more = tracing.carried(self._once_more, tracing.specs_of(products), owner)
+        times = tracing.carried(lambda *v: self.times(v), tracing.specs_of(ts), owner)
 
         def pull(*z: Tensor) -> list[Gradient]:
             return [*z, *once_more(*z), *(loud.failure(x, message, z) for x in xs)]
@@ -125,7 +125,6 @@ class Product(value_form.Product):
             pairs = zip(moving[:n], times(*moving[n:m]), strict=True)
             return [t + ht + tf.cast(zero, t.dtype) for t, ht in pairs]
 
-        products = self._checked(*map(tf.stop_gradient, ts))
         inputs = [*products, *ts, *xs]
         return keep(products, inputs, Rule(self._name, pull, along, lost=[False] * len(inputs)))
 
