@@ -62,6 +62,7 @@ class Call:
         vectorized: As the option; so are `dtype`, `has_aux` and `on_error`.
         threads: Of the executor, 0 without one.
         keyword: Whether the last argument is passed by its name.
+        fault: What is wrong with the engine's replies, if anything.
     """
 
     arguments: tuple[Any, ...]
@@ -72,6 +73,7 @@ class Call:
     on_error: Any = "raise"
     threads: int = 0
     keyword: bool = False
+    fault: str | None = None
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -145,6 +147,45 @@ class Call:
         g = g.sum(tuple(range(len(self.batch) - len(leaf.batch))))
         ones = tuple(i for i, n in enumerate(leaf.batch) if n == 1)
         return g.sum(ones, keepdims=True)
+
+    def member(self, arrays: list[np.ndarray], vs: list[np.ndarray]) -> Any:
+        """Value, aux, and for live leaves gradients and second derivatives along `vs`.
+
+        None if the engine fails there.
+        """
+        raise NotImplementedError
+
+    def expected(self) -> dict[str, Any] | None:
+        """By a loop over the members, None where an error is due."""
+        wide = self.arrays()
+        vs = [self._broadcast(*pair) for pair in zip(self.leaves, self.directions(), strict=True)]
+        value, along = np.zeros(self.batch), np.zeros(self.batch)
+        gradients, second = ([np.zeros(a.shape) for a in wide] for _ in range(2))
+        aux, failures = np.full((*self.batch, 2), np.nan), 0
+        for i in np.ndindex(*self.batch):
+            found = self.member([np.array(a[i], a.dtype) for a in wide], [v[i] for v in vs])
+            if found is None:
+                if self.on_error == "raise":
+                    return None
+                failures += 1
+                value[i] = self.on_error
+                for k in self.live:
+                    second[k][i] = np.nan
+                continue
+            if self.fault is not None:
+                return None
+            value[i], aux[i], gs, hs = found
+            for k, g, h in zip(self.live, gs, hs, strict=True):
+                gradients[k][i], second[k][i] = g, h
+                along[i] += np.sum(g * vs[k][i]) if k in self.watched else 0
+        return {
+            "value": value,
+            "gradients": [self._summed(self.leaves[k], gradients[k]) for k in self.watched],
+            "along": along,
+            "second": [self._summed(self.leaves[k], second[k]) for k in self.watched],
+            "aux": aux if failures < value.size else np.full(self.batch, np.nan),
+            "counts": [np.float64(self._calls(failures)), np.float64(failures)],
+        }
 
     def pool(self) -> Any:
         """Gives the executor, if there is one."""

@@ -89,7 +89,6 @@ class Foreign(Call):
         last: A name out of `LAST`.
         jit: As the option of `from_jax`.
         above: The function fails where `t` is larger, which takes a value that is not traced.
-        fault: What is wrong with the function, if anything.
     """
 
     framework: str = "jax"
@@ -98,7 +97,6 @@ class Foreign(Call):
     last: str = "square"
     jit: bool = True
     above: float = float("inf")
-    fault: str | None = None
 
     def function(self, np: Any, *arguments: Any) -> Any:
         """The value and another number, of one member."""
@@ -146,7 +144,7 @@ class Foreign(Call):
         )
 
     def member(self, arrays: list[np.ndarray], vs: list[np.ndarray]) -> Any:
-        """By tapes: value, `t`, gradients and second derivatives along `vs`."""
+        """By tapes."""
         xs = [tf.constant(a, tf.float64 if self.leaves[k].live else tf.int32)
               for k, a in enumerate(arrays)]  # fmt: skip
         live = [xs[k] for k in self.live]
@@ -159,39 +157,9 @@ class Foreign(Call):
             along = tf.add_n(
                 [tf.reduce_sum(g * vs[k]) for g, k in zip(gradients, self.live, strict=True)]
             )
-        return y, t, gradients, tape.gradient(along, live, unconnected_gradients="zero")
-
-    def expected(self) -> dict[str, Any] | None:
-        """By a loop over the members, None where an error is due."""
-        wide = self.arrays()
-        vs = [self._broadcast(*pair) for pair in zip(self.leaves, self.directions(), strict=True)]
-        value, along = np.zeros(self.batch), np.zeros(self.batch)
-        gradients, second = ([np.zeros(a.shape) for a in wide] for _ in range(2))
-        aux, failures = np.full((*self.batch, 2), np.nan), 0
-        for i in np.ndindex(*self.batch):
-            y, t, gs, hs = self.member([a[i] for a in wide], [v[i] for v in vs])
-            if self.fault == "raises" or t > self.above:
-                if self.on_error == "raise":
-                    return None
-                failures += 1
-                value[i] = self.on_error
-                for k in self.live:
-                    second[k][i] = np.nan
-                continue
-            if self.fault is not None:
-                return None
-            value[i], aux[i] = y, (t, 2 * t)
-            for k, g, h in zip(self.live, gs, hs, strict=True):
-                gradients[k][i], second[k][i] = g, h
-                along[i] += np.sum(g * vs[k][i]) if k in self.watched else 0
-        return {
-            "value": value,
-            "gradients": [self._summed(self.leaves[k], gradients[k]) for k in self.watched],
-            "along": along,
-            "second": [self._summed(self.leaves[k], second[k]) for k in self.watched],
-            "aux": aux if failures < value.size else np.full(self.batch, np.nan),
-            "counts": [np.float64(self._calls(failures)), np.float64(failures)],
-        }
+        if self.fault == "raises" or t > self.above:
+            return None
+        return y, (t, 2 * t), gradients, tape.gradient(along, live, unconnected_gradients="zero")
 
     def verdict(self) -> str:
         """`right`, or what is wrong."""

@@ -25,7 +25,6 @@ class Host(Call):
         apart: Whether the gradient is a function of its own.
         hessian: `hess`, `hessp` or none.
         above: The engine fails where `t` is larger.
-        fault: What is wrong with its replies, if anything.
         careless: Whether the engine spoils its arguments, where it may, and gives the same arrays
             each time.
         method: Whether it is a method, of one of two objects.
@@ -34,7 +33,6 @@ class Host(Call):
     apart: bool = False
     hessian: str | None = None
     above: float = np.inf
-    fault: str | None = None
     careless: bool = False
     method: bool = False
 
@@ -150,45 +148,23 @@ class Host(Call):
         assert owner(is_used=False).engine.calls == 0
         return owner(is_used=True).engine
 
-    def expected(self) -> dict[str, Any] | None:
-        """By a loop over the members, None where an error is due."""
+    def member(self, arrays: list[np.ndarray], vs: list[np.ndarray]) -> Any:
+        """By NumPy, from the engine without its fault."""
         good = dataclasses.replace(self, fault=None, vectorized=False)
-        wide = self.arrays()
-        vs = [self._broadcast(*pair) for pair in zip(self.leaves, self.directions(), strict=True)]
-        value, along = np.zeros(self.batch), np.zeros(self.batch)
-        gradients, second = ([np.zeros(a.shape) for a in wide] for _ in range(2))
-        aux, failures = np.full((*self.batch, 2), np.nan), 0
-        for i in np.ndindex(*self.batch):
-            member = [np.array(a[i], a.dtype) for a in wide]
-            arguments = tf.nest.pack_sequence_as(self.arguments, member)
-            try:
-                y = good.value(*arguments)
-            except ArithmeticError:
-                if self.on_error == "raise":
-                    return None
-                failures += 1
-                value[i] = self.on_error
-                for k in self.live:
-                    second[k][i] = np.nan
-                continue
-            if self.fault is not None:
-                return None
-            value[i], aux[i] = y if self.has_aux else (y, np.nan)
-            v = self._packed([v[i] for v in vs])
-            gs, hs = good.gradient(*arguments), good.hessp(*arguments, v)
-            gs, hs = tf.nest.flatten(gs), tf.nest.flatten(hs)
-            for k in self.live:
-                gradients[k][i] = np.nan if gs[k] is None else gs[k]
-                second[k][i] = hs[k]
-                along[i] += np.sum(gradients[k][i] * vs[k][i]) if k in self.watched else 0
-        return {
-            "value": value,
-            "gradients": [self._summed(self.leaves[k], gradients[k]) for k in self.watched],
-            "along": along,
-            "second": [self._summed(self.leaves[k], second[k]) for k in self.watched],
-            "aux": aux if failures < value.size else np.full(self.batch, np.nan),
-            "counts": [np.float64(self._calls(failures)), np.float64(failures)],
-        }
+        arguments = tf.nest.pack_sequence_as(self.arguments, arrays)
+        try:
+            y = good.value(*arguments)
+        except ArithmeticError:
+            return None
+        y, aux = y if self.has_aux else (y, np.nan)
+        gs, hs = good.gradient(*arguments), good.hessp(*arguments, self._packed(vs))
+        gs, hs = tf.nest.flatten(gs), tf.nest.flatten(hs)
+        return (
+            y,
+            aux,
+            [np.nan if gs[k] is None else gs[k] for k in self.live],
+            [hs[k] for k in self.live],
+        )
 
     def _after(self, call: Any) -> None:
         if self.careless:  # another call harms none that was answered
