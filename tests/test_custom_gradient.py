@@ -553,6 +553,8 @@ class TestSecondOrder:
         [
             (lambda v: [v[0]], r"hx\(v\) must have the structure of x"),
             (lambda v: [v[0], tf.ones([2])], r"hx\(v\)\[1\] has shape \[2\], expected \[\]"),
+            (lambda v: [constant(1.0), constant(2.0)], r"hx\(v\) is not connected to v"),
+            (lambda v: [None, None], r"hx\(v\) is not connected to v"),
         ],
     )
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
@@ -568,7 +570,8 @@ class TestSecondOrder:
 
         x = [constant(1.0), constant(2.0)]
         np.testing.assert_array_equal(wrap(lambda x: run(x)[0])(x), [1.0, 1.0])
-        with pytest.raises((ValueError, TypeError), match=message):
+        errors = (ValueError, TypeError, LookupError, tf.errors.InvalidArgumentError)
+        with pytest.raises(errors, match=message):
             wrap(lambda x: run(x)[1]())(x)
 
     def test_a_hessian_needs_first_derivatives(self):
@@ -612,6 +615,29 @@ class TestSecondOrder:
         )
         expected = np.einsum("r,rij,j->i", [1.0, 10.0, 100.0], self.SEVERAL, [1.0, -2.0])
         np.testing.assert_allclose(second(constant([1.0, 2.0])), expected)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_a_product_for_each_entry_of_the_range_by_the_direction(self, wrap):
+        """The Hessians again: forward over reverse is linear in the direction."""
+        x, w = constant([1.0, 2.0]), constant([1.0, 10.0, 100.0])
+
+        @wrap
+        def by_direction(v):
+            with tf.GradientTape() as tape:
+                tape.watch(v)
+                with tf.autodiff.ForwardAccumulator(x, v) as accumulator:
+                    with tf.GradientTape() as inner:
+                        inner.watch(x)
+                        fx, gx = tf.ones([3], x.dtype), tf.ones([3, 2], x.dtype)
+                        h = sgtrick.custom_gradient(
+                            fx, gx, x, hx=lambda v: tf.linalg.matvec(self.SEVERAL, v)
+                        )
+                    g = inner.gradient(h, x, w)
+                hv = accumulator.jvp(g)
+            return tape.gradient(hv, v, constant([1.0, -2.0]))
+
+        expected = np.einsum("r,rij,j->i", w, self.SEVERAL, [1.0, -2.0])
+        np.testing.assert_allclose(by_direction(constant([0.5, 3.0])), expected)
 
     @pytest.mark.parametrize("part", [False, True])
     @pytest.mark.parametrize(
