@@ -105,12 +105,11 @@ class TestComplexValuesOfRealPoints:
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
     @pytest.mark.parametrize("product", [False, True])
     def test_second_derivatives(self, product, wrap):
-        for outer, inner in itertools.product([derivative, forward_derivative], repeat=2):
+        def of(f, outer, inner):
+            first = inner(lambda x: (1 - 3j) * f(x))
+            return outer(lambda x: tf.cast(first(x), tf.complex128) * (1 + 2j))
 
-            def second(f, outer=outer, inner=inner):
-                first = inner(lambda x: (1 - 3j) * f(x))
-                return wrap(outer(lambda x: tf.cast(first(x), tf.complex128) * (1 + 2j)))
-
-            x = tf.constant([0.3, -1.2], tf.float64)
-            came, want = (second(f)(x) for f in (self.form(product), self.native))
-            np.testing.assert_allclose(came, want, rtol=1e-12)
+        x = tf.constant([0.3, -1.2], tf.float64)
+        for modes in itertools.product([derivative, forward_derivative], repeat=2):
+            want = of(self.native, *modes)(x)
+            np.testing.assert_allclose(wrap(of(self.form(product), *modes))(x), want, rtol=1e-12)

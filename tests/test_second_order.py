@@ -21,6 +21,7 @@ from forms import (
     hidden,
     host_slope,
     mapped,
+    on_host,
     slope,
     true,
     verdict,
@@ -319,25 +320,33 @@ class TestNoFalseAlarms:
         assert model.evaluate(x, 0 * x, verbose=0) < before
 
 
-class TestHessianProductsOfTheHost:
-    """`H v` computed outside TensorFlow, all of it or half, is still linear and symmetric in `v`."""
+def host_hessian(kind):
+    """`sum(sin(x))`, whose Hessian is computed outside TensorFlow, all of it or half."""
+    engine = {
+        "hessp": lambda: {"hessp": lambda x, v: -np.sin(x) * v},
+        "hess": lambda: {"hess": lambda x: np.diag(-np.sin(x))},
+    }.get(kind)
+    if engine:
+        return sgtrick.from_numpy(lambda x: (np.sum(np.sin(x)), np.cos(x)), **engine())
+
+    def h(x):
+        c = tf.stop_gradient(-tf.sin(x))
+
+        def hx(v):
+            hosted = on_host(np.multiply)(c, v)
+            return c * v / 2 + hosted / 2 if kind == "half" else hosted
+
+        return sgtrick.custom_gradient(tf.reduce_sum(tf.sin(x)), tf.cos(x), x, hx=hx)
+
+    return h
+
+
+class TestHessiansOfTheHost:
+    """Their product with `v`, computed outside TensorFlow, is still linear and symmetric in `v`."""
 
     X, V = tf.constant([0.3, 0.7], tf.float64), tf.constant([1.0, 2.0], tf.float64)
     CURVED = -np.sin([0.3, 0.7])
-
-    @staticmethod
-    def form(native):
-        def h(x):
-            c = tf.stop_gradient(-tf.sin(x))
-
-            def hx(v):
-                hosted = tf.numpy_function(np.multiply, [c, v], tf.float64)
-                hosted.set_shape(v.shape)
-                return native * c * v + (1 - native) * hosted if native else hosted
-
-            return sgtrick.custom_gradient(tf.reduce_sum(tf.sin(x)), tf.cos(x), x, hx=hx)
-
-        return h
+    KINDS = pytest.mark.parametrize("kind", ["function", "half", "hessp", "hess"])
 
     @staticmethod
     def gradient(f, x):
@@ -352,10 +361,9 @@ class TestHessianProductsOfTheHost:
             y = f(x)
         return accumulator.jvp(y)
 
-    @pytest.mark.parametrize("native", [0.0, 0.5])
-    @WRAPS
-    def test_in_every_mode(self, native, wrap):
-        h, v = self.form(native), self.V
+    def ways(self, h):
+        """Second derivatives along `V`, in every mode."""
+        v = self.V
 
         def reverse_over_reverse(x):
             return self.gradient(lambda x: tf.reduce_sum(self.gradient(h, x) * v), x)
@@ -369,15 +377,35 @@ class TestHessianProductsOfTheHost:
         def forward_over_forward(x):
             return self.pushed(lambda x: self.pushed(h, x, v), x, v)
 
-        for run in (reverse_over_reverse, forward_over_reverse, reverse_over_forward):
-            np.testing.assert_allclose(wrap(run)(self.X), self.CURVED * v, rtol=1e-12)
-        curvature = wrap(forward_over_forward)(self.X)
-        np.testing.assert_allclose(curvature, np.sum(self.CURVED * v**2), rtol=1e-12)
+        return (
+            reverse_over_reverse,
+            forward_over_reverse,
+            reverse_over_forward,
+            forward_over_forward,
+        )
 
-    @pytest.mark.parametrize("native", [0.0, 0.5])
+    @KINDS
     @WRAPS
-    def test_with_respect_to_the_direction(self, native, wrap):
-        h = self.form(native)
+    def test_in_every_mode(self, kind, wrap):
+        *products, curvature = map(wrap, self.ways(host_hessian(kind)))
+        for run in products:
+            np.testing.assert_allclose(run(self.X), self.CURVED * self.V, rtol=1e-12)
+        np.testing.assert_allclose(curvature(self.X), np.sum(self.CURVED * self.V**2), rtol=1e-12)
+
+    @pytest.mark.parametrize("kind", ["function", "hessp"])
+    def test_third_derivatives_are_loud(self, kind):
+        reverse_over_reverse, forward_over_reverse, *_ = self.ways(host_hessian(kind))
+        for run in (
+            lambda x: self.pushed(reverse_over_reverse, x, self.V),
+            lambda x: self.gradient(forward_over_reverse, x),
+            lambda x: self.pushed(forward_over_reverse, x, self.V),
+        ):
+            assert verdict(run, -np.cos(self.X), self.X) in LOUD
+
+    @KINDS
+    @WRAPS
+    def test_with_respect_to_the_direction(self, kind, wrap):
+        h = host_hessian(kind)
 
         @wrap
         def run(v):

@@ -141,7 +141,7 @@ class Product(value_form.Product):
         return embedding.refused(self._name, products, z, self.not_connected)
 
     def _is_symmetric(self) -> bool:
-        """Whether `H` is its own transpose: one for all of the range, not complex for real points."""
+        """Whether `H` is its own transpose: one for the whole range, and real for real points."""
         is_one = self._fx.shape.rank == self._leaves[0].batch_ndims
         return bool(is_one) and all(leaf.gx.dtype == leaf.x.dtype for leaf in self._leaves)
 
