@@ -601,8 +601,8 @@ class TestSecondOrder:
                 inner.watch(x)
                 fx, gx = tf.ones([3], x.dtype), tf.ones([3, 2], x.dtype)
                 h = sgtrick.custom_gradient(fx, gx, x, hx=hx)
-            g = inner.gradient(h, x, output_gradients=constant([1.0, 10.0, 100.0]))
-        return outer.gradient(g, x, output_gradients=constant([1.0, -2.0]))
+            g = inner.gradient(h, x, output_gradients=constant([1.0, 10.0, 100.0], x.dtype))
+        return outer.gradient(g, x, output_gradients=constant([1.0, -2.0], x.dtype))
 
     @pytest.mark.parametrize(
         "wrap",
@@ -610,11 +610,10 @@ class TestSecondOrder:
         ids=["eager", "tf.function", "XLA"],
     )
     def test_a_product_for_each_entry_of_the_range(self, wrap):
-        second = wrap(
-            lambda x: self.of_several_hessians(x, lambda v: tf.linalg.matvec(self.SEVERAL, v))
-        )
+        several = constant(self.SEVERAL, tf.float32)
+        second = wrap(lambda x: self.of_several_hessians(x, lambda v: tf.linalg.matvec(several, v)))
         expected = np.einsum("r,rij,j->i", [1.0, 10.0, 100.0], self.SEVERAL, [1.0, -2.0])
-        np.testing.assert_allclose(second(constant([1.0, 2.0])), expected)
+        np.testing.assert_allclose(second(constant([1.0, 2.0], tf.float32)), expected, rtol=1e-5)
 
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
     def test_a_product_for_each_entry_of_the_range_by_the_direction(self, wrap):

@@ -621,5 +621,5 @@ class TestMapped:
 
         assert verdict(mapped(member), exact(0)) == "right"
         assert verdict(derivative(mapped(member)), exact(1)) in LOUD
-        with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be mapped by .* here"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"cannot be mapped by .* here"):
             forward_derivative(mapped(member))(tf.constant(POINTS))
