@@ -144,11 +144,10 @@ def _embed(
     """The derivative in two forms: as a pullback, which is faster, and as the formula.
 
     Eager execution honours pullbacks, so the formula is not computed there. A graph also keeps the
-    formula, which can be stored, loaded and differentiated where the pullback is unknown. Only a
-    function for the Hessian is left out of it, since it would run in each forward pass.
+    formula, which can be stored, loaded and differentiated where the pullback is unknown; not with
+    a function for the Hessian, which would run in each forward pass.
     """
-    fx = here(fx)
-    leaves = [leaf._replace(x=here(leaf.x), gx=here(leaf.gx)) for leaf in leaves]
+    leaves = [leaf._replace(x=here(leaf.x)) for leaf in leaves]
     xs = [leaf.x for leaf in leaves]
 
     def jacobians() -> list[Leaf]:
@@ -161,13 +160,12 @@ def _embed(
 
     rule = embedding.beside(embedding.of_jacobians(name, fx, jacobians))
     rule = rule._replace(lost=[False] * (1 + len(xs)))
-    if tf.executing_eagerly() or not xs:
+    if tf.executing_eagerly() or not xs or isinstance(hessian, Product):
         return keep([fx], [fx, *xs], rule)[0]
-    is_product = isinstance(hessian, Product)
-    times, known = (hessian.times, order) if isinstance(hessian, Blocks) else (None, order and 1)
+    times = None if hessian is None else hessian.times
     with not_recording():
-        h = formula(fx, leaves, times, order=known, stopped=stopped)
-    return keep([fx], [fx, *xs], rule, natural=[h], in_graph=is_product)[0]
+        h = formula(fx, leaves, times, order=order, stopped=stopped)
+    return keep([fx], [fx, *xs], rule, natural=[h], in_graph=False)[0]
 
 
 _FIRST_ORDER = (
