@@ -746,7 +746,7 @@ ERRORS = {
     "too many": (
         lambda x: (x, lambda u: (u, u)),
         ValueError,
-        "returned 2 gradients, expected 1, one for each of: argument \\[0\\]",
+        "grad_fn of <lambda> returned 2 gradients, expected 1, one for each of: argument \\[0\\]",
     ),
     "too few": (
         lambda x: (x, lambda u: []),
