@@ -271,12 +271,13 @@ figure.legend(
     frameon=False,
 )
 figure.savefig(FIGURES / "laplace.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'laplace.png'}")
 
 # %% [markdown]
 # ## Verdict
 
 # %%
-print(f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'laplace.png'}")
+print(f"{time.perf_counter() - BEGIN:.0f} s")
 checks = [
     ("gradient against finite differences", np.abs(gradient - fd_gradient).max(), 1e-6),
     ("Hessian against finite differences", np.abs(hessian - fd_hessian).max(), 1e-4),

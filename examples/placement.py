@@ -118,13 +118,11 @@ def copies(ops: list[Any]) -> str:
 def main() -> None:
     x = tf.random.stateless_normal([4, 3], seed=[1, 2])
     y = FORMS["with_gradient"](x)
-    print(
-        f"x is on {short(x.device)}, the forms are told {DEVICE}: the value is on ",
-        end="",
-    )
-    print(short(y.device))
+    print(f"x is on {short(x.device)}. The forms are placed on {DEVICE}.")
+    print(f"The value of with_gradient is on {short(y.device)}.")
     for scope in (None, DEVICE):
-        print(f"\nIn one tf.function, tape.gradient in the scope {scope}:")
+        where_asked = f"under tf.device({scope!r})" if scope else "outside all scopes"
+        print(f"\nIn a tf.function, with tape.gradient called {where_asked}:")
         for name, h in FORMS.items():
             ran = nodes(lambda x, h=h, scope=scope: with_gradient(h, x, scope), x)
             host = [n for n in ran if "PyFunc" in n.op]

@@ -315,16 +315,13 @@ axes[2].set(
 )
 axes[2].legend(**ABOVE)
 figure.savefig(FIGURES / "variational.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'variational.png'}")
 
 # %% [markdown]
 # ## Verdict
 
 # %%
-print(
-    f"\n{time.perf_counter() - BEGIN:.0f} s, {log_likelihood.calls} engine calls. ",
-    end="",
-)
-print(f"Figure: {FIGURES / 'variational.png'}")
+print(f"{time.perf_counter() - BEGIN:.0f} s, {log_likelihood.calls} engine calls")
 ours, theirs = gradients.values()
 off_by = np.abs((means["16 samples"] - exact_mean) / exact_sd).max()
 checks = {
