@@ -294,11 +294,13 @@ def _signature(
 def _types_to_signatures(
     _app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Attributes: the type beside the name, where napoleon puts it below the description."""
+    """Attributes: the type beside the name, where napoleon puts it below the description.
+
+    Of arrays without their parameters, which are all Any.
+    """
     attribute = r"(\.\. attribute:: \w+\n)(.*?)(   :type: .*?\n)"
-    lines[:] = re.sub(attribute, r"\1\3\2", "\n".join(lines), flags=re.DOTALL).split(
-        "\n"
-    )
+    text = re.sub(attribute, r"\1\3\2", "\n".join(lines), flags=re.DOTALL)
+    lines[:] = re.sub(r"numpy\.ndarray\[.*\]", "numpy.ndarray", text).split("\n")
 
 
 def _mark(_app: Any, doctree: nodes.document, _docname: str) -> None:

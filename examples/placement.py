@@ -9,6 +9,7 @@
 
 import contextlib
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -145,7 +146,7 @@ def main() -> None:
     try:
         sgtrick.with_gradient(value, tf.negative, device="TPU:0")(x)
     except ValueError as error:
-        print(f"\n{error}")
+        print(f"\n{textwrap.fill(str(error), 88)}")
 
 
 if __name__ == "__main__":
