@@ -6,7 +6,7 @@
 # the mode in eight steps, and the Hessian at the mode gives Laplace's approximation: around the
 # mode $\hat x$ the posterior is approximately normal,
 #
-# $$x \mid \text{data} \sim N\left(\hat x, \left(-\nabla^2\log p(\hat x)\right)^{-1}\right).$$
+# $$x \mid \text{data} \;\sim\; N\left(\hat x,\; \left(-\nabla^2\log p(\hat x)\right)^{-1}\right).$$
 #
 # The solver is outside TensorFlow. `sgtrick.from_numpy` takes its gradient and, as `hessp`, its
 # second derivatives; TensorFlow computes those of the prior. Without `hessp`, a Hessian that

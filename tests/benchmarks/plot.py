@@ -51,10 +51,11 @@ def duration(seconds):
 def table(rivals, cases):
     """Markdown: the time of the first rival, and the ratios of the others to it.
 
-    A row for each case, or for each rival where there are more of them.
+    A row for each case, or for each rival where there are more of them. Long names may break after
+    a dot, so that the columns of numbers fit the page.
     """
     first, *others = rivals
-    lines = [["", first, *others]]
+    lines = [["", *(rival.replace(".", ".<wbr>") for rival in rivals)]]
     for case in cases:
         row = [case["what"], duration(np.median(case["seconds"][first]))]
         for rival in others:
