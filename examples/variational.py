@@ -227,7 +227,7 @@ differences = np.array(
         for e in np.eye(4)
     ]
 )
-print(f"\n{'gradient of the bound by':28}{'the means':>18}{'log sds':>18}")
+print(f"\n{'gradient of the bound in':28}{'the means':>18}{'log sds':>18}")
 print(f"{'finite differences':28}", "".join(f"{d:9.3f}" for d in differences))
 gradients = {}
 for name in ("16 samples", "16 samples, TFP's gradient"):
