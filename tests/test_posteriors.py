@@ -195,8 +195,8 @@ def test_an_ode_that_overflows_for_some_chains():
     sgtrick.check_gradient(compiled, tf.constant([x @ to_z.T]), rtol=1e-5)
 
     kernel = tfp.mcmc.DualAveragingStepSizeAdaptation(
-        tfp.mcmc.HamiltonianMonteCarlo(log_density, np.float64(0.05), num_leapfrog_steps=8),
-        num_adaptation_steps=80,
+        tfp.mcmc.HamiltonianMonteCarlo(log_density, np.float64(0.05), num_leapfrog_steps=6),
+        num_adaptation_steps=60,
         target_accept_prob=np.float64(0.8),
     )
     sample = tf.function(tfp.mcmc.sample_chain, autograph=False)
@@ -204,7 +204,7 @@ def test_an_ode_that_overflows_for_some_chains():
         120,
         tf.constant(chains @ to_z.T),
         kernel=kernel,
-        num_burnin_steps=100,
+        num_burnin_steps=80,
         trace_fn=None,
         seed=[5, 6],
     )
