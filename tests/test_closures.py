@@ -247,14 +247,24 @@ class TestTensors:
         np.testing.assert_allclose(chain(modes, by)(f)(X, A), expected(by), rtol=1e-12)
 
     @pytest.mark.parametrize("name", FORMS)
-    def test_in_forward_mode_with_what_is_unknown(self, name):
-        """A watched variable that is not trainable, and code that only runs eagerly."""
+    def test_in_forward_mode_of_a_watched_variable_that_is_not_trainable(self, name):
         v = tf.Variable(A, trainable=False)
         with pytest.raises(Exception, match="closes over"):
             forward(reverse(lambda x, v: closing_over(v, name)(x) ** 2, 1), 0)(X, v)
-        form = FORMS[name](lambda x: hidden(x, A) * float(x / x), lambda x: slope(x, A))
+
+    @pytest.mark.parametrize("beside", ["nothing", "variable"])
+    @pytest.mark.parametrize("name", FORMS)
+    def test_in_forward_mode_of_code_that_only_runs_eagerly(self, name, beside):
+        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
+
+        def f(x, a):
+            def value(x):
+                return one * hidden(x, a) * float(x / x)
+
+            return FORMS[name](value, lambda x: one * slope(x, a))(x) ** 2
+
         with pytest.raises(Exception, match=r"closes over|float\(\) argument"):
-            forward(reverse(lambda x, _: form(x) ** 2, 1), 0)(X, A)
+            forward(reverse(f, 1), 0)(X, A)
 
     @pytest.mark.parametrize("name", FORMS)
     def test_constants_beside_variables_are_no_reason_for_an_error(self, name):

@@ -43,17 +43,19 @@ class Closure:
         if tf.executing_eagerly():
             if not (self._passed or variables or tapes.is_recorded(ys)):
                 return None
+            sources = [*self._passed, *variables]
+            unknown = not sources
             # In forward mode nothing would tell that something unknown was differentiated.
             if tapes.is_recorded(ys) and tapes.is_pushed([*selected.xs, *ys]):
                 closed_over = self._closed_over(point)
                 if closed_over is not None:
                     return self._known(closed_over, variables)
-            sources = [*self._passed, *variables]
+                unknown = True
             return Others(
                 self._passed,
                 variables,
                 lambda us, ts: self._covers(ys, sources, point, us, ts),
-                unknown=not sources,
+                unknown,
             )
         tensors, handles = ancestry.begins(ys, point, self.before)
         if not tensors and not handles and not self._passed:
