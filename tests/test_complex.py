@@ -86,6 +86,17 @@ class TestComplex:
             np.testing.assert_allclose(came, natively(second, dtype), rtol=1e-4)
 
 
+def test_second_derivatives_by_a_function_for_the_hessian():
+    def form(z):
+        h = tf.stop_gradient(6 * z)
+        return sgtrick.custom_gradient(cube(z), slope(z), z, batch_ndims=1, hx=lambda v: h * v)
+
+    def twice(f):
+        return derivative(lambda z: derivative(f)(z) * (1 + 2j))(tf.constant(Z))
+
+    np.testing.assert_allclose(twice(form), twice(cube), rtol=1e-12)
+
+
 class TestComplexValuesOfRealPoints:
     """Whose Hessian is complex, and with it the products with cotangents of the gradient."""
 
