@@ -19,6 +19,7 @@ matrix.configure()
 # TensorFlow keeps the Python stack of every operation, for messages. With pytest's frames at the
 # bottom of each, that is an eighth of the time of all tests.
 STACK = tf_stack.extract_stack()
+str(STACK)  # its frames, found while they are there: TensorFlow crashes where it looks for them later
 tf_stack.extract_stack = lambda stacklevel=1: STACK
 
 
