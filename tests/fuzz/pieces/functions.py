@@ -134,7 +134,7 @@ FUNCTIONS = (Asinh, Sum, LogSoftmax, Logdet)
 
 def hessian(function, x):
     """Blocks `R + D + D`, or `R` where the function is one entry by entry."""
-    with tf.GradientTape() as tape:
+    with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)
         j = function.jacobian(x)
     if function is Asinh:

@@ -428,11 +428,9 @@ def batch_jacobian(f, by_a_loop=False):
     def run(x):
         with tf.GradientTape(persistent=by_a_loop) as t:
             t.watch(x)
-            y = tf.vectorized_map(f, x)
+            y = tf.vectorized_map(lambda row: tf.reshape(f(row), [-1]), x)
         j = t.batch_jacobian(y, x, experimental_use_pfor=not by_a_loop)
-        n = y.shape.rank - 1
-        w = weights(y[0])
-        return tf.stack([tf.tensordot(w, j_i, n) for j_i in tf.unstack(j)])
+        return tf.stack([tf.tensordot(weights(y[0]), j_i, 1) for j_i in tf.unstack(j)])
 
     return run
 
