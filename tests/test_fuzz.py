@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from fuzz import pieces
 from fuzz.pieces import (
     Asinh,
+    LogSoftmax,
     Sum,
     accumulator,
     batch_jacobian,
@@ -19,10 +20,12 @@ from fuzz.pieces import (
     by_a_tape,
     by_another_form,
     closed_form,
+    custom_gradient_with_a_function_hx_on_host,
     custom_gradient_with_hx_stopped_by_hand,
     custom_jvp,
     custom_vjp,
     custom_vjp_in_a_function,
+    custom_vjp_on_host,
     from_numpy,
     from_value_and_gradient,
     jacobian,
@@ -31,10 +34,13 @@ from fuzz.pieces import (
     map_fn,
     on_host,
     recompute,
+    square,
     stopped,
     tape,
+    twice_in_reverse,
     vectorized_map,
     with_gradient,
+    with_gradient_in_a_branch,
     with_gradient_in_part,
 )
 from fuzz.program import Program
@@ -56,6 +62,16 @@ FOUND = [
     Program(Asinh, closed_form, custom_vjp_in_a_function, (vectorized_map, tape), (3,)),
     Program(Asinh, by_a_tape, from_value_and_gradient, (recompute, vectorized_map, tape), (3,)),
     Program(Asinh, closed_form, custom_gradient_with_hx_stopped_by_hand, (tape, tape), (3,)),
+    Program(Asinh, closed_form, custom_vjp_on_host, (square, tape, tape), (3,)),
+    Program(Asinh, closed_form, custom_vjp_on_host, (vectorized_map, twice_in_reverse), (3,)),
+    Program(Asinh, closed_form, with_gradient_in_a_branch, (tape, twice_in_reverse), (3,)),
+    Program(
+        LogSoftmax,
+        closed_form,
+        custom_gradient_with_a_function_hx_on_host,
+        (pieces.function, tape, twice_in_reverse),
+        (3,),
+    ),
 ]
 
 

@@ -83,7 +83,8 @@ class Closure:
             found = [None if g is None else tf.constant(g.numpy()) for g in found]
         with tapes.not_recording():
             fits = adjoint.holds(probes, us, found, ts)
-        if not tf.executing_eagerly() or fits:
+        # Zeros say nothing about their own derivatives.
+        if not tf.executing_eagerly() or (fits and not (us and _is_zero(us, ts))):
             return fits
         return not self._closes_over_tensors(point)
 

@@ -143,6 +143,30 @@ DEFECTS = (
         (("points)[1](vs)[0]", "points)[1](points)[0]"),),
     ),
     Defect(
+        "autodiff differentiates the product with a Hessian, of which it may see a part",
+        "programs",
+        "_core/hessian.py",
+        (
+            (
+                "        inputs = [*products, *ts, *xs]\n        return keep(products, inputs, "
+                "Rule(self._name, pull, along, lost=[False] * len(inputs)))",
+                "        return embedding.refused(self._name, self._checked(*ts), xs, message)",
+            ),
+        ),
+    ),
+    Defect(
+        "mixed derivatives that are not known are left out",
+        "programs",
+        "_core/mixed.py",
+        (("if point.others.covers else None", "if False else None"),),
+    ),
+    Defect(
+        "systems of roots are solved with a Jacobian that is not transposed",
+        "programs",
+        "_implicit.py",
+        (("_solve(tf.linalg.matrix_transpose(j), upstream)", "_solve(j, upstream)"),),
+    ),
+    Defect(
         "check_gradient takes 1 % for rounding",
         "checks",
         "_check/comparison.py",

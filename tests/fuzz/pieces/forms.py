@@ -93,15 +93,19 @@ def custom_vjp_that_clips(function, rule):
     return form
 
 
+def host(u):
+    v = tf.numpy_function(lambda u: u + 0, [u], u.dtype, stateful=False)
+    v.set_shape(u.shape)
+    return v
+
+
 def custom_vjp_on_host(function, rule):
     """Which cannot be transposed."""
 
     @sgtrick.custom_vjp
     def form(x):
         def grad_fn(u):
-            v = tf.numpy_function(lambda u: u + 0, [u], u.dtype, stateful=False)
-            v.set_shape(u.shape)
-            return function.pull(rule(function, x), v)
+            return function.pull(rule(function, x), host(u))
 
         return misled(function, x), grad_fn
 
@@ -280,6 +284,20 @@ def custom_gradient_with_a_function_hx(function, rule):
     return run
 
 
+def custom_gradient_with_a_function_hx_on_host(function, rule):
+    """For one half, of which TensorFlow only sees the other."""
+
+    def run(x):
+        return sgtrick.custom_gradient(
+            misled(function, x),
+            rule(function, x),
+            x,
+            hx=lambda v: hessian_times(function, x, (v + host(v)) / 2),
+        )
+
+    return run
+
+
 def custom_gradient_without_curvature(function, rule):
     """The identity, of which the Hessian is zero, before a form."""
     form = custom_vjp(function, rule)
@@ -345,14 +363,18 @@ def with_gradient_of_a_variable(function, rule):
 
 
 def implicit_root(function, rule):
-    """Of an equation with a rule of its own in it."""
+    """Of equations with a rule of its own in them: each row of roots is a system."""
     form = custom_vjp(function, rule)
 
     def run(x):
         root = misled(function, x)
-        return sgtrick.implicit_root(
-            lambda y, x: (y - form(x)) * (2 + tf.sin(y)), root, x, batch_ndims=root.shape.rank
-        )
+        rank = root.shape.rank or 0
+
+        def residual(y, x):
+            r = (y - form(x)) * (2 + tf.sin(y))
+            return r + tf.cumsum(r, -1) / 2 if rank else r
+
+        return sgtrick.implicit_root(residual, root, x, batch_ndims=max(rank - 1, 0))
 
     return run
 
@@ -416,7 +438,8 @@ FORMS = (
     from_value_and_gradient, from_value_and_gradient_with_aux, custom_jvp, custom_jvp_of_objects,
     custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
     custom_vjp_that_clips, custom_vjp_on_host, custom_vjp_of_a_variable, custom_gradient,
-    custom_gradient_with_hx, custom_gradient_with_a_function_hx, custom_gradient_without_curvature,
+    custom_gradient_with_hx, custom_gradient_with_a_function_hx,
+    custom_gradient_with_a_function_hx_on_host, custom_gradient_without_curvature,
     custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,
     from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized, custom_vjp_in_a_function,
     with_gradient_in_a_branch, implicit_root, implicit_reparameterize, straight_through,

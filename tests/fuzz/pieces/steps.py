@@ -119,8 +119,8 @@ def accumulator(f):
     return run
 
 
-def accumulator_by_tapes(f):
-    """Twice in reverse: the pullback is linear, and its transpose is the pushforward."""
+def twice_in_reverse(f):
+    """Forward mode: the pullback is linear, and its transpose is the pushforward."""
 
     def run(x):
         t = 1 + weights(x)
@@ -134,6 +134,9 @@ def accumulator_by_tapes(f):
         return outer.gradient(g, u, t)
 
     return run
+
+
+twice_in_reverse_by_tapes = accumulator_by_tapes = twice_in_reverse
 
 
 def unrelated_tape(f):
@@ -448,7 +451,7 @@ batch_jacobian_by_a_loop_by_tapes = batch_jacobian_by_tapes
 
 STEPS = (
     tape, persistent_tape, jacobian, jacobian_by_a_loop, symbolic, graph_and_session, accumulator,
-    unrelated_tape, function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
+    twice_in_reverse, unrelated_tape, function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
     xla, recompute, native_rule, threads, replica, replicas, saved_model,
     saved_model_without_gradients, lite, loop, loop_in_autograph, branch, square, plus_native,
     at_a_scaled_point,
