@@ -65,6 +65,7 @@ FOUND = [
     Program(Asinh, closed_form, custom_vjp_on_host, (square, tape, tape), (3,)),
     Program(Asinh, closed_form, custom_vjp_on_host, (vectorized_map, twice_in_reverse), (3,)),
     Program(Asinh, closed_form, with_gradient_in_a_branch, (tape, twice_in_reverse), (3,)),
+    Program(Asinh, closed_form, custom_vjp_in_a_function, 2 * (vectorized_map, tape), (2,)),
     Program(
         LogSoftmax,
         closed_form,

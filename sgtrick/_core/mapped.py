@@ -81,4 +81,4 @@ def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         return loud.failures(xs, message, present(upstream))
 
-    return Rule(name, pull, message, lost=[False] * len(xs))
+    return Rule(name, pull, message, lost=[True] * len(xs))

@@ -281,20 +281,20 @@ def _with_errors(
         points: Sequence[Gradient] = [None] * len(xs)
         by = loses()
         with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
-            if by.upstream:
+            if by.upstream and not transposable:
                 us = loud.failures(at, lost.cut_message(rule.name), z)
             if by.sources:
                 points = loud.failures(xs, lost.message(rule.name), z)
         if by.sources and by_graph:  # forward over forward mode differentiates the results of z
             z = tuple(_losing(rule.name, list(z), xs))
-        if by.upstream or not transposable:
+        if not transposable:
             return [*z, *us, *points]
-        if isinstance(rule.push, str):
-            zero = loud.zero_if(tf.constant(False), rule.push)
-        else:
+        message = rule.push if isinstance(rule.push, str) else not_transposed(rule.name)
+        fits = tf.constant(False)
+        if not (by.upstream or isinstance(rule.push, str)):
             found = tracing.gradients_in(parts[0].graph, parts, at, z)
             fits = adjoint.holds(parts, z, found, at)
-            zero = loud.zero_if(fits, not_transposed(rule.name))
+        zero = loud.zero_if(fits, message)
         # In both, since a pullback without a derivative would also lose the error.
         moved = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return [*moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
