@@ -40,7 +40,6 @@ from fuzz.pieces import (
     twice_in_reverse,
     vectorized_map,
     with_gradient,
-    with_gradient_in_a_branch,
     with_gradient_in_part,
 )
 from fuzz.program import Program
@@ -64,7 +63,6 @@ FOUND = [
     Program(Asinh, closed_form, custom_gradient_with_hx_stopped_by_hand, (tape, tape), (3,)),
     Program(Asinh, closed_form, custom_vjp_on_host, (square, tape, tape), (3,)),
     Program(Asinh, closed_form, custom_vjp_on_host, (vectorized_map, twice_in_reverse), (3,)),
-    Program(Asinh, closed_form, with_gradient_in_a_branch, (tape, twice_in_reverse), (3,)),
     Program(Asinh, closed_form, custom_vjp_in_a_function, 2 * (vectorized_map, tape), (2,)),
     Program(
         LogSoftmax,

@@ -6,8 +6,9 @@ import tensorflow as tf
 
 from sgtrick._core import adjoint, ancestry, structures
 from sgtrick._core._tensorflow import graphs, tapes, tracing
+from sgtrick._core.calls import Selection
 from sgtrick._core.mixed import Others
-from sgtrick._core.types import Structure, Tangent, Tape, Tensor
+from sgtrick._core.types import Structure, Tangent, Tape, Tensor, Variable
 
 
 class Closure:
@@ -30,8 +31,9 @@ class Closure:
             self._tape.watch(self._passed)
             self.result = f()
 
-    def others(self, ys: Sequence[Tensor], point: Sequence[Tensor]) -> Others | None:
-        """What the values `ys` of the result depend on besides the point, None if nothing."""
+    def others(self, ys: Sequence[Tensor], selected: Selection) -> Others | None:
+        """What the values `ys` of the result depend on besides `selected`, None if nothing."""
+        point = selected.stopped_xs
         if self._tape is None:
             return None
         variables = [
@@ -42,11 +44,18 @@ class Closure:
             if not (self._passed or variables or tapes.is_recorded(ys)):
                 return None
             sources = [*self._passed, *variables]
+            unknown = not sources
+            # In forward mode nothing would tell that something unknown was differentiated.
+            if tapes.is_recorded(ys) and tapes.is_pushed([*selected.xs, *ys]):
+                closed_over = self._closed_over(point)
+                if closed_over is not None:
+                    return self._known(closed_over, variables)
+                unknown = True
             return Others(
                 self._passed,
                 variables,
                 lambda us, ts: self._covers(ys, sources, point, us, ts),
-                unknown=not sources,
+                unknown,
             )
         tensors, handles = ancestry.begins(ys, point, self.before)
         if not tensors and not handles and not self._passed:
@@ -83,22 +92,40 @@ class Closure:
             found = [None if g is None else tf.constant(g.numpy()) for g in found]
         with tapes.not_recording():
             fits = adjoint.holds(probes, us, found, ts)
-        # Zeros say nothing about their own derivatives.
-        if not tf.executing_eagerly() or (fits and not (us and _is_zero(us, ts))):
+        if not tf.executing_eagerly() or fits:
             return fits
-        return not self._closes_over_tensors(point)
+        closed_over = self._closed_over(point)
+        return closed_over is not None and not any(map(_is_differentiable, closed_over))
 
-    def _closes_over_tensors(self, point: Sequence[Tensor]) -> bool:
-        """Whether the call uses tensors other than its arguments; true if it cannot be traced."""
+    def _closed_over(self, point: Sequence[Tensor]) -> list[Tensor] | None:
+        """The tensors and handles that the call uses besides its arguments, found by tracing it.
+
+        None for code that only runs eagerly.
+        """
         try:
             captured = tracing.trace(lambda: [self._f(), None][1], []).graph.captures
-        except Exception:  # code that only runs eagerly
-            return True
+        except Exception:
+            return None
         known = set(map(graphs.identity_of, [*self._passed, *point]))
-        return any(
-            structures.is_differentiable(t.dtype) and graphs.identity_of(t) not in known
-            for t, _ in captured
-        )
+        return [t for t, _ in captured if graphs.identity_of(t) not in known]
+
+    def _known(self, closed_over: Sequence[Tensor], variables: Sequence[Variable]) -> Others:
+        """All that is differentiated, of a call that closes over these and nothing else."""
+        handles = {graphs.identity_of(graphs.as_used(v.handle)) for v in variables}
+        recorded = [
+            t
+            for t in closed_over
+            if graphs.identity_of(t) not in handles and tapes.is_recorded([t])
+        ]
+        tensors = [t for t in recorded if _is_differentiable(t)]
+        if len(tensors) == len(recorded):
+            return Others(self._passed, [*tensors, *variables])
+        # A watched variable that is not trainable.
+        return Others(self._passed, [*tensors, *variables], _is_zero, unknown=True)
+
+
+def _is_differentiable(t: Tensor) -> bool:
+    return structures.is_differentiable(t.dtype)
 
 
 def _is_zero(us: Sequence[Tensor | None], _: Sequence[Tensor]) -> Tensor:

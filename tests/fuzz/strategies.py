@@ -40,13 +40,18 @@ def programs(draw):
     rank = draw(st.sampled_from(function.ranks))
     runs = [(step,) for step in pieces.STEPS + pieces.OVER_MEMBERS]
     steps = sum(draw(st.lists(st.sampled_from([*pieces.OFTEN, *runs]), max_size=4)), ())[:4]
+    form = draw(st.sampled_from(forms))
+    if form is pieces.with_gradient_in_a_branch:
+        # Whether all that is closed over is known is not found out in eager execution where the
+        # upstream gradient is zero.
+        steps = tuple(step for step in steps if step is not pieces.twice_in_reverse)
     if steps.count(pieces.accumulator) > 2:  # which takes minutes to store
         steps = tuple(step for step in steps if "saved_model" not in step.__name__)
     sizes = st.sampled_from([2, 3, 1, 2, 3, 0])
     return Program(
         function,
         draw(st.sampled_from(rules)),
-        draw(st.sampled_from(forms)),
+        form,
         steps,
         tuple(draw(st.lists(sizes, min_size=rank, max_size=rank))),
         draw(st.sampled_from([2, 3, 1])),
