@@ -35,9 +35,11 @@ from PIL import Image
 from sphinx.util.logging import getLogger
 
 
+# The examples repeat this function, since each has to run when it is copied alone; notebooks, which
+# show no messages of libraries anyway, leave it out: _without_silence.
 @contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """TensorFlow prints to file descriptor 2 before it reads its own log level."""
+def silent_stderr() -> Iterator[None]:
+    """Newer TensorFlow prints to file descriptor 2 before it reads its own log level."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)
@@ -49,7 +51,7 @@ def _silent_stderr() -> Iterator[None]:
 
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-with _silent_stderr():
+with silent_stderr():
     import sgtrick
     import sgtrick.keras
     import sgtrick.tfp
@@ -59,9 +61,8 @@ ROOT = HERE.parent
 GENERATED = HERE / "_generated"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 GALLERY = HERE / "gallery"
-RECORDED = (
-    HERE / "recorded"
-)  # by record.py: examples that need more than the docs install
+# By record.py: examples that need more than the docs install.
+RECORDED = HERE / "recorded"
 
 project = "sgtrick"
 author = "The sgtrick developers"
@@ -207,7 +208,7 @@ def _tidy(cells: list[Any]) -> None:
             heading = cell.source.partition("\n")[0].lstrip("# ")
         if "def silent_stderr" in cell.source:
             cell.source = _without_silence(cell.source)
-        for for_scripts in (r"  # noqa.*", r'^print\(f"Figure: .*\n?'):
+        for for_scripts in (r"  # noqa.*", r'^print\(f"(\\n)?Figure: .*\n?'):
             cell.source = re.sub(for_scripts, "", cell.source, flags=re.MULTILINE)
         if "savefig" in cell.source:
             one = re.search(r"axis = plt\.subplots|subplots\(\d, 1,", cell.source)
@@ -220,11 +221,11 @@ def _tidy(cells: list[Any]) -> None:
 
 
 def _without_silence(source: str) -> str:
-    """The imports of an example alone: a notebook shows no messages of libraries anyway."""
+    """The imports of an example alone."""
     source = re.sub(r'\A""".*?"""\n+', "", source, flags=re.DOTALL)
-    silence = r"@contextlib\.contextmanager\n.*?os\.close\(stderr\)\n+"
-    source = re.sub(silence, "", source, flags=re.DOTALL)
-    before, _, block = source.partition("with silent_stderr():\n")
+    silence = inspect.getsource(silent_stderr)
+    assert silence in source, "an example has a silent_stderr of its own"
+    before, _, block = source.replace(silence, "").partition("with silent_stderr():\n")
     imports = re.match(r"(?:    .*\n|\n)*", block + "\n")[0]
     rest = block[len(imports) :].lstrip()
     source = f"{before}{textwrap.dedent(imports).rstrip()}\n\n{rest}"
@@ -241,6 +242,7 @@ def _without_silence(source: str) -> str:
 def _show_recorded(notebook: Any, name: str) -> None:
     notebook.metadata["mystnb"] = {"execution_mode": "off"}
     printed = (RECORDED / f"{name}.txt").read_text()
+    printed = re.sub(r"\n?Figure: .*\n", "", printed)
     text = (
         "## As it ran\n\nThe build of this page does not run the example; this was recorded.\n\n"
         f"```text\n{printed}```\n\n![The figure of this page](../recorded/{name}.png)"
@@ -292,11 +294,13 @@ def _signature(
 def _types_to_signatures(
     _app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Attributes: the type beside the name, where napoleon puts it below the description."""
+    """Attributes: the type beside the name, where napoleon puts it below the description.
+
+    Of arrays without their parameters, which are all Any.
+    """
     attribute = r"(\.\. attribute:: \w+\n)(.*?)(   :type: .*?\n)"
-    lines[:] = re.sub(attribute, r"\1\3\2", "\n".join(lines), flags=re.DOTALL).split(
-        "\n"
-    )
+    text = re.sub(attribute, r"\1\3\2", "\n".join(lines), flags=re.DOTALL)
+    lines[:] = re.sub(r"numpy\.ndarray\[.*\]", "numpy.ndarray", text).split("\n")
 
 
 def _mark(_app: Any, doctree: nodes.document, _docname: str) -> None:

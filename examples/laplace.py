@@ -208,17 +208,17 @@ exact = minimize(lambda theta: -by_quadrature(theta), theta, method="BFGS").x
 exact_errors = np.sqrt(np.diag(np.linalg.inv(-differences(by_quadrature, exact)[1])))
 
 print(f"\nAt mu {away[0]:.3f}, log sigma {away[1]:.3f}")
-print(f"{'':32}{'by mu':>12}{'by log sigma':>14}")
-print(f"{'gradient':32}{gradient[0]:12.7f}{gradient[1]:14.7f}")
-print(f"{'  finite differences':32}{fd_gradient[0]:12.7f}{fd_gradient[1]:14.7f}")
+print(f"{'':32}{'d/d mu':>12}{'d/d log sigma':>15}")
+print(f"{'gradient':32}{gradient[0]:12.7f}{gradient[1]:15.7f}")
+print(f"{'  finite differences':32}{fd_gradient[0]:12.7f}{fd_gradient[1]:15.7f}")
 for name, h in [
     ("Hessian", hessian),
     ("  finite differences", fd_hessian),
     ("  without the bend of the modes", incomplete),
 ]:
     print(
-        f"{name:32}{h[0, 0]:12.7f}{h[0, 1]:14.7f}\n"
-        f"{'':32}{h[1, 0]:12.7f}{h[1, 1]:14.7f}"
+        f"{name:32}{h[0, 0]:12.7f}{h[0, 1]:15.7f}\n"
+        f"{'':32}{h[1, 0]:12.7f}{h[1, 1]:15.7f}"
     )
 print(f"\n{'':14}{'Laplace':>9}{'+-':>8}{'exact':>10}{'+-':>8}")
 for name, *numbers in zip(
@@ -271,12 +271,13 @@ figure.legend(
     frameon=False,
 )
 figure.savefig(FIGURES / "laplace.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'laplace.png'}")
 
 # %% [markdown]
 # ## Verdict
 
 # %%
-print(f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n  {FIGURES / 'laplace.png'}")
+print(f"{time.perf_counter() - BEGIN:.0f} s")
 checks = [
     ("gradient against finite differences", np.abs(gradient - fd_gradient).max(), 1e-6),
     ("Hessian against finite differences", np.abs(hessian - fd_hessian).max(), 1e-4),

@@ -295,15 +295,13 @@ labels += ["reference quantiles", "reference mean and sd"]
 handles = [curve, ours, bars[0], theirs, bars[1]]
 figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
 figure.savefig(FIGURES / "newton_laplace.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'newton_laplace.png'}")
 
 # %% [markdown]
 # ## Verdict
 
 # %%
-print(
-    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n"
-    f"  {FIGURES / 'newton_laplace.png'}"
-)
+print(f"{time.perf_counter() - BEGIN:.0f} s")
 is_noise = np.array(["sigma" in name for name in NAMES])
 # Not where there is NaN.
 agrees = np.abs(shift) < 0.1 + 0.6 * is_noise

@@ -3,12 +3,17 @@
 #
 # Places the forward and backward ops of three forms on another device, and shows what is copied
 # between the devices. Without a GPU, a second logical CPU takes its place.
+#
+# The backward ops of `with_gradient` and `from_numpy` run where the value is, whatever scope
+# `tape.gradient` is called in. Those of a formula run in the scope in which it is called. That is
+# why the second half of the output has fewer copies for the formula.
 
 # %%
 """Where the ops of a log density run, forward and backward, and what is copied between devices."""
 
 import contextlib
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -118,13 +123,11 @@ def copies(ops: list[Any]) -> str:
 def main() -> None:
     x = tf.random.stateless_normal([4, 3], seed=[1, 2])
     y = FORMS["with_gradient"](x)
-    print(
-        f"x is on {short(x.device)}, the forms are told {DEVICE}: the value is on ",
-        end="",
-    )
-    print(short(y.device))
+    print(f"x is on {short(x.device)}. The forms are placed on {DEVICE}.")
+    print(f"The value of with_gradient is on {short(y.device)}.")
     for scope in (None, DEVICE):
-        print(f"\nIn one tf.function, tape.gradient in the scope {scope}:")
+        where_asked = f"under tf.device({scope!r})" if scope else "outside all scopes"
+        print(f"\nIn a tf.function, with tape.gradient called {where_asked}:")
         for name, h in FORMS.items():
             ran = nodes(lambda x, h=h, scope=scope: with_gradient(h, x, scope), x)
             host = [n for n in ran if "PyFunc" in n.op]
@@ -147,7 +150,7 @@ def main() -> None:
     try:
         sgtrick.with_gradient(value, tf.negative, device="TPU:0")(x)
     except ValueError as error:
-        print(f"\n{error}")
+        print(f"\n{textwrap.fill(str(error), 88)}")
 
 
 if __name__ == "__main__":

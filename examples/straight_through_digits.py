@@ -1,5 +1,5 @@
 # %% [markdown]
-# # A layer of bits, trained through
+# # A layer of bits, trained by the straight-through estimator
 #
 # A network with a layer of 32 bits between the pixels of a handwritten digit and its class. The
 # step function that computes the bits has derivative zero, so no gradient would reach the weights
@@ -208,15 +208,13 @@ for digit in range(10):
 for panel in panels.flat:
     panel.set(xticks=[], yticks=[])
 figure.savefig(FIGURES / "straight_through_digits.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'straight_through_digits.png'}")
 
 # %% [markdown]
 # ## Verdict
 
 # %%
-print(
-    f"\n{time.perf_counter() - BEGIN:.0f} s. Figure:\n"
-    f"  {FIGURES / 'straight_through_digits.png'}"
-)
+print(f"{time.perf_counter() - BEGIN:.0f} s")
 last = {name: accuracy[-1] for name, accuracy in accuracies.items()}
 checks = {
     "the stored model's gradient is that of NumPy": np.allclose(

@@ -227,7 +227,7 @@ differences = np.array(
         for e in np.eye(4)
     ]
 )
-print(f"\n{'gradient of the bound by':28}{'the means':>18}{'log sds':>18}")
+print(f"\n{'gradient of the bound in':28}{'the means':>18}{'log sds':>18}")
 print(f"{'finite differences':28}", "".join(f"{d:9.3f}" for d in differences))
 gradients = {}
 for name in ("16 samples", "16 samples, TFP's gradient"):
@@ -315,16 +315,13 @@ axes[2].set(
 )
 axes[2].legend(**ABOVE)
 figure.savefig(FIGURES / "variational.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'variational.png'}")
 
 # %% [markdown]
 # ## Verdict
 
 # %%
-print(
-    f"\n{time.perf_counter() - BEGIN:.0f} s, {log_likelihood.calls} engine calls. ",
-    end="",
-)
-print(f"Figure: {FIGURES / 'variational.png'}")
+print(f"{time.perf_counter() - BEGIN:.0f} s, {log_likelihood.calls} engine calls")
 ours, theirs = gradients.values()
 off_by = np.abs((means["16 samples"] - exact_mean) / exact_sd).max()
 checks = {

@@ -264,12 +264,13 @@ axes[2].plot(near, np.interp(near, grid, density), color="black", lw=1, label="e
 axes[2].set(xlabel="$s$", ylabel="Posterior density", xlim=near[[0, -1]])
 axes[2].legend(**ABOVE)
 figure.savefig(FIGURES / "zipf.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'zipf.png'}")
 
 # %% [markdown]
 # ## Verdict
 
 # %%
-print(f"\n{time.perf_counter() - BEGIN:.0f} s. Figure: {FIGURES / 'zipf.png'}")
+print(f"{time.perf_counter() - BEGIN:.0f} s")
 ess = tfp.mcmc.effective_sample_size(
     draws["mended gradient"], cross_chain_dims=1, filter_beyond_positive_pairs=True
 )

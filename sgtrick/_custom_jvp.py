@@ -113,7 +113,7 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
         is_live = tf.executing_eagerly() or any(
             ancestry.has_sources(y_i, point.stopped_xs, closure.before) for y_i in ys
         )
-        made_of = closure.others(ys, point.stopped_xs) if is_live else None
+        made_of = closure.others(ys, point) if is_live else None
 
         def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
             before = [call.args[i] for i in nondiff]

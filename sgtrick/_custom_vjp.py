@@ -87,7 +87,7 @@ def _custom_vjp(f: Function) -> Function:
         leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
         returned, variables, tape = read.recorded(run, [*passed, *(leaf for _, leaf in leaves)])
-        y, grad_fn = vjp_protocol.value_and_rule(f, returned)
+        y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]
         kept = Rule(function.name, rule.pull, sources=sources, tape=tape)
@@ -113,7 +113,7 @@ class _Rule:
                 "its grad_fn must take a keyword argument `variables` and return (gradients, "
                 "variable_gradients). Alternatively, pass the variables as arguments."
             )
-        self._name = calls.name_of(f)
+        self._name = f"grad_fn of {calls.name_of(f)}"
         self._grad_fn = grad_fn
         self._paths = [path for path, _ in leaves]
         self._variables = variables
@@ -140,7 +140,7 @@ class _Rule:
             returned = self._grad_fn(*upstream, variables=self._variables)
             if not structures.is_pair(returned):
                 raise TypeError(
-                    f"grad_fn of {self._name} takes variables, so it must return (gradients, "
+                    f"{self._name} takes variables, so it must return (gradients, "
                     f"variable_gradients), got {structures.kind_of(returned)}."
                 )
             returned, variable_gradients = returned
@@ -148,8 +148,8 @@ class _Rule:
             variable_gradients = list(variable_gradients)
             if len(variable_gradients) != len(names):
                 raise ValueError(
-                    f"grad_fn of {self._name} returned {len(variable_gradients)} variable "
-                    f"gradients, expected {len(names)}, one for each of {names}."
+                    f"{self._name} returned {len(variable_gradients)} variable gradients, "
+                    f"expected {len(names)}, one for each of {names}."
                 )
         else:
             returned = self._grad_fn(*upstream)

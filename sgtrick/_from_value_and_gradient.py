@@ -131,7 +131,7 @@ def _differentiable(
 ) -> Callable[[], list[Leaf | None]]:
     """The gradients that came with the value; to differentiate them, `fn` is evaluated again."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
-    others = call.closure.others(known, call.point.stopped_xs) or mixed.Others(())
+    others = call.closure.others(known, call.point) or mixed.Others(())
 
     def gradients(
         zs: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]

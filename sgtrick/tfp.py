@@ -145,8 +145,8 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
     Args:
         log_prob_fn: Maps `[..., event]` of `dtype` to `[...]`, of the same dtype if that is
             floating. For a batch of densities it maps a single event to the batch shape, which is
-            found by tracing it, and sample dimensions precede and broadcast. Without a batch, or in
-            an AutoBatched joint distribution, it need only support a single event.
+            found by tracing it; the dimensions of a value in front of the event broadcast against
+            the batch shape. In AutoBatched joint distributions it is called with single events.
         event_shape: The shape of an event: an int or ints.
         dtype: The dtype of an event.
         bijector: Maps the reals to the support: the default for unconstrained inference. None: the

@@ -33,6 +33,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_finish():
     """What was imported is never freed: no collection of garbage need look through it again."""
     _freeze()
+    gc.set_threshold(20_000, 20, 20)  # graphs are made of many objects
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -231,10 +231,40 @@ class TestTensors:
         with pytest.raises(LookupError, match=r"closes over.*Pass what it closes over as an arg"):
             reverse(reverse(f, 1), 0)(X, A)
 
+    @pytest.mark.parametrize("beside", ["nothing", "variable"])
+    @pytest.mark.parametrize(
+        "modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms)
+    )
+    @pytest.mark.parametrize("by", ORDERS, ids=str)
     @pytest.mark.parametrize("name", FORMS)
-    def test_in_eager_by_forward_over_reverse(self, name):
+    def test_in_eager_by_forward_mode(self, name, by, modes, beside):
+        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
+
+        def f(x, a):
+            form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
+            return form(x) ** 2
+
+        np.testing.assert_allclose(chain(modes, by)(f)(X, A), expected(by), rtol=1e-12)
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_in_forward_mode_of_a_watched_variable_that_is_not_trainable(self, name):
+        v = tf.Variable(A, trainable=False)
         with pytest.raises(Exception, match="closes over"):
-            forward(reverse(lambda x, a: closing_over(a, name)(x) ** 2, 1), 0)(X, A)
+            forward(reverse(lambda x, v: closing_over(v, name)(x) ** 2, 1), 0)(X, v)
+
+    @pytest.mark.parametrize("beside", ["nothing", "variable"])
+    @pytest.mark.parametrize("name", FORMS)
+    def test_in_forward_mode_of_code_that_only_runs_eagerly(self, name, beside):
+        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
+
+        def f(x, a):
+            def value(x):
+                return one * hidden(x, a) * float(x / x)
+
+            return FORMS[name](value, lambda x: one * slope(x, a))(x) ** 2
+
+        with pytest.raises(Exception, match=r"closes over|float\(\) argument"):
+            forward(reverse(f, 1), 0)(X, A)
 
     @pytest.mark.parametrize("name", FORMS)
     def test_constants_beside_variables_are_no_reason_for_an_error(self, name):

@@ -381,5 +381,5 @@ class TestErrors:
         assert h.hess_calls == 0
 
     def test_both(self):
-        with pytest.raises(TypeError, match="Pass hessp or hess"):
+        with pytest.raises(TypeError, match="hessp and hess were both given"):
             sgtrick.from_numpy(engines.normal, hessp=hessp, hess=hess)

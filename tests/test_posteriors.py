@@ -33,16 +33,6 @@ def check(draws, mean, sd, mcse):
     assert np.max(tfp.mcmc.potential_scale_reduction(draws, split_chains=True)) < 1.05
 
 
-def nuts(model, draws=100, chains=32, **observed):
-    @tf.function(autograph=False)
-    def run():
-        return tfp.experimental.mcmc.windowed_adaptive_nuts(
-            draws, model, n_chains=chains, num_adaptation_steps=80, seed=[3, 4], **observed
-        )
-
-    return run()[0]
-
-
 # The eight schools of Rubin (1981): effects of coaching, and their standard errors. The reference
 # is eight_schools_noncentered for the means and eight_schools_centered, the same distribution, for
 # the squares: theta[1] to theta[8], mu, tau.
@@ -68,18 +58,32 @@ def log_likelihood(theta):
     return -0.5 * np.sum(z**2, -1), z / SIGMA
 
 
+@sgtrick.from_value_and_gradient
+def log_normal(x):
+    return -0.5 * tf.reduce_sum(x**2, -1), -x
+
+
 def test_an_autobatched_model_with_a_vectorized_engine():
+    """And another density with a gradient of its own."""
     zero = tf.constant(0.0, tf.float64)
 
     @tfd.JointDistributionCoroutineAutoBatched
     def model():
         mu = yield tfd.Normal(zero, 5.0, name="mu")
         tau = yield tfd.HalfCauchy(zero, 5.0, name="tau")
-        theta_tilde = yield tfd.Normal(tf.zeros([8], tf.float64), 1.0, name="theta_tilde")
+        theta_tilde = yield LogDensity(log_normal, [8], tf.float64, name="theta_tilde")
         yield Factor(log_likelihood(mu + tau * theta_tilde), name="data")
 
-    draws = nuts(model, data=tf.zeros([0], tf.float64))
-    check_schools(draws.mu.numpy(), draws.tau.numpy(), draws.theta_tilde.numpy())
+    posterior = model.experimental_pin(data=tf.zeros([0], tf.float64))
+    steps = [np.float64(step) for step in (1.5, 0.4, 0.4)]
+    kernel = tfp.mcmc.TransformedTransitionKernel(
+        tfp.mcmc.HamiltonianMonteCarlo(posterior.unnormalized_log_prob, steps, 6),
+        [tfb.Identity(), tfb.Exp(), tfb.Identity()],
+    )
+    sample = tf.function(tfp.mcmc.sample_chain, autograph=False)
+    start = [tf.ones(shape, tf.float64) for shape in ([64], [64], [64, 8])]
+    draws = sample(100, start, kernel=kernel, num_burnin_steps=50, trace_fn=None, seed=[3, 4])
+    check_schools(*(part.numpy() for part in draws))
     assert log_likelihood.nonfinite == 0
 
 
@@ -187,11 +191,12 @@ def test_an_ode_that_overflows_for_some_chains():
         np.isfinite(log_likelihood_of_pelts(np.stack([x, x + 5, x]))), [True, False, True]
     )
     assert log_likelihood_of_pelts.failures == 1
-    sgtrick.check_gradient(log_density, tf.constant([x @ to_z.T]), rtol=1e-5)
+    compiled = tf.function(log_density, autograph=False)  # called two hundred times
+    sgtrick.check_gradient(compiled, tf.constant([x @ to_z.T]), rtol=1e-5)
 
     kernel = tfp.mcmc.DualAveragingStepSizeAdaptation(
-        tfp.mcmc.HamiltonianMonteCarlo(log_density, np.float64(0.05), num_leapfrog_steps=8),
-        num_adaptation_steps=80,
+        tfp.mcmc.HamiltonianMonteCarlo(log_density, np.float64(0.05), num_leapfrog_steps=6),
+        num_adaptation_steps=60,
         target_accept_prob=np.float64(0.8),
     )
     sample = tf.function(tfp.mcmc.sample_chain, autograph=False)
@@ -199,7 +204,7 @@ def test_an_ode_that_overflows_for_some_chains():
         120,
         tf.constant(chains @ to_z.T),
         kernel=kernel,
-        num_burnin_steps=100,
+        num_burnin_steps=80,
         trace_fn=None,
         seed=[5, 6],
     )
@@ -228,6 +233,16 @@ model {
   y ~ normal(mu + tau * theta_tilde, sigma);
 }
 """
+
+
+def nuts(model):
+    @tf.function(autograph=False)
+    def run():
+        return tfp.experimental.mcmc.windowed_adaptive_nuts(
+            100, model, n_chains=32, num_adaptation_steps=80, seed=[3, 4]
+        )
+
+    return run()[0]
 
 
 @pytest.mark.filterwarnings("ignore")  # of aiohttp, by which PyStan talks to its compiler

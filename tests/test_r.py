@@ -43,8 +43,8 @@ def run_r():
     if found.returncode:
         pytest.skip(f"needs reticulate (r-cran-reticulate) and a shared libpython: {found.stderr}")
 
-    def run(script, quiet=False):
-        finished = rscript(script)
+    def run(*command, quiet=False):
+        finished = rscript(*command)
         assert finished.returncode == 0, finished.stderr
         assert not (quiet and finished.stderr), finished.stderr  # TensorFlow's greetings are hidden
         return finished.stdout
@@ -52,13 +52,32 @@ def run_r():
     return run
 
 
-# One process of R for each script, and so one test: starting TensorFlow is most of the time.
+ONE_BY_ONE = """
+for (script in commandArgs(TRUE)) {
+  source(script, local = new.env(), print.eval = TRUE)
+  cat("\\n<end of a script>\\n")
+}
+"""
+
+
+def test_of_scripts(run_r, tmp_path):
+    """In one process, since it takes longer to start TensorFlow in R than to run them."""
+    code, outputs = blocks_of_the_docs_page()
+    page = tmp_path / "page.R"
+    page.write_text("\n".join(code))
+    scripts = ROOT / "tests" / "r"
+    command = ["-e", ONE_BY_ONE, scripts / "engines.R", scripts / "trouble_in_chain.R", page]
+    engines, trouble, printed, _ = run_r(*command).split("\n<end of a script>\n")
+    check_values_and_gradients(json.loads(engines))
+    check_trouble_in_mid_chain(json.loads(trouble))
+    assert [output for output in outputs if output.strip() not in printed] == []
+
+
 VECTOR, NUMBER = ["double", "2"], ["double", "1"]
 
 
-def test_values_and_gradients_of_r_functions(run_r):
-    printed = run_r(ROOT / "tests" / "r" / "engines.R")
-    results = json.loads(printed)
+def check_values_and_gradients(results):
+    """Of R functions, by engines.R."""
     # The value, the gradients by all arguments, and the type and length of what R was given. R
     # writes vectors of length one as numbers, so the script itself checks the gradients' shapes.
     expected = {
@@ -103,8 +122,8 @@ def test_values_and_gradients_of_r_functions(run_r):
     } == {}
 
 
-def test_trouble_in_mid_chain_reaches_r_and_nothing_hangs(run_r):
-    results = json.loads(run_r(ROOT / "tests" / "r" / "trouble_in_chain.R"))
+def check_trouble_in_mid_chain(results):
+    """It reaches R, and nothing hangs."""
     outcomes = {name: result.pop("outcome") for name, result in results.items()}
     assert "RuntimeError: the solver lost its way\n  args[0] = [" in outcomes["error"]
     assert outcomes["interrupt"] == "interrupted"
@@ -141,7 +160,7 @@ def test_draws_of_an_r_posterior_agree_with_glm(run_r):
         assert rhat < 1.05
 
 
-def test_blocks_of_the_docs_page_run_in_order(run_r, tmp_path):
+def blocks_of_the_docs_page():
     """Those of ```r, and what the text says that they print."""
     page = (ROOT / "docs" / "r.md").read_text()
     code, outputs = (
@@ -149,10 +168,7 @@ def test_blocks_of_the_docs_page_run_in_order(run_r, tmp_path):
         for language in ("r", "output")
     )
     assert (len(code), len(outputs)) == (4, 3)
-    script = tmp_path / "page.R"
-    script.write_text("\n".join(code))
-    printed = run_r(script)
-    assert [output for output in outputs if output.strip() not in printed] == []
+    return code, outputs
 
 
 def as_of_reticulate(f):

@@ -89,11 +89,10 @@ CASES = comparison_cases()
 def is_proven_elsewhere(library, problem, cell):
     """`keras.ops` has `tf`'s code; a cell that maps takes one function either way.
 
-    sgtrick's many are the Hessian blocks of test_value_matrix.py, and its first derivatives have
-    nothing to do with hx. Where a rival is right, the table of the docs says so if it changes.
+    sgtrick's many are the Hessian blocks of test_value_matrix.py, in every cell. Where a rival is right, the table of the docs says so if it changes.
     """
     telling = cell.name in TELLING
-    if library == "keras" and not telling:
+    if library in ("keras", "sgtrick") and not telling:
         return True
     if library == "tf" and not (telling or cell.name in DROPPED):
         return True

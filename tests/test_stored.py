@@ -1,5 +1,6 @@
 """SavedModels with custom gradients, stored, loaded and stored again; here and in another process."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -60,15 +61,27 @@ def store_again(loaded, folder):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """The form of a name, stored and loaded."""
+
+    @functools.cache
+    def load(name, custom_gradients=True):
+        folder = tmp_path_factory.mktemp("form")
+        return tf.saved_model.load(store(FORMS[name], folder, custom_gradients))
+
+    return load
+
+
 @pytest.mark.parametrize("name", FORMS)
-def test_three_times_over(name, tmp_path):
-    folder = store(FORMS[name], tmp_path / "0")
-    for generation in range(1, 4):
-        loaded = tf.saved_model.load(folder)
-        np.testing.assert_allclose(loaded.f(tf.constant(POINTS)), exact(0), rtol=1e-12)
-        for run in (derivative(loaded.f), tf.function(derivative(loaded.f))):
+def test_three_times_over(name, loaded, tmp_path):
+    form = loaded(name)
+    for generation in range(3):
+        if generation > 0:
+            form = tf.saved_model.load(store_again(form, tmp_path / str(generation)))
+        np.testing.assert_allclose(form.f(tf.constant(POINTS)), exact(0), rtol=1e-12)
+        for run in (derivative(form.f), tf.function(derivative(form.f))):
             np.testing.assert_allclose(run(tf.constant(POINTS)), exact(1), rtol=1e-12)
-        folder = store_again(loaded, tmp_path / str(generation))
 
 
 LOADS = """
@@ -77,51 +90,64 @@ import tensorflow as tf
 x = tf.constant(json.loads(sys.argv[1]), tf.float64)
 came = []
 for folder in sys.argv[2:]:
-    loaded = tf.saved_model.load(folder)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = loaded.f(x)
-    came.append([y.numpy().tolist(), tape.gradient(y, x).numpy().tolist()])
+    loaded = tf.saved_model.load(folder)  # holds the variables
+    try:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = loaded.f(x)
+        came.append([y.numpy().tolist(), tape.gradient(y, x).numpy().tolist()])
+    except LookupError as error:
+        came.append(str(error))
 print(json.dumps(came))
 """
 
 
-def test_in_a_process_without_sgtrick(tmp_path):
-    """What was stored, and what was loaded here and stored again."""
+def test_in_a_process_without_sgtrick(loaded, tmp_path):
+    """What was stored, and what was loaded here and stored again; errors by what lacks its rule."""
+
+    def folder():
+        return tmp_path / str(len(folders))
+
     folders = []
-    for i, form in enumerate(FORMS.values()):
-        folders.append(store(form, tmp_path / f"{i}"))
-        folders.append(store_again(tf.saved_model.load(folders[-1]), tmp_path / f"{i} again"))
+    for name, form in FORMS.items():
+        folders.append(store(form, folder()))
+        folders.append(store_again(loaded(name), folder()))
+    folders.append(store(lambda x: sgtrick.clip_gradient(x, -1.0, 1.0) ** 2, folder()))
+    for form in (FORMS["clip_gradient"], FORMS["custom_vjp"], ALL["custom_vjp, host"]):
+        folders.append(store(form, folder(), custom_gradients=False))
     command = [sys.executable, "-c", LOADS, json.dumps(POINTS.tolist()), *folders]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    came = json.loads(printed.splitlines()[-1])
+    *came, clipped, no_clip, no_vjp, no_host = json.loads(printed.splitlines()[-1])
     assert len(came) == 2 * len(FORMS)
     for y, g in came:
         np.testing.assert_allclose(y, exact(0), rtol=1e-12)
         np.testing.assert_allclose(g, exact(1), rtol=1e-12)
+    np.testing.assert_allclose(clipped, [POINTS**2, np.clip(2 * POINTS, -1, 1)])
+    for error in (no_clip, no_vjp, no_host):
+        assert "needs_a_SavedModel_with_experimental_custom_gradients" in error
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "custom_gradient"])
-def test_without_custom_gradients(name, tmp_path):
-    loaded = tf.saved_model.load(store(FORMS[name], tmp_path / "a", custom_gradients=False))
-    np.testing.assert_allclose(loaded.f(tf.constant(POINTS)), exact(0), rtol=1e-12)
+def test_without_custom_gradients(name, loaded):
+    f = loaded(name, custom_gradients=False).f
+    np.testing.assert_allclose(f(tf.constant(POINTS)), exact(0), rtol=1e-12)
     with pytest.raises(LookupError, match="experimental_custom_gradients"):
-        derivative(loaded.f)(tf.constant(POINTS))
+        derivative(f)(tf.constant(POINTS))
 
 
 # TensorFlow does not map a loaded assertion.
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "clip_gradient"])
 @pytest.mark.parametrize("custom_gradients", [True, False])
-def test_mapped(name, custom_gradients, tmp_path):
+def test_mapped(name, custom_gradients, loaded):
     """Right, or an error that says what to do."""
-    loaded = tf.saved_model.load(store(FORMS[name], tmp_path / "a", custom_gradients))
+    f = loaded(name, custom_gradients).f
     x = tf.constant(np.stack([POINTS, 2 * POINTS]))
 
     def mapping(f):
         return lambda x: tf.vectorized_map(f, x)
 
-    np.testing.assert_allclose(mapping(loaded.f)(x), exact(0, x.numpy()), rtol=1e-12)
-    for run in (derivative(mapping(loaded.f)), mapping(derivative(loaded.f))):
+    np.testing.assert_allclose(mapping(f)(x), exact(0, x.numpy()), rtol=1e-12)
+    for run in (derivative(mapping(f)), mapping(derivative(f))):
         came = said(run, x, exact(1, x.numpy()))
         # Nor a loaded function of which nothing is mapped.
         assert came in ("right", "says the option") or "AssertionError: (<tf.Operation" in came
@@ -141,9 +167,8 @@ def said(run, x, expected):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_second_derivatives_are_right_or_loud(name, tmp_path):
-    loaded = tf.saved_model.load(store(FORMS[name], tmp_path / "a"))
-    came = said(derivative(derivative(loaded.f)), tf.constant(POINTS), exact(2))
+def test_second_derivatives_are_right_or_loud(name, loaded):
+    came = said(derivative(derivative(loaded(name).f)), tf.constant(POINTS), exact(2))
     assert came in ("right", "says the option", "NaN")
 
 

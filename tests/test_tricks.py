@@ -3,8 +3,6 @@
 import contextlib
 import doctest
 import functools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -396,38 +394,6 @@ def test_clip_does_not_mind_forward_mode_by_other_things():
     with tf.autodiff.ForwardAccumulator(t, tf.constant(1.0)) as accumulator:
         y = tf.reduce_sum(clip_gradient(x, -1, 1)) * t
     assert accumulator.jvp(y) == 3
-
-
-LOADS = """
-import sys
-import tensorflow as tf
-x = tf.constant([1.0, 20.0])
-for folder in sys.argv[1:]:
-    loaded = tf.saved_model.load(folder)
-    try:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = loaded.f(x)
-        print(tape.gradient(y, x).numpy().tolist())
-    except LookupError as error:
-        print(error)
-"""
-
-
-def test_clip_loaded_elsewhere(tmp_path):
-    """Right, and with the option that drops custom gradients an error that names it."""
-    module = tf.Module()
-    spec = tf.TensorSpec([2], tf.float32)
-    module.f = tf.function(lambda x: clip_gradient(x, -5, 5) ** 2, input_signature=[spec])
-    folders = []
-    for custom_gradients in (True, False):
-        folders.append(str(tmp_path / str(custom_gradients)))
-        options = tf.saved_model.SaveOptions(experimental_custom_gradients=custom_gradients)
-        tf.saved_model.save(module, folders[-1], options=options)
-    command = [sys.executable, "-c", LOADS, *folders]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed.startswith("[2.0, 5.0]\n")
-    assert "needs_a_SavedModel_with_experimental_custom_gradients" in printed
 
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])

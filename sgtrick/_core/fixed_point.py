@@ -52,7 +52,7 @@ class ValueAtPoint(NamedTuple):
         ):
             # Otherwise TensorFlow would differentiate all of f, to no purpose.
             return keep([y], xs, rule)[0]
-        others = self.closure.others([y], self.point.stopped_xs)
+        others = self.closure.others([y], self.point)
         if others is None:
             return keep([y], [y, *xs], embedding.beside(rule)._replace(sources=xs))[0]
 

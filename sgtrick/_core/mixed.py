@@ -45,7 +45,7 @@ class Others(NamedTuple):
         passed: Tensors that are passed to the gradients.
         closed: Tensors, followed by variables, that the gradients close over.
         covers: Whether these account for all derivatives of the values along given tangents.
-        unknown: Whether the values certainly depend on something else, too.
+        unknown: Whether the values depend on something else, too, as far as can be seen.
     """
 
     passed: Sequence[Tensor]
@@ -242,7 +242,8 @@ def _gap(point: ByPoint, covers: Callable[..., Tensor | bool]) -> _Gap | None:
 _ELSEWHERE = (
     "A mixed derivative of {0} is unknown: its derivative with respect to something that it closes "
     "over was differentiated with respect to its arguments. Pass what it closes over as an "
-    "argument; or differentiate with respect to the arguments first."
+    "argument; or differentiate with respect to the arguments first; or, in forward mode, write it "
+    "so that tf.function can trace it."
 )
 
 

@@ -66,9 +66,7 @@ class Engine:
         dimensions of size 1; without, it gets views of the common batch shape.
         """
         if hessp is not None and hess is not None:
-            raise TypeError(
-                "hessp and hess were both given. Pass hessp or hess: one of them is enough."
-            )
+            raise TypeError("hessp and hess were both given. Pass one of them.")
         self.dtype, self._instead = _floating(dtype), _number(on_error)
         self._functions = [reticulate.as_engine(f) for f in (fn, grad) if f is not None]
         self._hessian = [reticulate.as_engine(f) for f in (hessp, hess) if f is not None]

@@ -86,7 +86,7 @@ def _tersely(callback: Callable[..., Parts], *arrays: Array) -> Parts:
 
 _UNSAVABLE = (
     "A host engine (from_numpy, from_torch, from_jax) cannot be stored in a SavedModel: it is "
-    "Python code of this process. Store the parameters instead."
+    "Python code of this process. Store the parameters, and create it again where they are loaded."
 )
 
 

@@ -27,7 +27,7 @@ class Rule:
             args, kwargs = given.args, given.kwargs
         self._owner, args = args[:is_bound], args[is_bound:]  # self of a method has no gradient
         leaves = vjp_protocol.leaves_of(args, kwargs)
-        self.__name__ = function.name
+        self.__name__, self._grad = function.name, f"grad of {function.name}"
         self._f, self._keywords = function.f, list(kwargs)
         self._call = (args, list(kwargs.values()))
         self._paths = [path for path, _ in leaves]
@@ -56,10 +56,11 @@ class Rule:
         ]
         args, values = _structures.pack(self._call, leaves)
         kwargs = dict(zip(self._keywords, values, strict=True))
-        y, grad = vjp_protocol.value_and_rule(self._f, self._f(*self._owner, *args, **kwargs))
+        returned = self._f(*self._owner, *args, **kwargs)
+        y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
 
         def pull(*us: Gradient) -> list[Gradient]:
-            kept = vjp_protocol.gradients_of(self._primals, grad(*us), self._paths, self.__name__)
+            kept = vjp_protocol.gradients_of(self._primals, grad(*us), self._paths, self._grad)
             return [
                 self._checked(g, x, path) for (g, path), x in zip(kept, self.inputs, strict=True)
             ]
@@ -82,7 +83,7 @@ class Rule:
         if g is None:
             return None
         g = _tensor(g)
-        vjp_protocol.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, self.__name__)
+        vjp_protocol.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, self._grad)
         return KERAS.cast(g, KERAS.dtype_of(x))
 
 

@@ -9,7 +9,7 @@ import sgtrick
 from sgtrick._core import value_form
 from sgtrick._core.structures import Leaf
 from sgtrick._core.types import Kwargs, Structure
-from sgtrick.keras import _backends
+from sgtrick.keras import _backends, _products
 from sgtrick.keras._symbolic import SYMBOLIC, any_symbolic
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Product, Tensor, TensorLike
@@ -116,13 +116,12 @@ def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> T
     `gx` has its own derivative here, so `product` is added as the derivative of a second, zero
     gradient.
     """
-    native = _backends.native()
-    zeros = [native.zero(leaf.x) for leaf in leaves]
+    zeros = [_products.zero(leaf.x) for leaf in leaves]
     fx = KERAS.add([fx, *KERAS.linear(leaves, zeros, KERAS.dtype_of(fx))])
     if product is None:
         return fx
     nothing = [leaf._replace(gx=ops.zeros_like(leaf.gx)) for leaf in leaves]
-    return fx + native.embed(ops.zeros_like(fx), nothing, product)
+    return fx + _backends.native().embed(ops.zeros_like(fx), nothing, product)
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")

@@ -22,9 +22,9 @@ def tf_custom_gradient(fx, gx, x):
 
 
 LIBRARIES = {
-    "tfp.math": tfp.math.custom_gradient,
-    "sgtrick": sgtrick.custom_gradient,
-    "tf": tf_custom_gradient,
+    "tfp.math.custom_gradient": tfp.math.custom_gradient,
+    "sgtrick.custom_gradient": sgtrick.custom_gradient,
+    "tf.custom_gradient": tf_custom_gradient,
 }
 
 

@@ -123,8 +123,8 @@ def test_mapped(take_turns):
 
     rivals = {
         "as a batch": with_gradient(h),
-        "`vectorized_map`": with_gradient(mapped(h)),
-        "without our converter": with_gradient(mapped(by_member)),
+        "vectorized_map": with_gradient(mapped(h)),
+        "without the converter": with_gradient(mapped(by_member)),
         "in TensorFlow": with_gradient(mapped(logistic_of_tensorflow)),
     }
     take_turns(f"logistic regression, {CHAINS} chains", rivals, (X,), 10_000)
@@ -137,6 +137,6 @@ def test_two_processes(take_turns):
         rivals = {
             "sequential": tf.function(sgtrick.from_numpy(engines.slow_normal)),
             "2 processes": tf.function(spread),
-            "2 processes, `vectorized_map`": tf.function(lambda x: tf.vectorized_map(spread, x)),
+            "2 processes, vectorized_map": tf.function(lambda x: tf.vectorized_map(spread, x)),
         }
         take_turns(f"{CHAINS} chains, 10 ms each", rivals, (X,), 50_000)

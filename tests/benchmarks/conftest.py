@@ -41,10 +41,15 @@ def pytest_terminal_summary(terminalreporter, config):
     write, shown = terminalreporter.write_line, None
     for bench in session.benchmarks:
         if shown != (shown := list(bench.extra_info["seconds"])):
-            write(f"{'':36}" + "".join(f"{name:>20}" for name in shown))
+            widths = [max(20, 2 + len(name)) for name in shown]
+            write(_row("", shown, widths))
         base, *others = bench.extra_info["seconds"].values()
-        cells = [f"{statistics.median(base) * 1e6:9.0f} us"]
+        cells = [f"{statistics.median(base) * 1e6:.0f} us"]
         for other in others:
             ratios = [a / b for a, b in zip(other, base, strict=True)]
-            cells.append(f"{statistics.median(ratios):20.2f}")
-        write(f"{bench.extra_info['what']:36}{cells[0]:>20}" + "".join(cells[1:]))
+            cells.append(f"{statistics.median(ratios):.2f}")
+        write(_row(bench.extra_info["what"], cells, widths))
+
+
+def _row(what, cells, widths):
+    return f"{what:44}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))

@@ -51,10 +51,11 @@ def duration(seconds):
 def table(rivals, cases):
     """Markdown: the time of the first rival, and the ratios of the others to it.
 
-    A row for each case, or for each rival where there are more of them.
+    A row for each case, or for each rival where there are more of them. Long names may break after
+    a dot, so that the columns of numbers fit the page.
     """
     first, *others = rivals
-    lines = [["", first, *others]]
+    lines = [["", *(rival.replace(".", ".<wbr>") for rival in rivals)]]
     for case in cases:
         row = [case["what"], duration(np.median(case["seconds"][first]))]
         for rival in others:
@@ -83,7 +84,7 @@ def figure(panels):
     """Ratios on a common logarithmic axis, a panel for each set of rivals."""
     plt.rcParams.update(STYLE)
     heights = [len(cases) * max(1, len(rivals) / 3) + 0.5 for _, rivals, cases in panels]
-    size = (5.5, 0.24 * sum(heights) + 0.5 * len(panels) + 0.4)
+    size = (6.6, 0.24 * sum(heights) + 0.5 * len(panels) + 0.4)
     fig, axes = plt.subplots(
         len(panels),
         sharex=True,
@@ -98,7 +99,7 @@ def figure(panels):
             low, median, high = np.transpose([ratios(case, rival) for case in cases])
             y = np.arange(len(cases)) + 0.6 / len(others) * (i - (len(others) - 1) / 2)
             axis.hlines(y, low, high, color=color, lw=2)
-            axis.plot(median, y, marker, color=color, ms=5, label=rival.replace("`", ""))
+            axis.plot(median, y, marker, color=color, ms=5, label=rival)
         axis.set_yticks(range(len(cases)), [case["what"] for case in cases])
         axis.set_ylim(len(cases) - 0.4, -0.6)
         axis.tick_params(left=False)
@@ -111,9 +112,13 @@ def figure(panels):
             loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, borderpad=0,
             handlelength=1, handletextpad=0.2, columnspacing=1,
         )  # fmt: skip
-    axes[-1, 0].set_xscale("log")
-    axes[-1, 0].xaxis.set_major_formatter("{x:g}")
-    axes[-1, 0].set_xlabel("← faster    time    slower →")
+    last = axes[-1, 0]
+    last.set_xscale("log")
+    last.xaxis.set_major_formatter("{x:g}")
+    last.annotate(
+        "← faster    slower →", (1, 0), (0, -20), textcoords="offset points",
+        xycoords=last.get_xaxis_transform(), ha="center", va="top",
+    )  # fmt: skip
     return fig
 
 

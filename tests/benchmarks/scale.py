@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tensorflow as tf
 import tensorflow_probability as tfp
+from scipy import optimize
 
 import sgtrick
 import two_workers
@@ -59,14 +60,13 @@ def hmc(log_prob, chains, dimensions):
 
 
 def fitted(sizes, seconds):
-    """`(a, b, p)` of `a + b * size**p`, by least relative squares."""
+    """`(a, b, p)` of `a + b * size**p` with `a` and `b` not negative, by least relative squares."""
     sizes, seconds = np.asarray(sizes, float), np.asarray(seconds)
     best = (np.inf,)
     for p in np.arange(0.5, 1.5, 0.005):
         columns = np.stack([np.ones_like(sizes), sizes**p], 1) / seconds[:, None]
-        ab, *_ = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)
-        error = np.sum((columns @ ab - 1) ** 2)
-        if min(ab) >= 0 and error < best[0]:
+        ab, error = optimize.nnls(columns, np.ones_like(sizes))
+        if error < best[0]:
             best = error, *ab, p
     return best[1:]
 

@@ -292,8 +292,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("f", "error", "message"),
         [
-            (lambda x: x, TypeError, r"must return \(y, grad_fn\)"),
-            (lambda x: (x, lambda u: (u, u)), ValueError, "returned 2 gradients, expected 1"),
+            (lambda x: x, TypeError, r"must return \(y, grad\)"),
+            (
+                lambda x: (x, lambda u: (u, u)),
+                ValueError,
+                "grad of <lambda> returned 2 gradients, expected 1",
+            ),
             (lambda x: (x + 0, lambda u: u[:2]), ValueError, r"shape \[2\] for argument \[0\]"),
         ],
     )

@@ -48,8 +48,8 @@ def alike(came, expected):
     assert len(came["weights"]) == len(expected["weights"])
     for a, b in zip(came["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    for value in came["history"]:  # the metric is the loss again
-        np.testing.assert_allclose(value, expected["history"][0], rtol=1e-4)
+    for value in came["averages"]:  # the metric is the loss again
+        np.testing.assert_allclose(value, expected["averages"][0], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("form", "place", "suffix"), STORED)

@@ -69,7 +69,9 @@ def main() -> None:
 
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
     print(f"Run on {versions}, Python {platform.python_version()}.\n")
-    print(f"## At a glance\n\nHow many of the {len(CELLS)} ways, {' / '.join(problems)}:\n")
+    print(
+        f"## At a glance\n\nThe number of ways, out of {len(CELLS)}, for {' / '.join(problems)}:\n"
+    )
     print(header(libraries))
     for verdict, meaning in MEANINGS.items():
         counts = [

@@ -23,8 +23,11 @@ def somebody_records() -> bool:
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:
     """Whether a tape or an accumulator has recorded one of some eager tensors."""
-    if record.should_record_backprop(list(tensors)):
-        return True
+    return bool(record.should_record_backprop(list(tensors))) or is_pushed(tensors)
+
+
+def is_pushed(tensors: Sequence[Tensor]) -> bool:
+    """Whether an accumulator knows a tangent of one of some eager tensors."""
     return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from sgtrick._core.structures import Leaf
 from sgtrick._core.types import Args, Structure
-from sgtrick.keras import _backends
+from sgtrick.keras import _refusals
 from sgtrick.keras._jax.batches import instantiated
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Product
@@ -55,7 +55,7 @@ def _known(hessian: ClosedJaxpr | None, constants: Arrays, gs: Arrays, xs: Array
         if all(isinstance(t, SymbolicZero) for t in tangents[2]):
             return known(*primals), [jnp.zeros_like(g) for g in gs]
         if hessian is None:
-            raise LookupError(_backends.NO_SECOND)
+            raise LookupError(_refusals.NO_SECOND)
         z = [instantiated(t) for t in tangents[2]]
         products = jaxpr_as_fun(ClosedJaxpr(hessian.jaxpr, list(constants)))(*z)
         one = _last(xs)
@@ -74,7 +74,7 @@ def _last(xs: Arrays) -> Array:
 
 def _last_rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
     if not all(isinstance(t, SymbolicZero) for t in tangents[0]):
-        raise LookupError(_backends.NO_THIRD)
+        raise LookupError(_refusals.NO_THIRD)
     return _last(*primals), jnp.zeros((), "float32")
 
 

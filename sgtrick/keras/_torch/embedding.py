@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from sgtrick._core.structures import Leaf
 from sgtrick._core.types import Args
-from sgtrick.keras import _backends
+from sgtrick.keras import _refusals
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes
 from sgtrick.keras._torch.refusal import refused, zeros_for_none
@@ -52,7 +52,7 @@ def _as_they_are(gs: Tensors, xs: Tensors) -> Tensors:
 
 
 def _without_second(gs: Tensors, xs: Tensors) -> Tensors:
-    return [refused(g, _backends.NO_SECOND, xs) for g in gs]
+    return [refused(g, _refusals.NO_SECOND, xs) for g in gs]
 
 
 def _added_if_asked_for(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
@@ -159,11 +159,11 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: FunctionCtx, u: Tensor | None) -> Tensor | None:
-        return None if u is None else refused(u, _backends.NO_THIRD, ctx.saved_tensors)
+        return None if u is None else refused(u, _refusals.NO_THIRD, ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: FunctionCtx, dx: Tensor) -> Tensor:
-        return refused(dx, _backends.NO_THIRD, ctx.saved_tensors)
+        return refused(dx, _refusals.NO_THIRD, ctx.saved_tensors)
 
 
 def depends(f: Product, xs: Sequence[Tensor]) -> bool:
