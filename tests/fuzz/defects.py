@@ -51,7 +51,7 @@ DEFECTS = (
         "a gradient that is lost is not guarded: second derivatives are zero",
         "programs",
         "_core/override.py",
-        (("        if loses():\n            with", "        if False:\n            with"),),
+        (("            if by.sources:\n", "            if False:\n"),),
     ),
     Defect(
         "the value is not stopped, so that its own derivative is added",
