@@ -140,7 +140,8 @@ class TestLoud:
         x = tf.constant(POINTS)
         square = derivative(derivative(lambda x: true(x) ** 2))(x)
         assert verdict(twice(lambda x: form(x) ** 2), square) in LOUD
-        assert verdict(twice(form), exact(2)) == "right"
+        if around is not mapped:  # around which nothing tells this from forward mode
+            assert verdict(twice(form), exact(2)) == "right"
 
     @pytest.mark.parametrize("name", sorted(FIRST_ORDER.keys() - CALLS_HOST))
     def test_in_xla(self, name):
