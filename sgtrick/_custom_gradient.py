@@ -81,11 +81,12 @@ def custom_gradient(
         hx: The Hessian at `x`, for second derivatives: blocks in a structure of structures as
             `jax.hessian` returns it, each of shape `B + R + D_i + D_j`, None for a zero block; or a
             linear function `v -> H v` on the structure of `x`, which is called only when a second
-            derivative is requested (if `fx` has a range, and hence several Hessians, TensorFlow has
-            to be able to differentiate the function). Only the symmetric part matters. 0: the
-            Hessian is zero, so the gradient is a constant. None: the Hessian is unknown, and a
-            second derivative with respect to `x`, of the result or of anything computed from it, is
-            an error or NaN. So is a third derivative, unless `hx` is 0.
+            derivative is requested (if `fx` has a range, and hence several Hessians, or is complex
+            although `x` is real, TensorFlow has to be able to differentiate the function). Only the
+            symmetric part matters. 0: the Hessian is zero, so the gradient is a constant. None: the
+            Hessian is unknown, and a second derivative with respect to `x`, of the result or of
+            anything computed from it, is an error or NaN. So is a third derivative, unless `hx` is
+            0.
         device: Where to place the ops: a name such as `"GPU:0"` or `"CPU"`, a `tf.DeviceSpec`, a
             list of these in order of preference, or None for the surrounding `tf.device` scope.
 
@@ -146,11 +147,10 @@ def _embed(
     """The derivative in two forms: as a pullback, which is faster, and as the formula.
 
     Eager execution honours pullbacks, so the formula is not computed there. A graph also keeps the
-    formula, which can be stored, loaded and differentiated where the pullback is unknown. Only a
-    function for the Hessian is left out of it, since it would run in each forward pass.
+    formula, which can be stored, loaded and differentiated where the pullback is unknown; not with
+    a function for the Hessian, which would run in each forward pass.
     """
-    fx = here(fx)
-    leaves = [leaf._replace(x=here(leaf.x), gx=here(leaf.gx)) for leaf in leaves]
+    leaves = [leaf._replace(x=here(leaf.x)) for leaf in leaves]
     xs = [leaf.x for leaf in leaves]
 
     def jacobians() -> list[Leaf]:
@@ -163,13 +163,12 @@ def _embed(
 
     rule = embedding.beside(embedding.of_jacobians(name, fx, jacobians))
     rule = rule._replace(lost=[False] * (1 + len(xs)))
-    if tf.executing_eagerly() or not xs:
+    if tf.executing_eagerly() or not xs or isinstance(hessian, Product):
         return keep([fx], [fx, *xs], rule)[0]
-    is_product = isinstance(hessian, Product)
-    times, known = (hessian.times, order) if isinstance(hessian, Blocks) else (None, order and 1)
+    times = None if hessian is None else hessian.times
     with not_recording():
-        h = formula(fx, leaves, times, order=known)
-    return keep([fx], [fx, *xs], rule, natural=[h], in_graph=is_product)[0]
+        h = formula(fx, leaves, times, order=order)
+    return keep([fx], [fx, *xs], rule, natural=[h], in_graph=False)[0]
 
 
 _FIRST_ORDER = (

@@ -1,6 +1,7 @@
 """Complex numbers, in XLA above all, for every form that takes them."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -83,3 +84,43 @@ class TestComplex:
             assert not np.any(np.isfinite(came))
         else:
             np.testing.assert_allclose(came, natively(second, dtype), rtol=1e-4)
+
+
+def test_second_derivatives_by_a_function_for_the_hessian():
+    def form(z):
+        h = tf.stop_gradient(6 * z)
+        return sgtrick.custom_gradient(cube(z), slope(z), z, batch_ndims=1, hx=lambda v: h * v)
+
+    def twice(f):
+        return derivative(lambda z: derivative(f)(z) * (1 + 2j))(tf.constant(Z))
+
+    np.testing.assert_allclose(twice(form), twice(cube), rtol=1e-12)
+
+
+class TestComplexValuesOfRealPoints:
+    """Whose Hessian is complex, and with it the products with cotangents of the gradient."""
+
+    @staticmethod
+    def native(x):
+        return tf.exp(tf.complex(0 * x, 2 * x))
+
+    @classmethod
+    def form(cls, product):
+        def f(x):
+            y = tf.stop_gradient(cls.native(x))
+            hx = (lambda v: tf.complex(-4 * v, 0 * v) * y) if product else -4 * y
+            return sgtrick.custom_gradient(y, 2j * y, x, batch_ndims=1, hx=hx)
+
+        return f
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @pytest.mark.parametrize("product", [False, True])
+    def test_second_derivatives(self, product, wrap):
+        def of(f, outer, inner):
+            first = inner(lambda x: (1 - 3j) * f(x))
+            return outer(lambda x: tf.cast(first(x), tf.complex128) * (1 + 2j))
+
+        x = tf.constant([0.3, -1.2], tf.float64)
+        for modes in itertools.product([derivative, forward_derivative], repeat=2):
+            want = of(self.native, *modes)(x)
+            np.testing.assert_allclose(wrap(of(self.form(product), *modes))(x), want, rtol=1e-12)

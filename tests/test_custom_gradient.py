@@ -581,6 +581,8 @@ class TestSecondOrder:
         [
             (lambda v: [v[0]], r"hx\(v\) must have the structure of x"),
             (lambda v: [v[0], tf.ones([2])], r"hx\(v\)\[1\] has shape \[2\], expected \[\]"),
+            (lambda v: [constant(1.0), constant(2.0)], r"hx\(v\) is not connected to v"),
+            (lambda v: [None, None], r"hx\(v\) is not connected to v"),
         ],
     )
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
@@ -596,7 +598,8 @@ class TestSecondOrder:
 
         x = [constant(1.0), constant(2.0)]
         np.testing.assert_array_equal(wrap(lambda x: run(x)[0])(x), [1.0, 1.0])
-        with pytest.raises((ValueError, TypeError), match=message):
+        errors = (ValueError, TypeError, LookupError, tf.errors.InvalidArgumentError)
+        with pytest.raises(errors, match=message):
             wrap(lambda x: run(x)[1]())(x)
 
     def test_a_hessian_needs_first_derivatives(self):
@@ -626,8 +629,8 @@ class TestSecondOrder:
                 inner.watch(x)
                 fx, gx = tf.ones([3], x.dtype), tf.ones([3, 2], x.dtype)
                 h = sgtrick.custom_gradient(fx, gx, x, hx=hx)
-            g = inner.gradient(h, x, output_gradients=constant([1.0, 10.0, 100.0]))
-        return outer.gradient(g, x, output_gradients=constant([1.0, -2.0]))
+            g = inner.gradient(h, x, output_gradients=constant([1.0, 10.0, 100.0], x.dtype))
+        return outer.gradient(g, x, output_gradients=constant([1.0, -2.0], x.dtype))
 
     @pytest.mark.parametrize(
         "wrap",
@@ -635,11 +638,33 @@ class TestSecondOrder:
         ids=["eager", "tf.function", "XLA"],
     )
     def test_a_product_for_each_entry_of_the_range(self, wrap):
-        second = wrap(
-            lambda x: self.of_several_hessians(x, lambda v: tf.linalg.matvec(self.SEVERAL, v))
-        )
+        several = constant(self.SEVERAL, tf.float32)
+        second = wrap(lambda x: self.of_several_hessians(x, lambda v: tf.linalg.matvec(several, v)))
         expected = np.einsum("r,rij,j->i", [1.0, 10.0, 100.0], self.SEVERAL, [1.0, -2.0])
-        np.testing.assert_allclose(second(constant([1.0, 2.0])), expected)
+        np.testing.assert_allclose(second(constant([1.0, 2.0], tf.float32)), expected, rtol=1e-5)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_a_product_for_each_entry_of_the_range_by_the_direction(self, wrap):
+        """The Hessians again: forward over reverse is linear in the direction."""
+        x, w = constant([1.0, 2.0]), constant([1.0, 10.0, 100.0])
+
+        @wrap
+        def by_direction(v):
+            with tf.GradientTape() as tape:
+                tape.watch(v)
+                with tf.autodiff.ForwardAccumulator(x, v) as accumulator:
+                    with tf.GradientTape() as inner:
+                        inner.watch(x)
+                        fx, gx = tf.ones([3], x.dtype), tf.ones([3, 2], x.dtype)
+                        h = sgtrick.custom_gradient(
+                            fx, gx, x, hx=lambda v: tf.linalg.matvec(self.SEVERAL, v)
+                        )
+                    g = inner.gradient(h, x, w)
+                hv = accumulator.jvp(g)
+            return tape.gradient(hv, v, constant([1.0, -2.0]))
+
+        expected = np.einsum("r,rij,j->i", w, self.SEVERAL, [1.0, -2.0])
+        np.testing.assert_allclose(by_direction(constant([0.5, 3.0])), expected)
 
     @pytest.mark.parametrize("part", [False, True])
     @pytest.mark.parametrize(
@@ -657,7 +682,7 @@ class TestSecondOrder:
 
         second = wrap(lambda x: self.of_several_hessians(x, hx))
         with pytest.raises(error, match=r"hx\(v\) is not connected to v"):
-            second(constant([1.0, 2.0]))
+            second(constant([0.0, 0.0]))  # where H x, too, is zero
 
     @pytest.mark.parametrize(("manually", "expected"), [(False, None), (True, 6.0)])
     def test_what_the_hessian_was_computed_from(self, manually, expected):

@@ -610,3 +610,16 @@ class TestMapped:
             tape.watch(w)
             y = tf.vectorized_map(lambda x: x * form(w), tf.constant(POINTS))
         np.testing.assert_allclose(tape.gradient(y, w), POINTS.sum() * exact(1, 0.4), rtol=1e-12)
+
+    def test_a_rule_that_closes_over_what_is_out_of_reach(self):
+        """A tensor of the mapped function, where the form is in a function of its own."""
+
+        def member(x):
+            w = slope(x)
+            form = sgtrick.custom_vjp(lambda a: (hidden(a), lambda u: u * w))
+            return tf.function(form)(x)
+
+        assert verdict(mapped(member), exact(0)) == "right"
+        assert verdict(derivative(mapped(member)), exact(1)) in LOUD
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"cannot be mapped by .* here"):
+            forward_derivative(mapped(member))(tf.constant(POINTS))

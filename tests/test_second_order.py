@@ -21,6 +21,7 @@ from forms import (
     hidden,
     host_slope,
     mapped,
+    on_host,
     slope,
     true,
     verdict,
@@ -292,6 +293,14 @@ class TestNoFalseAlarms:
         by_rate = wrap(run)(tf.constant(POINTS), tf.constant(0.1, tf.float64))
         np.testing.assert_allclose(by_rate, -np.sum(exact(1)), rtol=1e-9)
 
+    def test_a_mapped_step_differentiated_by_its_rate(self):
+        x, rate = tf.constant(POINTS), tf.constant(0.1, tf.float64)
+        slope = derivative(FIRST_ORDER["custom_gradient"])
+        with tf.GradientTape(watch_accessed_variables=False) as outer:
+            outer.watch([x, rate])
+            stepped = mapped(lambda x: x - rate * slope(x))(x)
+        np.testing.assert_allclose(outer.gradient(stepped, rate), -np.sum(exact(1)), rtol=1e-9)
+
     @pytest.mark.parametrize("name", ["custom_gradient", "with_gradient, host", "from_numpy"])
     @WRAPS
     def test_hmc_in_a_tape(self, name, wrap):
@@ -340,25 +349,33 @@ class TestNoFalseAlarms:
         assert model.evaluate(x, 0 * x, verbose=0) < before
 
 
-class TestHessianProductsOfTheHost:
-    """`H v` computed outside TensorFlow, all of it or half, is still linear and symmetric in `v`."""
+def host_hessian(kind):
+    """`sum(sin(x))`, whose Hessian is computed outside TensorFlow, all of it or half."""
+    engine = {
+        "hessp": lambda: {"hessp": lambda x, v: -np.sin(x) * v},
+        "hess": lambda: {"hess": lambda x: np.diag(-np.sin(x))},
+    }.get(kind)
+    if engine:
+        return sgtrick.from_numpy(lambda x: (np.sum(np.sin(x)), np.cos(x)), **engine())
+
+    def h(x):
+        c = tf.stop_gradient(-tf.sin(x))
+
+        def hx(v):
+            hosted = on_host(np.multiply)(c, v)
+            return c * v / 2 + hosted / 2 if kind == "half" else hosted
+
+        return sgtrick.custom_gradient(tf.reduce_sum(tf.sin(x)), tf.cos(x), x, hx=hx)
+
+    return h
+
+
+class TestHessiansOfTheHost:
+    """Their product with `v`, computed outside TensorFlow, is still linear and symmetric in `v`."""
 
     X, V = tf.constant([0.3, 0.7], tf.float64), tf.constant([1.0, 2.0], tf.float64)
     CURVED = -np.sin([0.3, 0.7])
-
-    @staticmethod
-    def form(native):
-        def h(x):
-            c = tf.stop_gradient(-tf.sin(x))
-
-            def hx(v):
-                hosted = tf.numpy_function(np.multiply, [c, v], tf.float64)
-                hosted.set_shape(v.shape)
-                return native * c * v + (1 - native) * hosted if native else hosted
-
-            return sgtrick.custom_gradient(tf.reduce_sum(tf.sin(x)), tf.cos(x), x, hx=hx)
-
-        return h
+    KINDS = pytest.mark.parametrize("kind", ["function", "half", "hessp", "hess"])
 
     @staticmethod
     def gradient(f, x):
@@ -373,10 +390,8 @@ class TestHessianProductsOfTheHost:
             y = f(x)
         return accumulator.jvp(y)
 
-    @pytest.mark.parametrize("native", [0.0, 0.5])
-    @WRAPS
-    def test_in_every_mode(self, native, wrap):
-        h, v = self.form(native), self.V
+    def ways(self, h, v):
+        """Second derivatives along `v`, in every mode."""
 
         def reverse_over_reverse(x):
             return self.gradient(lambda x: tf.reduce_sum(self.gradient(h, x) * v), x)
@@ -390,18 +405,45 @@ class TestHessianProductsOfTheHost:
         def forward_over_forward(x):
             return self.pushed(lambda x: self.pushed(h, x, v), x, v)
 
-        for run in (reverse_over_reverse, forward_over_reverse, reverse_over_forward):
-            np.testing.assert_allclose(wrap(run)(self.X), self.CURVED * v, rtol=1e-12)
-        curvature = wrap(forward_over_forward)(self.X)
-        np.testing.assert_allclose(curvature, np.sum(self.CURVED * v**2), rtol=1e-12)
+        return (
+            reverse_over_reverse,
+            forward_over_reverse,
+            reverse_over_forward,
+            forward_over_forward,
+        )
 
-    @pytest.mark.parametrize("native", [0.0, 0.5])
+    @KINDS
     @WRAPS
-    def test_with_respect_to_the_direction(self, native, wrap):
-        h = self.form(native)
+    def test_in_every_mode(self, kind, wrap):
+        dtype, rtol = ("float64", 1e-12) if kind in ("half", "hess") else ("float32", 1e-6)
+        x, v = tf.cast(self.X, dtype), tf.cast(self.V, dtype)
+        *products, curvature = map(wrap, self.ways(host_hessian(kind), v))
+        for run in products:
+            np.testing.assert_allclose(run(x), self.CURVED * self.V, rtol=rtol)
+        np.testing.assert_allclose(curvature(x), np.sum(self.CURVED * self.V**2), rtol=rtol)
 
-        @wrap
-        def run(v):
-            return self.gradient(lambda v: self.pushed(lambda x: self.gradient(h, x), self.X, v), v)
+    @pytest.mark.parametrize("kind", ["function", "hessp"])
+    def test_third_derivatives_are_loud(self, kind):
+        reverse_over_reverse, forward_over_reverse, *_ = self.ways(host_hessian(kind), self.V)
+        for run in (
+            lambda x: self.pushed(reverse_over_reverse, x, self.V),
+            lambda x: self.gradient(forward_over_reverse, x),
+            lambda x: self.pushed(forward_over_reverse, x, self.V),
+        ):
+            assert verdict(run, -np.cos(self.X), self.X) in LOUD
 
-        np.testing.assert_allclose(run(self.V), self.CURVED, rtol=1e-12)
+    @KINDS
+    @WRAPS
+    def test_with_respect_to_the_direction(self, kind, wrap):
+        h = host_hessian(kind)
+
+        def forward_over_reverse(v):
+            return self.pushed(lambda x: self.gradient(h, x), self.X, v)
+
+        def reverse_over_reverse(v):
+            return self.gradient(lambda x: tf.reduce_sum(self.gradient(h, x) * v), self.X)
+
+        by_tape = wrap(lambda v: self.gradient(forward_over_reverse, v))(self.V)
+        np.testing.assert_allclose(by_tape, self.CURVED, rtol=1e-12)
+        along = wrap(lambda v: self.pushed(reverse_over_reverse, v, self.X))(self.V)
+        np.testing.assert_allclose(along, self.CURVED * self.X, rtol=1e-12)

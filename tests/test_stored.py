@@ -135,6 +135,30 @@ def test_without_custom_gradients(name, loaded):
         derivative(f)(tf.constant(POINTS))
 
 
+def test_without_custom_gradients_the_value_form_is_right_and_then_loud(tmp_path):
+    """Through the order that is known: the first, or the second with a Hessian."""
+    module, specs = tf.Module(), [tf.TensorSpec([None], tf.float64)]
+
+    @tf.function(input_signature=specs)
+    def first(x):
+        return sgtrick.custom_gradient(hidden(x), slope(x), x)
+
+    @tf.function(input_signature=specs)
+    def second(x):
+        return sgtrick.custom_gradient(hidden(x), slope(x), x, hx=-x * (1 + x**2) ** -1.5)
+
+    module.first, module.second = first, second
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    tf.saved_model.save(module, str(tmp_path), options=options)
+    loaded, x = tf.saved_model.load(str(tmp_path)), tf.constant(POINTS)
+    by_x = derivative(loaded.first)
+    assert said(by_x, x, exact(1)) == "right"
+    assert said(derivative(by_x), x, exact(2)) == "NaN"
+    twice = derivative(derivative(loaded.second))
+    assert said(twice, x, exact(2)) == "right"
+    assert said(derivative(twice), x, exact(3)) == "NaN"
+
+
 # TensorFlow does not map a loaded assertion.
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "clip_gradient"])
 @pytest.mark.parametrize("custom_gradients", [True, False])

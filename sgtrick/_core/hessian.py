@@ -108,49 +108,45 @@ class Product(value_form.Product):
 
     def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
-        ts = [tf.cast(t, leaf.x.dtype) for t, leaf in zip(tangents, self._leaves, strict=True)]
         xs, message = [here(leaf.x) for leaf in self._leaves], self._third()
 
-        # With respect to ts, too, the derivative is H: autodiff may see only a part of it.
-        products, owner = self._checked(*map(tf.stop_gradient, ts)), self._leaves[0].x
+        # With respect to tangents, too, the derivative is H: autodiff may see only a part of it.
+        products, owner = self._checked(*map(tf.stop_gradient, tangents)), self._leaves[0].x
         once_more = tracing.carried(self._once_more, tracing.specs_of(products), owner)
-        times = tracing.carried(lambda *v: self.times(v), tracing.specs_of(ts), owner)
+        times = tracing.carried(lambda *v: self.times(v), tracing.specs_of(tangents), owner)
 
         def pull(*z: Tensor) -> list[Gradient]:
             return [*z, *once_more(*z), *(loud.failure(x, message, z) for x in xs)]
 
         def along(*moving: Tensor) -> list[Tangent]:
-            n, m = len(products), len(products) + len(ts)
+            n, m = len(products), len(products) + len(tangents)
             zero = loud.zero_if_still(moving[m:], message)
             pairs = zip(moving[:n], times(*moving[n:m]), strict=True)
             return [t + ht + tf.cast(zero, t.dtype) for t, ht in pairs]
 
-        inputs = [*products, *ts, *xs]
+        inputs = [*products, *tangents, *xs]
         return keep(products, inputs, Rule(self._name, pull, along, lost=[False] * len(inputs)))
 
     def pull(self, *z: Tensor) -> list[Gradient]:
         """From cotangents of the gradients to cotangents of the points, as `H` is symmetric."""
-        if self._is_scalar():
+        if self._is_symmetric():
             return self._conjugated(self.push, z)
         xs = [leaf.x for leaf in self._leaves]
         return embedding.refused(self._name, self._summed(z), xs, self._third())
 
     def _once_more(self, *z: Tensor) -> list[Tensor]:
         """The same, with an error in the place of a rule for z, which would need one itself."""
-        of_one = self._is_scalar()
-        products = self._conjugated(self._checked, z) if of_one else self._summed(z)
+        known = self._is_symmetric()
+        products = self._conjugated(self._checked, z) if known else self._summed(z)
         return embedding.refused(self._name, products, z, self.not_connected)
 
-    def _is_scalar(self) -> bool:
-        """Whether there is one Hessian, not one for each entry of the range."""
-        return bool(self._fx.shape.rank == self._leaves[0].batch_ndims)
+    def _is_symmetric(self) -> bool:
+        """Whether `H` is its own transpose: one for the whole range, and real for real points."""
+        is_one = self._fx.shape.rank == self._leaves[0].batch_ndims
+        return bool(is_one) and all(leaf.gx.dtype == leaf.x.dtype for leaf in self._leaves)
 
     def _conjugated(self, product: Pushforward, z: Sequence[Tensor]) -> list[Tensor]:
-        products = product(*map(TENSORFLOW.conj, z))
-        return [
-            TENSORFLOW.cast(TENSORFLOW.conj(hz), leaf.x.dtype.name)
-            for hz, leaf in zip(products, self._leaves, strict=True)
-        ]
+        return [TENSORFLOW.conj(hz) for hz in product(*map(TENSORFLOW.conj, z))]
 
     def _checked(self, *ts: Tensor) -> list[Tensor]:
         """The products, or an error if they do not depend on `ts`."""

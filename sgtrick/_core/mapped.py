@@ -73,9 +73,10 @@ def of_batch(
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
     """A rule that raises an error when the batched outputs are differentiated."""
     message = (
-        f"{name} cannot be mapped by tf.vectorized_map here: it is called in the gradient function "
-        "of another function, and its own gradient function closes over a tensor that was computed "
-        f"there. Pass this tensor to {name} as an argument, or map with tf.map_fn."
+        f"{name} cannot be mapped by tf.vectorized_map here: it is called in a function within the "
+        "mapped one, such as a tf.function or the gradient function of another form, and its own "
+        "gradient function closes over a tensor that was computed outside of that function. Pass "
+        f"this tensor to {name} as an argument, or map with tf.map_fn."
     )
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:

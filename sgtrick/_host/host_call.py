@@ -29,7 +29,12 @@ class HostCall:
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The value, the gradients of the leaves that have derivatives, and aux if any."""
         evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.spec))
-        return self._call(evaluate, xs, self.spec.outputs)
+        outputs = self._call(evaluate, xs, self.spec.outputs)
+        # Second derivatives come with a value, and forward mode over forward mode traces them where
+        # TensorFlow allows no new captures.
+        if not tf.executing_eagerly():
+            host_calls.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
+        return outputs
 
     def hessian_times(self, xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
         """The Hessian of each batch member times a vector.
@@ -55,14 +60,12 @@ class HostCall:
     ) -> list[Tensor]:
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(out) for out in callback(*(x.numpy() for x in xs))]
-        graph = tf.compat.v1.get_default_graph()
-        if graphs.in_xla(graph):
+        if graphs.in_xla(tf.compat.v1.get_default_graph()):
             raise NotImplementedError(
                 f"{self.spec.name} calls the host, which XLA cannot compile. Remove "
                 "jit_compile=True, or use it only on functions that do not call the engine; for a "
                 "Keras model, compile(jit_compile=False)."
             )
-        host_calls.forbid_saving(graph, _UNSAVABLE)
         # Forward accumulators cannot trace the host call, and need not: it has no derivative.
         xs = [tf.stop_gradient(x) for x in xs]
         with tf.device("CPU:0"):

@@ -148,9 +148,9 @@ DEFECTS = (
         "_core/hessian.py",
         (
             (
-                "        inputs = [*products, *ts, *xs]\n        return keep(products, inputs, "
+                "        inputs = [*products, *tangents, *xs]\n        return keep(products, inputs, "
                 "Rule(self._name, pull, along, lost=[False] * len(inputs)))",
-                "        return embedding.refused(self._name, self._checked(*ts), xs, message)",
+                "        return embedding.refused(self._name, self._checked(*tangents), xs, message)",
             ),
         ),
     ),
