@@ -116,8 +116,12 @@ def custom_gradient(
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             hessian = _hessian(name, hx, x, fx, leaves, stop)
             order = None if value_form.is_zero(hx) else 1 if hx is None else 2
+            if fx_gx_manually_stopped and leaves:
+                # gx has derivatives of its own here, so hx belongs to a second gradient of zeros.
+                fx = formula(fx, leaves, order=None, stopped=False)
+                leaves = [leaf._replace(gx=tf.zeros_like(leaf.gx)) for leaf in leaves]
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
-            return _embed(name, stop(fx), leaves, hessian, order, not fx_gx_manually_stopped)
+            return _embed(name, stop(fx), leaves, hessian, order)
 
 
 def _hessian(
@@ -139,7 +143,6 @@ def _embed(
     leaves: Sequence[Leaf],
     hessian: Blocks | Product | None,
     order: int | None,
-    stopped: bool,
 ) -> Tensor:
     """The derivative in two forms: as a pullback, which is faster, and as the formula.
 
@@ -164,7 +167,7 @@ def _embed(
         return keep([fx], [fx, *xs], rule)[0]
     times = None if hessian is None else hessian.times
     with not_recording():
-        h = formula(fx, leaves, times, order=order, stopped=stopped)
+        h = formula(fx, leaves, times, order=order)
     return keep([fx], [fx, *xs], rule, natural=[h], in_graph=False)[0]
 
 

@@ -477,16 +477,39 @@ class TestManuallyStopped:
         np.testing.assert_array_equal(g[1], [5.0, 5.0])
         assert tape.gradient(h, y) == 5.0
 
-    def test_mixed_second_derivative(self):
+    @pytest.mark.parametrize("hx", ["unknown", "a block", "a function"])
+    @pytest.mark.parametrize("in_graph", [False, True])
+    def test_second_derivatives(self, in_graph, hx):
+        # h(x, y) = x^2 y, differentiated in each order.
+        def h(x, y):
+            x_, known = tf.stop_gradient(x), {"a block": 2 * y, "a function": lambda v: 2 * y * v}
+            return sgtrick.custom_gradient(x_**2 * y, 2 * x_ * y, x, True, hx=known.get(hx))
+
+        def second(x, y, by, again):
+            point = {"x": x, "y": y}
+            with tf.GradientTape() as outer:
+                outer.watch(point[again])
+                with tf.GradientTape() as inner:
+                    inner.watch(point[by])
+                    z = h(x, y)
+                g = inner.gradient(z, point[by])
+            return outer.gradient(g, point[again])
+
+        second = tf.function(second, autograph=False) if in_graph else second
         x, y = constant(3.0), constant(5.0)
-        with tf.GradientTape() as outer:
-            outer.watch(y)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                x_ = tf.stop_gradient(x)
-                h = sgtrick.custom_gradient(x_**2 * y, 2 * x_ * y, x, True)
-            g = inner.gradient(h, x)
-        assert outer.gradient(g, y).numpy() == 6.0
+        assert second(x, y, "x", "y").numpy() == 6.0
+        assert second(x, y, "y", "x").numpy() == 6.0
+        if hx != "unknown":
+            assert second(x, y, "x", "x").numpy() == 10.0
+
+    def test_mixed_second_derivatives_in_forward_mode(self):
+        x, y, one = constant(3.0), constant(5.0), constant(1.0)
+        x_ = tf.stop_gradient(x)
+        with tf.GradientTape() as tape, tf.autodiff.ForwardAccumulator(y, one) as forward:
+            tape.watch(x)
+            h = sgtrick.custom_gradient(x_**2 * y, 2 * x_ * y, x, True, hx=2 * y)
+            along = forward.jvp(h)
+        assert tape.gradient(along, x).numpy() == 6.0
 
 
 class TestSecondOrder:

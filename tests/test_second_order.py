@@ -123,6 +123,27 @@ class TestLoud:
         came = verdict(wrap(outer(inner(form))), exact(2))
         assert came in LOUD if slope is host_slope else came == "right"
 
+    @WRAPS
+    @pytest.mark.parametrize("around", [lambda f: f, mapped], ids=["alone", "mapped"])
+    @pytest.mark.parametrize(
+        "cut",
+        [lambda u: tf.numpy_function(np.copy, [u], u.dtype), tf.stop_gradient],
+        ids=["host", "stopped"],
+    )
+    def test_of_an_upstream_gradient_that_is_cut_off(self, cut, around, wrap):
+        @sgtrick.custom_vjp
+        def form(x):
+            return hidden(x), lambda upstream: tf.reshape(cut(upstream), x.shape) * slope(x)
+
+        def twice(f):
+            return wrap(derivative(derivative(around(f))))
+
+        x = tf.constant(POINTS)
+        square = derivative(derivative(lambda x: true(x) ** 2))(x)
+        assert verdict(twice(lambda x: form(x) ** 2), square) in LOUD
+        if around is not mapped:  # around which nothing tells this from forward mode
+            assert verdict(twice(form), exact(2)) == "right"
+
     @pytest.mark.parametrize("name", sorted(FIRST_ORDER.keys() - CALLS_HOST))
     def test_in_xla(self, name):
         for outer, inner in NESTINGS:

@@ -9,16 +9,22 @@ from sgtrick._core._tensorflow import graphs
 from sgtrick._core.types import Operation, Tape, Tensor
 
 
-def is_connected(tensor: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
+def is_connected(
+    tensor: Tensor,
+    sources: Sequence[Tensor],
+    others: Sequence[Tensor] = (),
+    *,
+    cuts: Collection[str] = (),
+) -> bool:
     """Whether TensorFlow can differentiate a tensor with respect to one of `sources`.
 
-    Loops and branches count as connected to all their inputs. Paths through `others` do not count.
+    Loops and branches count as connected to all their inputs. Paths through `others` do not count,
+    and paths through operations of the types `cuts` do.
     """
     wanted = {graphs.identity_of(t) for s in sources for t in _same(s)}
     until = set(map(graphs.identity_of, others))
-    return any(
-        graphs.identity_of(t) in wanted for t in _walk(tensor, differentiably=True, until=until)
-    )
+    walk = _walk(tensor, differentiably=True, until=until, cuts=cuts)
+    return any(graphs.identity_of(t) in wanted for t in walk)
 
 
 def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
@@ -127,7 +133,11 @@ def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
 
 
 def _walk(
-    tensor: Tensor, *, differentiably: bool, until: Collection[Hashable] = ()
+    tensor: Tensor,
+    *,
+    differentiably: bool,
+    until: Collection[Hashable] = (),
+    cuts: Collection[str] = (),
 ) -> Iterator[Tensor]:
     """Yields a tensor and all that it depends on, also in called functions and outer graphs."""
     # Once for each call of the functions around a tensor: their arguments differ.
@@ -161,5 +171,5 @@ def _walk(
         if outside is not None:
             stack.append((outside, calls))
             continue
-        if not (differentiably and graphs.has_no_gradient(op)):
+        if not (differentiably and graphs.has_no_gradient(op)) or op.type in cuts:
             stack.extend((i, calls) for i in op.inputs)

@@ -163,11 +163,14 @@ class Product(value_form.Product):
     def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the range of the products with cotangents."""
         v = [adjoint.probe(leaf.x) for leaf in self._leaves]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
             tape.watch(v)
             products = self.times(v)
         found = tape.gradient(products, v, output_gradients=list(z))
-        zero = loud.zero_if(adjoint.holds(z, products, found, v), self.not_connected)
+        # Not at z, which is zero where only its own derivative is wanted.
+        ws = [adjoint.probe(p) for p in products]
+        fits = adjoint.holds(ws, products, tape.gradient(products, v, output_gradients=ws), v)
+        zero = loud.along(loud.zero_if(fits, self.not_connected), z)
         return [
             (tf.zeros_like(v_i) if g is None else g) + tf.cast(zero, v_i.dtype)
             for g, v_i in zip(found, v, strict=True)

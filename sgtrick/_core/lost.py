@@ -1,14 +1,14 @@
-"""Whether TensorFlow can differentiate a gradient again, and the message if it cannot."""
+"""Whether TensorFlow can differentiate a gradient again, and the messages if it cannot."""
 
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from sgtrick._core import ancestry
-from sgtrick._core._tensorflow import tracing
+from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Gradient, Tensor
+from sgtrick._core.types import Gradient, Graph, Tensor
 
 
 def message(name: str) -> str:
@@ -22,14 +22,46 @@ def message(name: str) -> str:
     )
 
 
+def cut_message(name: str) -> str:
+    """The error for a gradient that cannot be differentiated by the upstream gradients."""
+    return (
+        f"The gradient of {name} was differentiated again, with respect to the upstream gradient "
+        "(that of whatever was computed from the result), but TensorFlow sees no connection to it: "
+        "the gradient function passes it to a host call or to NumPy, or stops it. Compute with it "
+        "in TensorFlow ops, or give the host call its own gradient with one of sgtrick's functions."
+    )
+
+
 def is_lost(gradient: Tensor, sources: Sequence[Tensor], us: Sequence[Tensor]) -> bool:
     """Whether a gradient in a graph depends on more than `us`, but cannot be differentiated."""
     connected = ancestry.is_connected(gradient, sources, us)
     return not connected and not ancestry.is_made_of(gradient, us)
 
 
+def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
+    """Whether a gradient in a graph depends on `us`, but only through what cuts derivatives."""
+    cuts = (*graphs.HOST_CALLS, "StopGradient")
+    return not ancestry.is_connected(gradient, us) and ancestry.is_connected(
+        gradient, us, cuts=cuts
+    )
+
+
 def is_constant(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
     """Whether a gradient depends on the upstream gradient alone, like that of a linear function."""
+    graph, at = _traced(rule, us, place)
+    return graph is not None and ancestry.is_made_of(graph.outputs[0], at)
+
+
+def is_cut_at(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
+    """`is_cut` for a gradient in eager execution."""
+    graph, at = _traced(rule, us, place)
+    return graph is None or is_cut(graph.outputs[0], at)
+
+
+def _traced(
+    rule: Rule, us: Sequence[Tensor | None], place: int
+) -> tuple[Graph | None, Sequence[Tensor]]:
+    """The graph of a gradient and its upstream gradients; None if it cannot be traced."""
     at = present(us)
 
     def gradient(*upstream: Tensor) -> Tensor:
@@ -37,9 +69,9 @@ def is_constant(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
 
     try:
         graph = tracing.trace(gradient, tracing.specs_of(at)).graph
-    except Exception:  # a rule that cannot be traced may depend on anything
-        return False
-    return ancestry.is_made_of(graph.outputs[0], graph.inputs[: len(at)])
+    except Exception:  # then it may depend on anything
+        return None, ()
+    return graph, graph.inputs[: len(at)]
 
 
 def values_of(gradient: Gradient) -> Tensor:

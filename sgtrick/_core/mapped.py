@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.lost import is_lost, values_of
+from sgtrick._core.lost import is_cut, is_lost, values_of
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tensor
 
@@ -31,13 +31,14 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    is_lost_by_member = [False] * len(inputs)
+    is_lost_by_member, is_cut_by_member = ([False] * len(inputs) for _ in range(2))
 
     def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
         gradients = rule.pull(*us)
         for i, g in enumerate(gradients):
             if g is not None:
                 is_lost_by_member[i] = is_lost(values_of(g), rule.sources, present(us))
+                is_cut_by_member[i] = is_cut(values_of(g), present(us))
         return gradients
 
     dense = Dense(pull_member, live)
@@ -66,7 +67,7 @@ def of_batch(
         return list(gradients)
 
     push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push, lost=is_lost_by_member)
+    return ys, xs, Rule(rule.name, pull, push, lost=is_lost_by_member, cut=is_cut_by_member)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
@@ -81,4 +82,4 @@ def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         return loud.failures(xs, message, present(upstream))
 
-    return Rule(name, pull, message, lost=[False] * len(xs))
+    return Rule(name, pull, message, lost=[True] * len(xs))

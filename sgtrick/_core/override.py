@@ -210,29 +210,44 @@ def _recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> _Pulled:
         return _Pulled(list(rule.pull(*us)), us, tape)
 
 
-def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], bool]:
-    """Returns whether TensorFlow loses the derivative of a gradient with respect to the sources.
+class _Lost(NamedTuple):
+    """With respect to what TensorFlow loses the derivative of a gradient."""
+
+    sources: bool
+    upstream: bool
+
+
+def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], _Lost]:
+    """Returns what TensorFlow loses.
 
     In a graph, the operations show it. In eager execution it takes a backward pass, so it is only
     found out when it matters.
     """
     if rule.lost is not None:
-        known = any(rule.lost)
+        known = _Lost(any(rule.lost), any(rule.cut))
         return lambda: known
-    at = pulled.at
+    at, parts = pulled.at, pulled.parts
+    is_linear = callable(rule.push)  # its transpose
     if pulled.tape is None:
-        known = any(lost.is_lost(part, rule.sources, at) for part in pulled.parts)
+        known = _Lost(
+            any(lost.is_lost(part, rule.sources, at) for part in parts),
+            not is_linear and any(lost.is_cut(part, at) for part in parts),
+        )
         return lambda: known
-    tape = pulled.tape
+    tape, n = pulled.tape, len(rule.sources)
 
-    def ask() -> bool:
+    def ask() -> _Lost:
+        by_sources = by_upstream = False
         with loud.not_raising():  # the caller has not requested these gradients
-            return any(
-                all(d is None for d in tape.gradient(part, rule.sources))
-                and not lost.is_constant(rule, pulled.us, i)
-                for i, part in _enumerated(pulled.gradients)
-                if all(part is not u for u in at)
-            )
+            for i, part in _enumerated(pulled.gradients):
+                if any(part is u for u in at):
+                    continue
+                found = tape.gradient(part, [*rule.sources, *at])
+                if all(d is None for d in found[:n]):
+                    by_sources |= not lost.is_constant(rule, pulled.us, i)
+                if not is_linear and all(d is None for d in found[n:]):
+                    by_upstream |= lost.is_cut_at(rule, pulled.us, i)
+        return _Lost(by_sources, by_upstream)
 
     return ask
 
@@ -246,46 +261,53 @@ def _with_errors(
     rule: Rule,
     pulled: _Pulled,
     xs: Sequence[Tensor],
-    loses: Callable[[], bool],
+    loses: Callable[[], _Lost],
     *,
     by_graph: bool,
 ) -> list[Tensor]:
     """The gradients that are not None, as outputs of an operation that adds errors.
 
     The operation passes derivatives on, and only adds errors: with respect to the sources, if a
-    gradient is not connected to any of them; with respect to the upstream gradient, if the pullback
-    cannot be transposed. Forward mode around a function transposes, and cannot be told from a
-    second derivative.
+    gradient is not connected to any of them; with respect to the upstream gradient, if it is cut
+    off, or if the pullback cannot be transposed. Forward mode around a function transposes, and
+    cannot be told from a second derivative.
     """
-    parts, at = pulled.parts, pulled.at
-    transposable = by_graph and not callable(rule.push)
+    parts = pulled.parts
+    at = [] if callable(rule.push) else pulled.at
+    transposable = by_graph and at
 
     def pull(*z: Tensor) -> list[Gradient]:
-        points: list[Gradient] = [None] * len(xs)
-        if loses():
-            with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
+        us: Sequence[Gradient] = [None] * len(at)
+        points: Sequence[Gradient] = [None] * len(xs)
+        by = loses()
+        with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
+            if by.upstream and not transposable:
+                us = loud.failures(at, lost.cut_message(rule.name), z)
+            if by.sources:
                 points = loud.failures(xs, lost.message(rule.name), z)
-            if by_graph:  # forward mode over forward mode differentiates the results of z
-                z = tuple(_losing(rule.name, list(z), xs))
+        if by.sources and by_graph:  # forward over forward mode differentiates the results of z
+            z = tuple(_losing(rule.name, list(z), xs))
         if not transposable:
-            return [*z, *points]
-        if isinstance(rule.push, str):
-            zero = loud.zero_if(tf.constant(False), rule.push)
-        else:
+            return [*z, *us, *points]
+        message = rule.push if isinstance(rule.push, str) else not_transposed(rule.name)
+        fits = tf.constant(False)
+        if not (by.upstream or isinstance(rule.push, str)):
             found = tracing.gradients_in(parts[0].graph, parts, at, z)
             fits = adjoint.holds(parts, z, found, at)
-            zero = loud.zero_if(fits, not_transposed(rule.name))
+        zero = loud.zero_if(fits, message)
         # In both, since a pullback without a derivative would also lose the error.
         moved = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return [*moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        z, points = tangents[: len(parts)], tangents[-len(xs) :]
-        if tapes.apart(loses):
-            return _unless_moving(rule.name, z, points)
-        return list(z)
+        n = len(parts)
+        z, us, points = list(tangents[:n]), tangents[n : -len(xs)], tangents[-len(xs) :]
+        by = tapes.apart(loses)
+        if by.upstream:
+            z = _unless_moving(lost.cut_message(rule.name), z, us)
+        return _unless_moving(lost.message(rule.name), z, points) if by.sources else z
 
-    return _pass_on(parts, [*at, *xs] if transposable else xs, pull, push)
+    return _pass_on(parts, [*at, *xs], pull, push)
 
 
 def _is_of_function(parts: Sequence[Tensor]) -> bool:
@@ -302,14 +324,16 @@ def _losing(name: str, parts: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor
         return [*z, *loud.failures(xs, lost.message(name), z)]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        return _unless_moving(name, tangents[: len(parts)], tangents[len(parts) :])
+        return _unless_moving(lost.message(name), tangents[: len(parts)], tangents[len(parts) :])
 
     return _pass_on(parts, xs, pull, push)
 
 
-def _unless_moving(name: str, along: Sequence[Tangent], points: Sequence[Tangent]) -> list[Tangent]:
+def _unless_moving(
+    message: str, along: Sequence[Tangent], points: Sequence[Tangent]
+) -> list[Tangent]:
     """Tangents, or an error if the points have nonzero tangents."""
-    zero = loud.zero_if_still(present(points), lost.message(name))
+    zero = loud.zero_if_still(present(points), message)
     return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
 
 

@@ -20,6 +20,8 @@ class Rule(NamedTuple):
             eager execution.
         lost: For each gradient, whether TensorFlow cannot differentiate it with respect to the
             sources. None if this is not known beforehand.
+        cut: For each gradient, whether TensorFlow cannot differentiate it with respect to the
+            upstream gradients. Only used if `lost` is known.
     """
 
     name: str
@@ -28,3 +30,4 @@ class Rule(NamedTuple):
     sources: Sequence[Tensor] = ()
     tape: Tape | None = None
     lost: Sequence[bool] | None = None
+    cut: Sequence[bool] = ()

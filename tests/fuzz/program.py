@@ -13,6 +13,10 @@ import tensorflow as tf
 
 from fuzz import pieces
 
+# For what four transformations make of rounding.
+TOLERANCES = {
+    "float64": 1e-7, "complex128": 1e-7, "float32": 2e-2, "complex64": 2e-2, "float16": 0.1,
+}  # fmt: skip
 # What an error may be: not those that come of a slip in the library itself.
 SLIPS = (AssertionError, AttributeError, KeyError, NameError, RecursionError, UnboundLocalError)
 
@@ -85,7 +89,7 @@ class Program:
         if y is None:
             return "right" if not expected.any() else f"None, expected {expected}"
         y = tf.convert_to_tensor(y).numpy()  # from slices, too
-        tolerance = 1e-7 if self.dtype in ("float64", "complex128") else 2e-2
+        tolerance = TOLERANCES[self.dtype]
         if y.shape == expected.shape:
             size = 1 + np.abs(expected).max(initial=0)
             if np.allclose(y, expected, rtol=tolerance, atol=tolerance * size):
@@ -122,7 +126,7 @@ class Program:
         wide = "complex128" if self.is_complex else "float64"
         return "\n\n".join(
             [
-                "import concurrent.futures\nimport tempfile\n\nimport numpy as np\n"
+                "import concurrent.futures\nimport functools\nimport tempfile\n\nimport numpy as np\n"
                 "import tensorflow as tf\n\nimport sgtrick\n\n"
                 "ONE, SCALE = tf.Variable(1.0, trainable=False), tf.Variable(1.0)",
                 *texts.values(),

@@ -13,7 +13,7 @@ from fuzz.calls import Leaf
 from fuzz.checks import SMOOTH, Check
 from fuzz.frameworks import REDUCTIONS, Foreign
 from fuzz.hosts import Host
-from fuzz.program import Program
+from fuzz.program import TOLERANCES, Program
 
 SETTINGS = settings(
     database=None,
@@ -27,22 +27,31 @@ SETTINGS = settings(
 
 @st.composite
 def programs(draw):
-    dtype = draw(st.sampled_from(["float64", "float64", "float32", "complex128"]))
+    dtype = draw(st.sampled_from(["float64", "float64", *TOLERANCES]))
     functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, pieces.FORMS + 2 * pieces.OUTSIDE
-    if dtype == "complex128":
-        functions, rules = (pieces.Asinh, pieces.Sum), pieces.OF_COMPLEX
+    if dtype == "float16":  # for which TensorFlow has no linear algebra
+        functions = (pieces.Asinh, pieces.Sum, pieces.LogSoftmax)
+    if dtype.startswith("complex"):
+        functions = (pieces.Asinh, pieces.Sum)
         forms = [f for f in forms if f not in pieces.OF_REAL]
     function = draw(st.sampled_from(functions))
     if not hasattr(function, "engine"):
-        forms = [f for f in forms if f not in pieces.OF_FEW]
+        forms = [f for f in forms if f not in pieces.ENGINES]
     rank = draw(st.sampled_from(function.ranks))
     runs = [(step,) for step in pieces.STEPS + pieces.OVER_MEMBERS]
     steps = sum(draw(st.lists(st.sampled_from([*pieces.OFTEN, *runs]), max_size=4)), ())[:4]
+    form = draw(st.sampled_from(forms))
+    if form is pieces.with_gradient_in_a_branch:
+        # Whether all that is closed over is known is not found out in eager execution where the
+        # upstream gradient is zero.
+        steps = tuple(step for step in steps if step is not pieces.twice_in_reverse)
+    if steps.count(pieces.accumulator) > 2:  # which takes minutes to store
+        steps = tuple(step for step in steps if "saved_model" not in step.__name__)
     sizes = st.sampled_from([2, 3, 1, 2, 3, 0])
     return Program(
         function,
         draw(st.sampled_from(rules)),
-        draw(st.sampled_from(forms)),
+        form,
         steps,
         tuple(draw(st.lists(sizes, min_size=rank, max_size=rank))),
         draw(st.sampled_from([2, 3, 1])),

@@ -1,9 +1,13 @@
 """Forms, on computations of the value that have twice its derivative."""
 
+import functools
+
+import numpy as np
 import tensorflow as tf
 
 import sgtrick
-from fuzz.pieces.functions import Asinh, conj, hessian, hessian_times
+from fuzz.pieces.functions import Asinh, conj, hess, hessian, hessian_times
+from fuzz.pieces.rules import is_near
 
 
 def misled(function, x):
@@ -26,6 +30,21 @@ def with_gradient_in_part(function, rule):
 
 def from_value_and_gradient(function, rule):
     return sgtrick.from_value_and_gradient(lambda x: (misled(function, x), rule(function, x)))
+
+
+def from_value_and_gradient_with_aux(function, rule):
+    """By its second argument; the first keeps autodiff."""
+
+    @sgtrick.from_value_and_gradient(argnums=(1,), has_aux=True)
+    def form(scale, x):
+        return (misled(function, x) * scale, tf.size(x)), (rule(function, x) * scale,)
+
+    def run(x):
+        scale = tf.exp(tf.reduce_mean(x))
+        y, n = form(scale, x)
+        return y * tf.cast(n + 1, x.dtype) / tf.cast(tf.size(x) + 1, x.dtype) / scale
+
+    return run
 
 
 def custom_jvp(function, rule):
@@ -74,15 +93,19 @@ def custom_vjp_that_clips(function, rule):
     return form
 
 
+def host(u):
+    v = tf.numpy_function(lambda u: u + 0, [u], u.dtype, stateful=False)
+    v.set_shape(u.shape)
+    return v
+
+
 def custom_vjp_on_host(function, rule):
     """Which cannot be transposed."""
 
     @sgtrick.custom_vjp
     def form(x):
         def grad_fn(u):
-            v = tf.numpy_function(lambda u: u + 0, [u], u.dtype, stateful=False)
-            v.set_shape(u.shape)
-            return function.pull(rule(function, x), v)
+            return function.pull(rule(function, x), host(u))
 
         return misled(function, x), grad_fn
 
@@ -113,6 +136,20 @@ def custom_jvp_of_objects(function, rule):
         return (thrice.by_jvp(x) - once.by_jvp(x)) / 2
 
     return run
+
+
+def custom_jvp_of_a_number(function, rule):
+    """Which has no derivative itself."""
+
+    @functools.partial(sgtrick.custom_jvp, nondiff_argnums=(0,))
+    def form(times, x):
+        return misled(function, x) * times
+
+    @form.defjvp
+    def _(times, primals, tangents):
+        return None, function.push(rule(function, primals[0]) * times, tangents[0])
+
+    return lambda x: form(2, x) / 2
 
 
 def custom_jvp_of_structures(function, rule):
@@ -156,6 +193,27 @@ def custom_gradient(function, rule):
     return lambda x: sgtrick.custom_gradient(misled(function, x), rule(function, x), x)
 
 
+def custom_gradient_stopped_by_hand(function, rule):
+    """Another tensor, which is made of x as well, keeps autodiff."""
+
+    def run(x):
+        at, scale = tf.stop_gradient(x), tf.exp(tf.reduce_mean(x))
+        y, j = misled(function, at) * scale, rule(function, at) * scale
+        return sgtrick.custom_gradient(y, j, x, fx_gx_manually_stopped=True) / scale
+
+    return run
+
+
+def custom_gradient_with_hx_stopped_by_hand(function, rule):
+    def run(x):
+        at, scale = tf.stop_gradient(x), tf.exp(tf.reduce_mean(x))
+        y, j = misled(function, at) * scale, rule(function, at) * scale
+        hx = hessian(function, at) * scale
+        return sgtrick.custom_gradient(y, j, x, fx_gx_manually_stopped=True, hx=hx) / scale
+
+    return run
+
+
 def from_numpy(function, rule):
     del rule
 
@@ -176,6 +234,36 @@ def from_numpy_with_hessp(function, rule):
     return run
 
 
+def from_numpy_with_hess(function, rule):
+    """And its gradient apart."""
+    del rule
+
+    def run(x):
+        return sgtrick.from_numpy(
+            lambda x: function.engine(x)[0],
+            grad=lambda x: function.engine(x)[1],
+            hess=lambda x: hess(function, x),
+            event_ndims=0 if function is Asinh else x.shape.rank,
+        )(x)
+
+    return run
+
+
+def from_numpy_vectorized(function, rule):
+    del rule
+
+    def run(x):
+        ndims = 0 if function is Asinh else x.shape.rank
+        point = f"({','.join('mn'[:ndims])})"
+        both = np.vectorize(function.engine, "dd", signature=f"{point}->(),{point}")
+        hessp = np.vectorize(function.hessp, "d", signature=f"{point},{point}->{point}")
+        return sgtrick.from_numpy(
+            lambda x: both(x), hessp=lambda x, v: hessp(x, v), event_ndims=ndims, vectorized=True
+        )(x)
+
+    return run
+
+
 def custom_gradient_with_hx(function, rule):
     def run(x):
         value, hx = misled(function, x), hessian(function, x)
@@ -191,6 +279,20 @@ def custom_gradient_with_a_function_hx(function, rule):
             rule(function, x),
             x,
             hx=lambda v: hessian_times(function, x, v),
+        )
+
+    return run
+
+
+def custom_gradient_with_a_function_hx_on_host(function, rule):
+    """For one half, of which TensorFlow only sees the other."""
+
+    def run(x):
+        return sgtrick.custom_gradient(
+            misled(function, x),
+            rule(function, x),
+            x,
+            hx=lambda v: hessian_times(function, x, (v + host(v)) / 2),
         )
 
     return run
@@ -223,7 +325,7 @@ def with_gradient_in_a_branch(function, rule):
         form = sgtrick.with_gradient(
             lambda x: misled(function, x) * scale, lambda x: rule(function, x) * scale
         )
-        y = tf.cond(tf.reduce_sum(x) > -1e9, lambda: form(x), lambda: form(2 * x))
+        y = tf.cond(is_near(x), lambda: form(x), lambda: form(2 * x))
         return y / scale
 
     return run
@@ -248,18 +350,31 @@ def custom_vjp_of_a_variable(function, rule):
     return form
 
 
+def with_gradient_of_a_variable(function, rule):
+    def grad(x, variables):
+        y = tf.cast(function.true(x), tf.float32)
+        by_others = [y if v is SCALE else None for v in variables]
+        return rule(function, x) * tf.cast(SCALE, x.dtype), by_others
+
+    return sgtrick.with_gradient(lambda x: misled(function, x) * tf.cast(SCALE, x.dtype), grad)
+
+
 # Roots and tricks.
 
 
 def implicit_root(function, rule):
-    """Of an equation with a rule of its own in it."""
+    """Of equations with a rule of its own in them: each row of roots is a system."""
     form = custom_vjp(function, rule)
 
     def run(x):
         root = misled(function, x)
-        return sgtrick.implicit_root(
-            lambda y, x: (y - form(x)) * (2 + tf.sin(y)), root, x, batch_ndims=root.shape.rank
-        )
+        rank = root.shape.rank or 0
+
+        def residual(y, x):
+            r = (y - form(x)) * (2 + tf.sin(y))
+            return r + tf.cumsum(r, -1) / 2 if rank else r
+
+        return sgtrick.implicit_root(residual, root, x, batch_ndims=max(rank - 1, 0))
 
     return run
 
@@ -319,19 +434,23 @@ def magic_box(function, rule):
 
 
 FORMS = (
-    with_gradient, with_gradient_in_part, from_value_and_gradient, custom_jvp, custom_vjp,
-    custom_vjp_of_structures, custom_vjp_that_clips, custom_vjp_on_host, custom_jvp_of_objects,
-    custom_jvp_of_structures, with_gradient_by_keyword, custom_gradient, from_numpy,
-    from_numpy_with_hessp, custom_gradient_with_hx, custom_gradient_with_a_function_hx,
-    custom_gradient_without_curvature, custom_vjp_in_a_function, with_gradient_in_a_branch,
-    custom_vjp_of_a_variable, implicit_root, implicit_reparameterize, straight_through,
+    with_gradient, with_gradient_in_part, with_gradient_by_keyword, with_gradient_of_a_variable,
+    from_value_and_gradient, from_value_and_gradient_with_aux, custom_jvp, custom_jvp_of_objects,
+    custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
+    custom_vjp_that_clips, custom_vjp_on_host, custom_vjp_of_a_variable, custom_gradient,
+    custom_gradient_with_hx, custom_gradient_with_a_function_hx,
+    custom_gradient_with_a_function_hx_on_host, custom_gradient_without_curvature,
+    custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,
+    from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized, custom_vjp_in_a_function,
+    with_gradient_in_a_branch, implicit_root, implicit_reparameterize, straight_through,
     scale_gradient, clip_gradient, stop_gradient, magic_box,
 )  # fmt: skip
 # Which reach for what was computed outside, as those do in which most was wrong.
 OUTSIDE = (custom_vjp_in_a_function, with_gradient_in_a_branch)
-# Which there are not of each function, or not of complex numbers.
-OF_FEW = (from_numpy, from_numpy_with_hessp, custom_gradient_with_a_function_hx)
+# Which there are only of functions to a number and of those entry by entry.
+ENGINES = (from_numpy, from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized)
+# Which there are not of complex numbers.
 OF_REAL = (
-    *OF_FEW, custom_vjp_that_clips, custom_gradient_with_hx, with_gradient_in_a_branch,
-    implicit_root, implicit_reparameterize, clip_gradient, magic_box,
+    *ENGINES, custom_vjp_that_clips, with_gradient_of_a_variable, implicit_root,
+    implicit_reparameterize, clip_gradient, magic_box,
 )  # fmt: skip

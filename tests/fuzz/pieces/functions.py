@@ -134,17 +134,25 @@ FUNCTIONS = (Asinh, Sum, LogSoftmax, Logdet)
 
 def hessian(function, x):
     """Blocks `R + D + D`, or `R` where the function is one entry by entry."""
-    with tf.GradientTape() as tape:
+    with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)
         j = function.jacobian(x)
     if function is Asinh:
-        return tape.gradient(j, x)
-    return tape.jacobian(j, x, experimental_use_pfor=False)
+        return conj(tape.gradient(j, x))
+    return conj(tape.jacobian(j, x, experimental_use_pfor=False))
 
 
 def hessian_times(function, x, v):
-    """Of functions to a number, or entry by entry."""
+    """Each entry's Hessian times a vector."""
+    if function is LogSoftmax:
+        return tf.linalg.matvec(hessian(function, x), v)
     with tf.GradientTape() as tape:
         tape.watch(x)
         along = tf.reduce_sum(function.jacobian(x) * v)
-    return tape.gradient(along, x)
+    return conj(tape.gradient(along, x))
+
+
+def hess(function, x):
+    """Of engines, column by column."""
+    units = np.eye(x.size).reshape(x.size, *x.shape)
+    return np.array([function.hessp(x, v) for v in units]).reshape(x.shape + x.shape)

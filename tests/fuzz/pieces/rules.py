@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 import sgtrick
+from fuzz.pieces.functions import conj
 
 
 def closed_form(function, x):
@@ -27,10 +28,12 @@ def in_a_loop(function, x):
     )[1]
 
 
+def is_near(x):
+    return tf.reduce_sum(tf.abs(x)) < 1e4
+
+
 def in_a_branch(function, x):
-    return tf.cond(
-        tf.reduce_sum(x) > -1e9, lambda: function.jacobian(x), lambda: 0 * function.jacobian(x)
-    )
+    return tf.cond(is_near(x), lambda: function.jacobian(x), lambda: 0 * function.jacobian(x))
 
 
 def in_a_function(function, x):
@@ -43,7 +46,7 @@ def by_a_tape(function, x):
     with tf.GradientTape() as tape:
         tape.watch(j)
         y = j**2 / 2
-    return tape.gradient(y, j)
+    return conj(tape.gradient(y, j))
 
 
 def by_another_form(function, x):
@@ -52,7 +55,7 @@ def by_another_form(function, x):
 
 
 def by_a_mapped_form(function, x):
-    square = sgtrick.custom_vjp(lambda a: (a**2, lambda u: 2 * a * u))
+    square = sgtrick.custom_vjp(lambda a: (a**2, lambda u: conj(2 * a) * u))
     j = function.jacobian(x)
     squares = tf.vectorized_map(square, tf.reshape(j, [-1]))
     return j + tf.reshape(squares - tf.reshape(j, [-1]) ** 2, tf.shape(j))
@@ -71,7 +74,6 @@ def with_a_variable(function, x):
 
 ONE = tf.Variable(1.0, trainable=False)
 
-OF_COMPLEX = (closed_form, stopped, on_host, in_a_loop, in_a_function, with_a_variable)
 RULES = (
     closed_form, stopped, on_host, in_a_loop, in_a_branch, in_a_function, by_a_tape,
     by_another_form, by_a_mapped_form, by_a_form_that_closes_over_it, with_a_variable,

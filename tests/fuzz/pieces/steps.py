@@ -11,7 +11,7 @@ import tempfile
 import tensorflow as tf
 
 from fuzz.pieces.forms import SCALE
-from fuzz.pieces.rules import ONE
+from fuzz.pieces.rules import ONE, is_near
 
 
 def weights(y):
@@ -119,8 +119,8 @@ def accumulator(f):
     return run
 
 
-def accumulator_by_tapes(f):
-    """Twice in reverse: the pullback is linear, and its transpose is the pushforward."""
+def twice_in_reverse(f):
+    """Forward mode: the pullback is linear, and its transpose is the pushforward."""
 
     def run(x):
         t = 1 + weights(x)
@@ -134,6 +134,9 @@ def accumulator_by_tapes(f):
         return outer.gradient(g, u, t)
 
     return run
+
+
+twice_in_reverse_by_tapes = accumulator_by_tapes = twice_in_reverse
 
 
 def unrelated_tape(f):
@@ -211,6 +214,22 @@ def recompute(f):
 recompute_by_tapes = function_by_tapes
 
 
+def native_rule(f):
+    """In a function with a gradient in TensorFlow's own protocol."""
+
+    @tf.custom_gradient
+    def run(x):
+        with tf.GradientTape() as t:
+            t.watch(x)
+            y = f(x)
+        return y, lambda u: t.gradient(y, x, u)
+
+    return run
+
+
+native_rule_by_tapes = function_by_tapes
+
+
 def threads(f):
     """Two at once."""
 
@@ -279,6 +298,31 @@ def saved_model_without_gradients(f):
 saved_model_without_gradients_by_tapes = function_by_tapes
 
 
+def lite(f):
+    """Converted for TensorFlow Lite."""
+
+    def run(x):
+        if not tf.executing_eagerly():
+            raise NotImplementedError("an interpreter of its own")
+        module = tf.Module()
+        module.variables_of_pieces = [ONE, SCALE]
+        module.f = tf.function(f, input_signature=[tf.TensorSpec(x.shape, x.dtype)])
+        concrete = [module.f.get_concrete_function()]
+        converter = tf.lite.TFLiteConverter.from_concrete_functions(concrete, module)
+        ops = tf.lite.OpsSet
+        converter.target_spec.supported_ops = [ops.TFLITE_BUILTINS, ops.SELECT_TF_OPS]
+        interpreter = tf.lite.Interpreter(model_content=converter.convert())
+        interpreter.allocate_tensors()
+        interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x)
+        interpreter.invoke()
+        return tf.constant(interpreter.get_tensor(interpreter.get_output_details()[0]["index"]))
+
+    return run
+
+
+lite_by_tapes = function_by_tapes
+
+
 def loop(f):
     def run(x):
         y = f(x)
@@ -296,8 +340,24 @@ def loop_by_tapes(f):
     return lambda x: f(x) + f(x * 1.25)
 
 
+def loop_in_autograph(f):
+    """A loop of Python's, which TensorFlow converts."""
+
+    @tf.function
+    def run(x):
+        y = tf.zeros_like(f(x))
+        for i in tf.range(2):
+            y += f(x * (1 + tf.cast(i, x.dtype) / 4))
+        return y
+
+    return run
+
+
+loop_in_autograph_by_tapes = loop_by_tapes
+
+
 def branch(f):
-    return lambda x: tf.cond(tf.reduce_sum(x) > -1e9, lambda: f(x), lambda: f(2 * x))
+    return lambda x: tf.cond(is_near(x), lambda: f(x), lambda: f(2 * x))
 
 
 def branch_by_tapes(f):
@@ -367,15 +427,13 @@ def dataset(f):
 dataset_by_tapes = vectorized_map_by_tapes
 
 
-def batch_jacobian(f):
+def batch_jacobian(f, by_a_loop=False):
     def run(x):
-        with tf.GradientTape() as t:
+        with tf.GradientTape(persistent=by_a_loop) as t:
             t.watch(x)
-            y = tf.vectorized_map(f, x)
-        j = t.batch_jacobian(y, x)
-        n = y.shape.rank - 1
-        w = weights(y[0])
-        return tf.stack([tf.tensordot(w, j_i, n) for j_i in tf.unstack(j)])
+            y = tf.vectorized_map(lambda row: tf.reshape(f(row), [-1]), x)
+        j = t.batch_jacobian(y, x, experimental_use_pfor=not by_a_loop)
+        return tf.stack([tf.tensordot(weights(y[0]), j_i, 1) for j_i in tf.unstack(j)])
 
     return run
 
@@ -384,13 +442,23 @@ def batch_jacobian_by_tapes(f):
     return vectorized_map_by_tapes(tape(f))
 
 
+def batch_jacobian_by_a_loop(f):
+    return batch_jacobian(f, by_a_loop=True)
+
+
+batch_jacobian_by_a_loop_by_tapes = batch_jacobian_by_tapes
+
+
 STEPS = (
     tape, persistent_tape, jacobian, jacobian_by_a_loop, symbolic, graph_and_session, accumulator,
-    unrelated_tape, function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
-    xla, recompute, threads, replica, replicas, saved_model, saved_model_without_gradients, loop,
-    branch, square, plus_native, at_a_scaled_point,
+    twice_in_reverse, unrelated_tape, function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
+    xla, recompute, native_rule, threads, replica, replicas, saved_model,
+    saved_model_without_gradients, lite, loop, loop_in_autograph, branch, square, plus_native,
+    at_a_scaled_point,
 )  # fmt: skip
-OVER_MEMBERS = (vectorized_map, map_fn, scan, dataset, batch_jacobian)
+OVER_MEMBERS = (
+    vectorized_map, map_fn, scan, dataset, batch_jacobian, batch_jacobian_by_a_loop,
+)  # fmt: skip
 # What has found the most.
 OFTEN = (
     *4 * [(vectorized_map, tape)], *2 * [(tape, tape)], *2 * [(tape, vectorized_map)],
