@@ -17,9 +17,10 @@ from sgtrick._core.formula import formula
 matrix.configure()
 
 # TensorFlow keeps the Python stack of every operation, for messages. With pytest's frames at the
-# bottom of each, that is an eighth of the time of all tests.
+# bottom of each, that is an eighth of the time of all tests. So all share one, whose frames are
+# looked up here: where TensorFlow looks for them later, it may crash.
 STACK = tf_stack.extract_stack()
-str(STACK)  # its frames, found while they are there: TensorFlow crashes where it looks for them later
+str(STACK)
 tf_stack.extract_stack = lambda stacklevel=1: STACK
 
 
