@@ -231,12 +231,14 @@ class TestTensors:
         with pytest.raises(LookupError, match=r"closes over.*Pass what it closes over as an arg"):
             reverse(reverse(f, 1), 0)(X, A)
 
-    @pytest.mark.parametrize("beside", ["nothing", "variable"])
     @pytest.mark.parametrize(
         "modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms)
     )
     @pytest.mark.parametrize("by", ORDERS, ids=str)
-    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize(
+        ("name", "beside"),
+        [*((name, "variable") for name in FORMS), ("with_gradient", "nothing")],
+    )
     def test_in_eager_by_forward_mode(self, name, by, modes, beside):
         one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
 
