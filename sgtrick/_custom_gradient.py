@@ -116,12 +116,8 @@ def custom_gradient(
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             hessian = _hessian(name, hx, x, fx, leaves, stop)
             order = None if value_form.is_zero(hx) else 1 if hx is None else 2
-            if fx_gx_manually_stopped and leaves:
-                # gx has derivatives of its own here, so hx belongs to a second gradient of zeros.
-                fx = formula(fx, leaves, order=None, stopped=False)
-                leaves = [leaf._replace(gx=tf.zeros_like(leaf.gx)) for leaf in leaves]
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
-            return _embed(name, stop(fx), leaves, hessian, order)
+            return _embed(name, stop(fx), leaves, hessian, order, not fx_gx_manually_stopped)
 
 
 def _hessian(
@@ -143,6 +139,7 @@ def _embed(
     leaves: Sequence[Leaf],
     hessian: Blocks | Product | None,
     order: int | None,
+    stopped: bool,
 ) -> Tensor:
     """The derivative in two forms: as a pullback, which is faster, and as the formula.
 
@@ -151,7 +148,15 @@ def _embed(
     a function for the Hessian, which would run in each forward pass.
     """
     leaves = [leaf._replace(x=here(leaf.x)) for leaf in leaves]
-    xs = [leaf.x for leaf in leaves]
+    xs, natural = [leaf.x for leaf in leaves], None
+    if xs and not (tf.executing_eagerly() or isinstance(hessian, Product)):
+        times = None if hessian is None else hessian.times
+        with not_recording():
+            natural = [formula(fx, leaves, times, order=order, stopped=stopped)]
+    if xs and not stopped:
+        # gx has derivatives of its own here, so hx belongs to a second gradient of zeros.
+        fx = formula(fx, leaves, order=None, stopped=False)
+        leaves = [leaf._replace(gx=tf.zeros_like(leaf.gx)) for leaf in leaves]
 
     def jacobians() -> list[Leaf]:
         gxs = [leaf.gx for leaf in leaves]
@@ -163,12 +168,7 @@ def _embed(
 
     rule = embedding.beside(embedding.of_jacobians(name, fx, jacobians))
     rule = rule._replace(lost=[False] * (1 + len(xs)))
-    if tf.executing_eagerly() or not xs or isinstance(hessian, Product):
-        return keep([fx], [fx, *xs], rule)[0]
-    times = None if hessian is None else hessian.times
-    with not_recording():
-        h = formula(fx, leaves, times, order=order)
-    return keep([fx], [fx, *xs], rule, natural=[h], in_graph=False)[0]
+    return keep([fx], [fx, *xs], rule, natural=natural, in_graph=natural is None)[0]
 
 
 _FIRST_ORDER = (

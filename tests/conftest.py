@@ -53,8 +53,8 @@ def _freeze():
 def formula_alone(monkeypatch):
     """Without the pullback that most tapes take in the formula's place."""
 
-    def embed(name, fx, leaves, hessian, order):
+    def embed(name, fx, leaves, hessian, order, stopped):
         times = hessian and hessian.times
-        return formula(fx, leaves, times, order=order) if leaves else fx
+        return formula(fx, leaves, times, order=order, stopped=stopped) if leaves else fx
 
     monkeypatch.setattr(_custom_gradient, "_embed", embed)

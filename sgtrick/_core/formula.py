@@ -22,7 +22,7 @@ def formula(
     hessian_times: Callable[[list[Tensor]], list[Tensor]] | None = None,
     *,
     order: int | None,
-    stopped: bool = True,
+    stopped: bool,
 ) -> Tensor:
     """Returns `fx + sum_i <gx_i + 1/2 (H z)_i, z_i>`.
 
