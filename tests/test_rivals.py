@@ -89,7 +89,8 @@ CASES = comparison_cases()
 def is_proven_elsewhere(library, problem, cell):
     """`keras.ops` has `tf`'s code; a cell that maps takes one function either way.
 
-    sgtrick's many are the Hessian blocks of test_value_matrix.py, in every cell. Where a rival is right, the table of the docs says so if it changes.
+    sgtrick's many are the Hessian blocks of test_value_matrix.py, in every cell. Where a rival is
+    right, the table of the docs says so if it changes.
     """
     telling = cell.name in TELLING
     if library in ("keras", "sgtrick") and not telling:

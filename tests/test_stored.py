@@ -68,7 +68,7 @@ def loaded(tmp_path_factory):
     @functools.cache
     def load(name, custom_gradients=True):
         folder = tmp_path_factory.mktemp("form")
-        return tf.saved_model.load(store(FORMS[name], folder, custom_gradients))
+        return tf.saved_model.load(store((ALL | FORMS)[name], folder, custom_gradients))
 
     return load
 
@@ -127,7 +127,7 @@ def test_in_a_process_without_sgtrick(loaded, tmp_path):
         assert "needs_a_SavedModel_with_experimental_custom_gradients" in error
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "custom_gradient"])
+@pytest.mark.parametrize("name", sorted(FORMS.keys() - {"custom_gradient"} | {"custom_vjp, host"}))
 def test_without_custom_gradients(name, loaded):
     f = loaded(name, custom_gradients=False).f
     np.testing.assert_allclose(f(tf.constant(POINTS)), exact(0), rtol=1e-12)

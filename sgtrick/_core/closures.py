@@ -41,12 +41,13 @@ class Closure:
         ]
         ys = [y for y in ys if structures.is_differentiable(y.dtype)]
         if tf.executing_eagerly():
-            if not (self._passed or variables or tapes.is_recorded(ys)):
+            is_recorded = tapes.is_recorded(ys)
+            if not (self._passed or variables or is_recorded):
                 return None
             sources = [*self._passed, *variables]
             unknown = not sources
             # In forward mode nothing would tell that something unknown was differentiated.
-            if tapes.is_recorded(ys) and tapes.is_pushed([*selected.xs, *ys]):
+            if is_recorded and tapes.is_pushed([*selected.xs, *ys]):
                 closed_over = self._closed_over(point)
                 if closed_over is not None:
                     return self._known(closed_over, variables)
@@ -95,7 +96,7 @@ class Closure:
         if not tf.executing_eagerly() or fits:
             return fits
         closed_over = self._closed_over(point)
-        return closed_over is not None and not any(map(_is_differentiable, closed_over))
+        return closed_over is not None and not any(map(structures.has_derivatives, closed_over))
 
     def _closed_over(self, point: Sequence[Tensor]) -> list[Tensor] | None:
         """The tensors and handles that the call uses besides its arguments, found by tracing it.
@@ -117,15 +118,11 @@ class Closure:
             for t in closed_over
             if graphs.identity_of(t) not in handles and tapes.is_recorded([t])
         ]
-        tensors = [t for t in recorded if _is_differentiable(t)]
+        tensors = [t for t in recorded if structures.has_derivatives(t)]
         if len(tensors) == len(recorded):
             return Others(self._passed, [*tensors, *variables])
         # A watched variable that is not trainable.
         return Others(self._passed, [*tensors, *variables], _is_zero, unknown=True)
-
-
-def _is_differentiable(t: Tensor) -> bool:
-    return structures.is_differentiable(t.dtype)
 
 
 def _is_zero(us: Sequence[Tensor | None], _: Sequence[Tensor]) -> Tensor:
