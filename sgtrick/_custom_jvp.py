@@ -139,9 +139,8 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
             with _transposing(form, nondiff, at):
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
             fits = adjoint.holds(us, lt, found, ts)
-            zero = loud.zero_if(fits, _NOT_LINEAR.format(name))
+            zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *lt])
             if us and not tf.executing_eagerly():  # a missing gradient could not carry the error
-                zero = loud.along(zero, us)
                 found = [
                     tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
                 ]

@@ -143,7 +143,7 @@ def _differentiable(
         gxs = [leaf.gx for leaf in again if leaf is not None]
         found = tape.gradient(gxs, points, output_gradients=list(zs))
         if all(g is None for g in found):
-            return [loud.failure(x, lost.message(call.name), zs) for x in xs]
+            return loud.failures(xs, lost.message(call.name), zs)
         return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
 
     def jacobians() -> list[Leaf | None]:

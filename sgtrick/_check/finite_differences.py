@@ -91,7 +91,9 @@ def _choose(
     significant = gap > 4 * noise
     apart = np.zeros_like(significant)
     apart[1:] = significant[1:] & significant[:-1] & (gap[1:] > RATIO**-0.4 * gap[:-1])
-    penalty = np.where(apart, gap, 0)
+    resolved = _down_to_noise(apart, significant)
+    is_kink = resolved.any(0)
+    penalty = np.where(is_kink, ~resolved, apart) * gap
     best = np.full(central.shape[1], np.nan)
     error, row = np.full_like(best, np.inf), np.zeros(best.shape, int)
     cost = np.full_like(best, np.inf)
@@ -109,7 +111,18 @@ def _choose(
             error = np.where(better, total, error)
             cost = np.where(better, total + penalty[k + m], cost)
             row = np.where(better, k + m, row)
-    lower = np.minimum(row + 1, len(h) - 1)
+    lower = np.where(is_kink, row, np.minimum(row + 1, len(h) - 1))
     column = np.arange(len(best))
-    kink = apart[lower, column] & np.isfinite(error)
+    kink = (is_kink | apart[lower, column]) & np.isfinite(error)
     return Estimate(best, error, left[lower, column], right[lower, column], kink, steps, central)
+
+
+def _down_to_noise(apart: Array, significant: Array) -> Array:
+    """The steps over which a gap does not shrink, where these are at least three and the smallest.
+
+    However much else a function does at larger steps, this is a kink.
+    """
+    rows = np.arange(len(apart))[:, None]
+    last = np.where(significant, rows, -1).max(0)
+    first = np.where(~apart & (rows <= last), rows, -1).max(0) + 1
+    return (rows >= first) & (rows <= last) & (last - first >= 2)

@@ -1,6 +1,7 @@
 """What a function depends on besides its arguments: variables, and tensors that it closes over."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -56,6 +57,7 @@ class Closure:
                 self._passed,
                 variables,
                 lambda us, ts: self._covers(ys, sources, point, us, ts),
+                lambda recording: self._is_complete(variables, point, recording),
                 unknown,
             )
         tensors, handles = ancestry.begins(ys, point, self.before)
@@ -66,7 +68,7 @@ class Closure:
         read = [v for key, v in known.items() if handles.get(key) == "read"]
         if len(read) == len(handles):
             return Others(self._passed, [*tensors, *read])
-        return Others(self._passed, [*tensors, *read], _is_zero, unknown=True)
+        return Others(self._passed, [*tensors, *read], _is_zero, _never, unknown=True)
 
     def _covers(
         self,
@@ -98,6 +100,18 @@ class Closure:
         closed_over = self._closed_over(point)
         return closed_over is not None and not any(map(structures.has_derivatives, closed_over))
 
+    def _is_complete(
+        self, variables: Sequence[Variable], point: Sequence[Tensor], recording: Any | None
+    ) -> bool:
+        """Whether a tape knows nothing that the call closes over but these variables."""
+        with tf.init_scope():
+            closed_over = self._closed_over(point)
+        return closed_over is not None and not any(
+            structures.has_derivatives(t)
+            and (recording is None or tapes.has_recorded(recording, t))
+            for t in _besides(variables, closed_over)
+        )
+
     def _closed_over(self, point: Sequence[Tensor]) -> list[Tensor] | None:
         """The tensors and handles that the call uses besides its arguments, found by tracing it.
 
@@ -112,18 +126,23 @@ class Closure:
 
     def _known(self, closed_over: Sequence[Tensor], variables: Sequence[Variable]) -> Others:
         """All that is differentiated, of a call that closes over these and nothing else."""
-        handles = {graphs.identity_of(graphs.as_used(v.handle)) for v in variables}
-        recorded = [
-            t
-            for t in closed_over
-            if graphs.identity_of(t) not in handles and tapes.is_recorded([t])
-        ]
+        recorded = [t for t in _besides(variables, closed_over) if tapes.is_recorded([t])]
         tensors = [t for t in recorded if structures.has_derivatives(t)]
         if len(tensors) == len(recorded):
             return Others(self._passed, [*tensors, *variables])
         # A watched variable that is not trainable.
-        return Others(self._passed, [*tensors, *variables], _is_zero, unknown=True)
+        return Others(self._passed, [*tensors, *variables], _is_zero, _never, unknown=True)
+
+
+def _besides(variables: Sequence[Variable], closed_over: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are not handles of the variables."""
+    handles = {graphs.identity_of(graphs.as_used(v.handle)) for v in variables}
+    return [t for t in closed_over if graphs.identity_of(t) not in handles]
 
 
 def _is_zero(us: Sequence[Tensor | None], _: Sequence[Tensor]) -> Tensor:
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(u, 0)) for u in us if u is not None]))
+
+
+def _never(_: Any | None) -> bool:
+    return False

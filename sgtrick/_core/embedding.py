@@ -7,8 +7,6 @@ may be unknown: it is a Hessian or an error.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import tensorflow as tf
-
 from sgtrick._core import loud
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.override import keep
@@ -119,11 +117,10 @@ def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str
     xs = [graphs.here(x) for x in xs]
 
     def pull(*z: Tensor) -> list[Gradient]:
-        return [*z, *(loud.failure(x, message, z) for x in xs)]
+        return [*z, *loud.failures(xs, message, z)]
 
     def push(*tangents: Tensor) -> list[Tangent]:
-        zero = loud.zero_if_still(tangents[len(gxs) :], message)
-        return [t + tf.cast(zero, t.dtype) for t in tangents[: len(gxs)]]
+        return loud.unless_moving(message, tangents[: len(gxs)], tangents[len(gxs) :], xs)
 
     rule = Rule(name, pull, push, lost=[False] * (len(gxs) + len(xs)))
     return keep(gxs, [*gxs, *xs], rule)

@@ -42,12 +42,11 @@ def symmetric(
         at, xs = [here(t) for t in at], [here(x) for x in xs]
 
         def pull(*z: Tensor) -> list[Gradient]:
-            return [*product(at, xs, z), *(loud.failure(x, _THIRD.format(name), z) for x in xs)]
+            return [*product(at, xs, z), *loud.failures(xs, _THIRD.format(name), [*vs, *z])]
 
         def push(*tangents: Tensor) -> list[Tangent]:
-            zero = loud.zero_if_still(tangents[len(xs) :], _THIRD.format(name))
-            pushed = product(at, xs, tangents[: len(xs)])
-            return [t + tf.cast(zero, t.dtype) for t in pushed]
+            pushed, points = product(at, xs, tangents[: len(xs)]), tangents[len(xs) :]
+            return loud.unless_moving(_THIRD.format(name), pushed, points, xs)
 
         inputs = [*vs, *xs]
         return keep(times(at, vs), inputs, Rule(name, pull, push, lost=[False] * len(inputs)))
@@ -116,13 +115,12 @@ class Product(value_form.Product):
         times = tracing.carried(lambda *v: self.times(v), tracing.specs_of(tangents), owner)
 
         def pull(*z: Tensor) -> list[Gradient]:
-            return [*z, *once_more(*z), *(loud.failure(x, message, z) for x in xs)]
+            return [*z, *once_more(*z), *loud.failures(xs, message, [*tangents, *z])]
 
         def along(*moving: Tensor) -> list[Tangent]:
             n, m = len(products), len(products) + len(tangents)
-            zero = loud.zero_if_still(moving[m:], message)
             pairs = zip(moving[:n], times(*moving[n:m]), strict=True)
-            return [t + ht + tf.cast(zero, t.dtype) for t, ht in pairs]
+            return loud.unless_moving(message, [t + ht for t, ht in pairs], moving[m:], xs)
 
         inputs = [*products, *tangents, *xs]
         return keep(products, inputs, Rule(self._name, pull, along, lost=[False] * len(inputs)))
@@ -157,7 +155,8 @@ class Product(value_form.Product):
             return products
         # Either it calls the host, or it does not depend on v. The latter is not symmetric.
         ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
-        zero = loud.zero_if(adjoint.holds(ws, products, self.times(ws), ts), self.not_connected)
+        fits = adjoint.holds(ws, products, self.times(ws), ts)
+        zero = loud.zero_if(fits, self.not_connected, ts)
         return [p + tf.cast(zero, p.dtype) for p in products]
 
     def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
@@ -170,7 +169,7 @@ class Product(value_form.Product):
         # Not at z, which is zero where only its own derivative is wanted.
         ws = [adjoint.probe(p) for p in products]
         fits = adjoint.holds(ws, products, tape.gradient(products, v, output_gradients=ws), v)
-        zero = loud.along(loud.zero_if(fits, self.not_connected), z)
+        zero = loud.zero_if(fits, self.not_connected, z)
         return [
             (tf.zeros_like(v_i) if g is None else g) + tf.cast(zero, v_i.dtype)
             for g, v_i in zip(found, v, strict=True)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from sgtrick._core import structures
 from sgtrick._core._tensorflow import tapes, tracing
-from sgtrick._core.types import Tensor
+from sgtrick._core.types import Tangent, Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
 _NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
@@ -45,7 +45,7 @@ def noted() -> Iterator[list[str]]:
 
 
 def failure(
-    like: Tensor, message: str, through: Sequence[Tensor], unless: Tensor | bool = False
+    like: Tensor, message: str, of: Sequence[Tensor], unless: Tensor | bool = False
 ) -> Tensor:
     """An unknown gradient with respect to a tensor: NaN, or where possible an error.
 
@@ -53,11 +53,13 @@ def failure(
     graphs the error is raised when the NaN is computed, except in XLA, which cannot raise. In eager
     execution it is raised if the tape was asked for the gradient with respect to this very tensor.
 
+    The derivatives of what is unknown are unknown too, and they may be all that is computed. So the
+    derivatives of the NaN, with respect to everything that it stands for, are NaN to every order.
+
     Args:
         like: The tensor.
         message: The message of the error.
-        through: The tensors that a gradient would be linear in. So is the NaN, since forward mode
-            transposes it.
+        of: The tensors that it depends on besides, such as the upstream gradients.
         unless: If this is true, the result is zero instead of NaN.
 
     Raises:
@@ -69,26 +71,43 @@ def failure(
         raise LookupError(message)
     _note(message)
     nan = tf.constant(float("nan"), tf.float64)
-    if unless is not False:
-        nan = tf.where(unless, tf.zeros_like(nan), nan)
+    value = nan if unless is False else tf.where(unless, tf.zeros_like(nan), nan)
     if not tf.executing_eagerly() and _MAY_RAISE.get():
-        nan = tracing.as_one(_Finite(message), nan)
+        value = tracing.as_one(_Finite(message), value)
+    value = _to_every_order(value, [like, *of])
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
-    return tf.fill(shape, tf.cast(nan * _total(through), like.dtype))
+    return tf.fill(shape, tf.cast(value, like.dtype))
 
 
-def failures(
-    likes: Sequence[Tensor], message: str, through: Sequence[Tensor]
-) -> list[Tensor | None]:
+def failures(likes: Sequence[Tensor], message: str, of: Sequence[Tensor]) -> list[Tensor | None]:
     """`failure` for each of several tensors; None for those without derivatives."""
     return [
-        failure(like, message, through) if structures.is_differentiable(like.dtype) else None
+        failure(like, message, [*likes, *of]) if structures.is_differentiable(like.dtype) else None
         for like in likes
     ]
 
 
-def zero_if(holds: Tensor, message: str) -> Tensor:
+def unless_moving(
+    message: str, along: Sequence[Tangent], points: Sequence[Tensor], xs: Sequence[Tensor]
+) -> list[Tangent]:
+    """Tangents, or an error, as in `zero_if`, if the tangents `points` are not all zero.
+
+    Args:
+        message: The message of the error.
+        along: The tangents.
+        points: Tangents of `xs`.
+        xs: What the unknown part depends on.
+    """
+    still = [tf.reduce_all(tf.equal(t, 0)) for t in points]
+    zero = zero_if(tf.reduce_all(tf.stack(still)), message, [*points, *xs])
+    return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
+
+
+def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:
     """Zero, a float64; if `holds` is false, an error with this message, or NaN in XLA.
+
+    Then its derivatives with respect to `of` are NaN to every order: they may be all that is
+    computed, and then nothing raises.
 
     Raises:
         LookupError: In eager execution.
@@ -99,20 +118,26 @@ def zero_if(holds: Tensor, message: str) -> Tensor:
         return tf.constant(0.0, tf.float64)
     if tf.executing_eagerly() and not holds:
         _note(message)
-    return tracing.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
+    zero = tracing.as_one(_Zero(message if _MAY_RAISE.get() else None), holds)
+    return _to_every_order(zero, of)
 
 
-def along(zero: Tensor, through: Sequence[Tensor]) -> Tensor:
-    """The result of `zero_if` times a sum of `through`, so that its derivatives are NaN too.
+def _to_every_order(zero: Tensor, of: Sequence[Tensor]) -> Tensor:
+    """The same number, zero or NaN, with derivatives with respect to `of` that are the same."""
+    of = [t for t in of if structures.is_differentiable(t.dtype)]
+    if not of:
+        return zero
+    # The cosine has derivatives of every order.
+    return zero + tf.math.multiply_no_nan(zero, _increment(tf.cos(_total(of))))
 
-    Forward mode around a function differentiates gradients with respect to the tensors that they
-    are linear in, which would drop a constant.
-    """
-    return tf.math.multiply_no_nan(_total(through), zero)
+
+def _increment(t: Tensor) -> Tensor:
+    """`t` minus its own value: zero, with the derivatives of `t`."""
+    return t - tf.stop_gradient(t)
 
 
-def _total(through: Sequence[Tensor]) -> Tensor:
-    return tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in through])
+def _total(of: Sequence[Tensor]) -> Tensor:
+    return tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in of])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +160,6 @@ class _Zero:
         zero, nan = tf.constant(0.0, tf.float64), tf.constant(float("nan"), tf.float64)
         number = tf.where(holds, zero, nan)
         return number if self.message is None else _Finite(self.message)(number)
-
-
-def zero_if_still(tangents: Sequence[Tensor], message: str) -> Tensor:
-    """Zero if all tangents are zero; otherwise an error, as in `zero_if`."""
-    still = [tf.reduce_all(tf.equal(t, 0)) for t in tangents]
-    return zero_if(tf.reduce_all(tf.stack(still)), message)
 
 
 def _note(message: str) -> None:

@@ -20,7 +20,7 @@ repeats, to every order.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -45,12 +45,14 @@ class Others(NamedTuple):
         passed: Tensors that are passed to the gradients.
         closed: Tensors, followed by variables, that the gradients close over.
         covers: Whether these account for all derivatives of the values along given tangents.
+        complete: Whether they do along any, of those that a tape knows, given what it has recorded.
         unknown: Whether the values depend on something else, too, as far as can be seen.
     """
 
     passed: Sequence[Tensor]
     closed: Sequence[Tensor | Variable] = ()
     covers: Callable[[Sequence[Tensor | None], Sequence[Tangent]], Tensor | bool] | None = None
+    complete: Callable[[Any | None], bool] | None = None
     unknown: bool = False
 
 
@@ -154,7 +156,7 @@ def keep_own(
         # The tensors of the forward pass may be out of reach here.
         near = _within_reach(point, us)
         live = [tf.convert_to_tensor(u) for u in present(us)]
-        n = len(live)
+        n, recording = len(live), tapes.asked()
 
         def gradients(
             zs: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
@@ -165,9 +167,14 @@ def keep_own(
             assert others.covers
             return others.covers(spread(zs[:n], us), zs[n:])
 
+        def complete() -> bool:
+            assert others.complete
+            return others.complete(recording)
+
         # The part of (df/dw)' u that varies with x. Its value is zero.
         zeros = [tf.zeros_like(_as_tensor(t)) for t in (*near.others.passed, *near.others.closed)]
-        kept = keep_own(near.again(gradients, live), [*live, *zeros], gap=_gap(point, covers))
+        missing = _gap(point, covers, complete)
+        kept = keep_own(near.again(gradients, live), [*live, *zeros], gap=missing)
         return [*spread(kept[:n], us), *by_xs, *kept[n:]]
 
     def push(*tangents: Tangent) -> list[Tangent]:
@@ -176,7 +183,7 @@ def keep_own(
         of_others = tangents[len(ys) + len(xs) :]
         along = rule.push(*of_xs) if rule and callable(rule.push) else point.along_point(ys, of_xs)
         if gap:
-            along = gap.pushed(along, of_xs)
+            along = gap.pushed(along, of_xs, xs)
         moved = [
             a if t is None else t if a is None else t + a for t, a in zip(of_ys, along, strict=True)
         ]
@@ -195,7 +202,12 @@ def keep_own(
             assert others.covers
             return others.covers(of_ys, of_others)
 
-        kept = keep_own(near.again(gradients, live), present(moved), gap=_gap(point, covers))
+        def complete() -> bool:
+            assert others.complete
+            return others.complete(None)
+
+        missing = _gap(point, covers, complete)
+        kept = keep_own(near.again(gradients, live), present(moved), gap=missing)
         return spread(kept, moved)
 
     if rule:
@@ -209,34 +221,53 @@ class _Gap(NamedTuple):
     Attributes:
         name: The function's name in errors.
         covers: Whether the known tensors account for the derivatives, given their cotangents.
+        complete: Whether they do so for any cotangents.
         unknown: Whether there certainly are unknown tensors.
     """
 
     name: str
     covers: Callable[..., Tensor | bool]
+    complete: Callable[[], bool]
     unknown: bool
 
     def pulled(
         self, by_xs: Sequence[Gradient], xs: Sequence[Tensor], us: Sequence[Tensor | None]
     ) -> list[Gradient]:
         """Gradients with respect to the point, or errors if a part is missing."""
-        message, fits = _ELSEWHERE.format(self.name), self.covers(*us)
-        return [
-            g + loud.failure(x, message, present(us), unless=fits)
+        message, through, fits = _ELSEWHERE.format(self.name), present(us), self.covers(*us)
+        gradients = [
+            g + loud.failure(x, message, through, unless=fits)
             for g, x in zip(by_xs, xs, strict=True)
         ]
+        n = len(gradients)
 
-    def pushed(self, along: Sequence[Tangent], tangents: Sequence[Tangent]) -> Sequence[Tangent]:
+        # That no part is missing here, as where `us` are zero, does not mean that none is nearby.
+        def pull(*z: Tensor) -> list[Gradient]:
+            by_us = [None] * len(through) if self.complete() else loud.failures(through, message, z)
+            return [*z, *by_us]
+
+        def push(*tangents: Tangent) -> Sequence[Tangent]:
+            along = tangents[:n]
+            return along if self.complete() else self.pushed(along, tangents[n:], through)
+
+        inputs = [*gradients, *through]
+        return keep(gradients, inputs, Rule(self.name, pull, push, lost=[False] * len(inputs)))
+
+    def pushed(
+        self, along: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]
+    ) -> Sequence[Tangent]:
         """Tangents along those of the point, or errors if a part is missing."""
         if not self.unknown:
             return along
-        zero = loud.zero_if_still(present(tangents), _ELSEWHERE.format(self.name))
-        return [None if a is None else a + tf.cast(zero, a.dtype) for a in along]
+        return loud.unless_moving(_ELSEWHERE.format(self.name), along, present(tangents), xs)
 
 
-def _gap(point: ByPoint, covers: Callable[..., Tensor | bool]) -> _Gap | None:
+def _gap(
+    point: ByPoint, covers: Callable[..., Tensor | bool], complete: Callable[[], bool]
+) -> _Gap | None:
     """The gap of derivatives of values, None if everything that the values depend on is known."""
-    return _Gap(point.name, covers, point.others.unknown) if point.others.covers else None
+    others = point.others
+    return _Gap(point.name, covers, complete, others.unknown) if others.covers else None
 
 
 _ELSEWHERE = (
@@ -284,7 +315,7 @@ def _within_reach(point: ByPoint, us: Sequence[Tensor | None]) -> ByPoint:
 
     brought = [here(t) for t in (*passed, *map(_as_tensor, tensors))]
     variables = [c for c in closed if not isinstance(c, tf.Tensor)]
-    others = Others(brought, variables, point.others.covers)
+    others = Others(brought, variables, point.others.covers, point.others.complete)
     return ByPoint(point.name, gradients, [here(x) for x in xs], others)
 
 

@@ -282,9 +282,9 @@ def _with_errors(
         by = loses()
         with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
             if by.upstream and not transposable:
-                us = loud.failures(at, lost.cut_message(rule.name), z)
+                us = loud.failures(at, lost.cut_message(rule.name), [*z, *xs])
             if by.sources:
-                points = loud.failures(xs, lost.message(rule.name), z)
+                points = loud.failures(xs, lost.message(rule.name), [*z, *at])
         if by.sources and by_graph:  # forward over forward mode differentiates the results of z
             z = tuple(_losing(rule.name, list(z), xs))
         if not transposable:
@@ -294,7 +294,7 @@ def _with_errors(
         if not (by.upstream or isinstance(rule.push, str)):
             found = tracing.gradients_in(parts[0].graph, parts, at, z)
             fits = adjoint.holds(parts, z, found, at)
-        zero = loud.zero_if(fits, message)
+        zero = loud.zero_if(fits, message, [*z, *at, *xs])
         # In both, since a pullback without a derivative would also lose the error.
         moved = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
         return [*moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
@@ -304,8 +304,10 @@ def _with_errors(
         z, us, points = list(tangents[:n]), tangents[n : -len(xs)], tangents[-len(xs) :]
         by = tapes.apart(loses)
         if by.upstream:
-            z = _unless_moving(lost.cut_message(rule.name), z, us)
-        return _unless_moving(lost.message(rule.name), z, points) if by.sources else z
+            z = loud.unless_moving(lost.cut_message(rule.name), z, present(us), at)
+        if by.sources:
+            z = loud.unless_moving(lost.message(rule.name), z, present(points), xs)
+        return z
 
     return _pass_on(parts, [*at, *xs], pull, push)
 
@@ -324,17 +326,10 @@ def _losing(name: str, parts: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor
         return [*z, *loud.failures(xs, lost.message(name), z)]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        return _unless_moving(lost.message(name), tangents[: len(parts)], tangents[len(parts) :])
+        along, points = tangents[: len(parts)], present(tangents[len(parts) :])
+        return loud.unless_moving(lost.message(name), along, points, xs)
 
     return _pass_on(parts, xs, pull, push)
-
-
-def _unless_moving(
-    message: str, along: Sequence[Tangent], points: Sequence[Tangent]
-) -> list[Tangent]:
-    """Tangents, or an error if the points have nonzero tangents."""
-    zero = loud.zero_if_still(present(points), message)
-    return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
 
 
 def _pass_on(

@@ -29,7 +29,7 @@ def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) ->
         larger = rule.pull(*(None if u is None else _MANY * u for u in us))
         ls = [tf.convert_to_tensor(g) for g in present(larger)]
         fits &= adjoint.is_multiple(ls, gs, _MANY)
-    zero = loud.zero_if(fits, not_transposed(rule.name))
+    zero = loud.zero_if(fits, not_transposed(rule.name), [*gs, *ts])
     pushed = iter(found)
     return [None if u is None else _plus(next(pushed), zero, u) for u in us]
 

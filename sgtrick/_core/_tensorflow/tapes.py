@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.eager import forwardprop_util, record, tape
 
 from sgtrick._core.types import Pullback, Pushforward, Tensor
 
@@ -115,10 +115,37 @@ def asked_for(x: Tensor) -> bool:
     A tape calls pullbacks on all paths from its target, whether or not they lead to a source, and
     does not tell pullbacks its sources. They are in the stack frame of `GradientTape.gradient`.
     """
+    request = _request()
+    sources = tf.nest.flatten(request["sources"]) if request else []
+    return any(s is x or getattr(s, "handle", s) is x for s in sources)
+
+
+def asked() -> Any | None:
+    """What the tape that is calling a pullback has recorded; None if it records the call, too."""
+    request = _request()
+    if request is None or (request["self"]._persistent and request["self"]._recording):
+        return None  # a tape must not keep itself alive
+    return request["self"]._tape
+
+
+def has_recorded(recording: Any, x: Tensor) -> bool:
+    """Whether a tape that need not be active has recorded a tensor, given what it has recorded."""
+
+    def look() -> bool:
+        tape.push_tape(recording)
+        try:
+            return bool(record.should_record_backprop([x]))
+        finally:
+            tape.pop_tape(recording)
+
+    return apart(look)
+
+
+def _request() -> dict[str, Any] | None:
+    """The local variables of the `GradientTape.gradient` that is calling a pullback."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "gradient" and "sources" in frame.f_locals:
-            sources = tf.nest.flatten(frame.f_locals["sources"])
-            return any(s is x or getattr(s, "handle", s) is x for s in sources)
+            return frame.f_locals  # type: ignore[no-any-return]
         frame = frame.f_back
-    return False
+    return None
