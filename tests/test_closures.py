@@ -108,6 +108,21 @@ def expected(by):
     return chain([reverse] * len(by), by)(squared(true))(X, A).numpy()
 
 
+def transposed_at_zero(f, a, *, persistent):
+    """The derivative by `a` and then by `x`: of its product with `u`, by `u`, at zero."""
+    u = tf.zeros_like(X)
+    with tf.GradientTape() as outer:
+        outer.watch(u)
+        with tf.GradientTape() as middle:
+            middle.watch(X)
+            with tf.GradientTape(persistent=persistent) as tape:
+                tape.watch(a)
+                y = f(X, a)
+            by_a = tape.gradient(y, a)
+        by_x = middle.gradient(by_a, X, u)
+    return outer.gradient(by_x, u)
+
+
 def came(run, *args):
     """The number, or a word: that of an exception is its type."""
     try:
@@ -230,6 +245,32 @@ class TestTensors:
         np.testing.assert_allclose(reverse(f, 1)(X, A), expected((1,)), rtol=1e-12)
         with pytest.raises(LookupError, match=r"closes over.*Pass what it closes over as an arg"):
             reverse(reverse(f, 1), 0)(X, A)
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("beside", ["nothing", "variable"])
+    @pytest.mark.parametrize("name", FORMS)
+    def test_in_eager_at_an_upstream_gradient_of_zero(self, name, beside, persistent):
+        """Where nothing is missing from the derivative itself; and nobody asked for that by `u`."""
+        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
+
+        def f(x, a):
+            form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
+            return form(x) ** 2
+
+        assert np.isnan(transposed_at_zero(f, A, persistent=persistent))
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("name", FORMS)
+    def test_of_a_variable_at_an_upstream_gradient_of_zero(self, name, persistent):
+        """Constants beside it are no reason for an error."""
+        data = tf.constant(2.0, tf.float64)
+
+        def f(x, v):
+            form = FORMS[name](lambda x: data * hidden(x, v), lambda x: data * slope(x, v))
+            return (form(x) / 2) ** 2
+
+        came = transposed_at_zero(f, tf.Variable(A), persistent=persistent)
+        np.testing.assert_allclose(came, expected((1, 0)), rtol=1e-12)
 
     @pytest.mark.parametrize(
         "modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms)

@@ -40,6 +40,7 @@ from fuzz.pieces import (
     twice_in_reverse,
     vectorized_map,
     with_gradient,
+    with_gradient_in_a_branch,
     with_gradient_in_part,
 )
 from fuzz.program import Program
@@ -71,6 +72,15 @@ FOUND = [
         (pieces.function, tape, twice_in_reverse),
         (3,),
     ),
+    Program(Sum, closed_form, from_numpy, (*2 * (tape,), batch_jacobian, pieces.function), (3,)),
+    Program(
+        Asinh,
+        closed_form,
+        custom_vjp_on_host,
+        (twice_in_reverse, batch_jacobian, pieces.function),
+        (3,),
+    ),
+    Program(Asinh, closed_form, with_gradient_in_a_branch, (tape, twice_in_reverse), (3,)),
 ]
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sgtrick
+from fuzz.checks import Check
 from fuzz.strategies import SETTINGS, check_checker, checks
 
 
@@ -13,6 +14,13 @@ from fuzz.strategies import SETTINGS, check_checker, checks
 @settings(SETTINGS, max_examples=15, derandomize=True)
 def test_verdicts(drawn):
     check_checker(drawn)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_kink_in_a_function_that_is_rough_at_larger_steps(dtype):
+    """It was seen at too large a step, where it is small beside all else."""
+    terms = (("cubic", 5.0, 1.0), ("bell", 1.0, -0.4))
+    check_checker(Check((-0.3, -1.5, 1.8), terms, size_x=1e-3, size_y=1e-5, dtype=dtype, kink=1))
 
 
 @given(

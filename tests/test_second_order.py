@@ -66,6 +66,19 @@ def persistent(f):
     return run
 
 
+def by_members(f):
+    """The derivative, by `tape.batch_jacobian`."""
+
+    def run(x):
+        rows = x[:, tf.newaxis]
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            y = tf.vectorized_map(f, rows)
+        return tape.batch_jacobian(y, rows)[:, 0, 0]
+
+    return run
+
+
 TWICE = {
     "eager": lambda f: derivative(derivative(f)),
     "tf.function": lambda f: tf.function(derivative(derivative(f))),
@@ -152,6 +165,18 @@ class TestLoud:
         assert verdict(twice(lambda x: form(x) ** 2), square) in LOUD
         if around is not mapped:  # around which nothing tells this from forward mode
             assert verdict(twice(form), exact(2)) == "right"
+
+    @FORMS
+    @pytest.mark.parametrize("inner", [derivative, forward_derivative])
+    def test_where_only_the_derivative_of_what_is_unknown_is_computed(self, name, inner):
+        """So that nothing computes the NaN itself."""
+        unknown = derivative(inner(FIRST_ORDER[name]))
+        assert verdict(tf.function(by_members(unknown)), exact(3)) in LOUD
+
+    @FORMS
+    def test_of_third_order_around_a_gradient_in_a_function(self, name):
+        inside = tf.function(derivative(FIRST_ORDER[name]))
+        assert verdict(derivative(derivative(inside)), exact(3)) in LOUD
 
     @pytest.mark.parametrize("name", sorted(FIRST_ORDER.keys() - CALLS_HOST))
     def test_in_xla(self, name):
