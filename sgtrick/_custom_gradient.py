@@ -167,7 +167,7 @@ def _embed(
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
     rule = embedding.beside(embedding.of_jacobians(name, fx, jacobians))
-    rule = rule._replace(lost=[False] * (1 + len(xs)))
+    rule = rule._replace(lost=False)
     return keep([fx], [fx, *xs], rule, natural=natural, in_graph=natural is None)[0]
 
 

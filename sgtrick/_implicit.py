@@ -205,7 +205,7 @@ def _solved(
             r = equation.r([root, *ts], cs)
         return list(tape.gradient(r, sources, output_gradients=weights))
 
-    rule = Rule(equation.name, pull, lost=[False] * len(inputs))
+    rule = Rule(equation.name, pull, lost=False)
     return keep([tf.stop_gradient(x)], inputs, rule)[0]
 
 
@@ -225,7 +225,7 @@ def _solve(m: Tensor, b: Tensor) -> Tensor:
         by_b = _solve(tf.linalg.matrix_transpose(m), upstream)
         return [-by_b[..., tf.newaxis] * _solve(m, b)[..., tf.newaxis, :], by_b]
 
-    return keep([s], [m, b], Rule("implicit_root", pull, lost=[False, False]))[0]
+    return keep([s], [m, b], Rule("implicit_root", pull, lost=False))[0]
 
 
 class _Rows:

@@ -1,5 +1,6 @@
 """The contract of the value form, DESIGN 3.1: structures, shapes, values, dtypes, variables, orders."""
 
+import functools
 import itertools
 
 import keras
@@ -9,6 +10,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
+from forms import derivative
 from matrix import functions as fn
 
 NAN, INF = np.nan, np.inf
@@ -168,8 +170,10 @@ class TestStructures:
         assert g[0].numpy() == 3.0
         assert g[1] is None
 
-    def test_all_none_stops(self, embedded):
-        h, g = embedded(constant(1.0), None, constant(2.0))
+    @pytest.mark.parametrize("fx", [1.0, constant(1.0)], ids=["a number", "a tensor"])
+    @pytest.mark.parametrize("by_hand", [False, True], ids=["stopped", "stopped by hand"])
+    def test_all_none_stops(self, fx, by_hand, embedded):
+        h, g = embedded(fx, None, constant(2.0), fx_gx_manually_stopped=by_hand)
         assert h.numpy() == 1.0
         assert g is None
 
@@ -361,6 +365,11 @@ class TestDtypes:
         assert h.dtype == g.dtype == tf.float64
         assert (h.numpy(), g.numpy()) == (0.1, 0.1)
 
+    def test_a_python_number_beside_complex_points_is_real(self, embedded):
+        x = constant([1 + 2j, -3j], tf.complex64)
+        h, g = embedded(1.0, tf.math.conj(x), x)
+        assert (h.dtype, g.dtype) == (tf.float32, tf.complex64)
+
     def test_integer_gx_is_cast(self, embedded):
         _, g = embedded(constant(1.0), tf.constant([2, 3]), constant([1.0, 1.0]))
         np.testing.assert_array_equal(g, [2.0, 3.0])
@@ -419,6 +428,21 @@ class TestSources:
         h, g = run()
         assert h.numpy() == 3.0
         np.testing.assert_array_equal(g, [5.0, 5.0])
+
+    def test_a_tensor_from_outside_of_the_graph_that_nothing_else_uses(self):
+        x = constant(2.0)
+
+        @tf.function
+        def run():
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    h = sgtrick.custom_gradient(1.0, 3.0, x, hx=5.0)
+                g = tape.gradient(h, x)
+            return g, outer.gradient(g, x)
+
+        assert [t.numpy() for t in run()] == [3.0, 5.0]
 
     def test_keras_variable_under_mixed_precision(self):
         class Layer(keras.Layer):
@@ -554,6 +578,49 @@ class TestSecondOrder:
         }
         got = self.hessian(x, hx)
         tf.nest.map_structure(np.testing.assert_allclose, got, hx)
+
+    def test_only_the_symmetric_part_matters(self):
+        """Also of blocks of different precision."""
+        x, u = ([constant([1.0, 10.0], tf.float32), constant(100.0)] for _ in range(2))
+        blocks = [[[1.0, 2.0], [4.0, 5.0]], [7.0, 8.0], [9.0, 0.0], 6.0]
+        dtypes = 2 * [tf.float32] + 2 * [tf.float64]
+        a, b, c, d = (constant(h, dtype) for h, dtype in zip(blocks, dtypes, strict=True))
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                h = sgtrick.custom_gradient(constant(1.0), [1.0, 1.0], x, hx=[[a, b], [c, d]])
+            g = inner.gradient(h, x)
+        by_first, by_second = outer.gradient(g, x, output_gradients=u)
+        np.testing.assert_array_equal(by_first, [1 + 30 + 800, 3 + 50 + 400])
+        np.testing.assert_array_equal(by_second, 8 + 40 + 600)
+
+    @pytest.mark.parametrize("hx", [-4.0, lambda v: -4.0 * v])
+    def test_of_a_number(self, hx):
+        assert self.hessian(constant(2.0), hx).numpy() == -4.0
+
+    def test_none_in_a_product_is_zero(self):
+        x = [constant(1.0), constant(3.0)]
+        (by_first, first_by_second), (_, by_second) = self.hessian(x, lambda v: [3.0 * v[0], None])
+        assert (by_first.numpy(), by_second.numpy()) == (3.0, 0.0)
+        assert not first_by_second
+
+    @pytest.mark.parametrize("order", [1, 2])
+    @pytest.mark.parametrize("direction", [1 + 0j, 1j, 1 - 1j, 2 + 1j])
+    def test_complex_ones_by_the_formula_alone_are_not_finite(
+        self, direction, order, formula_alone
+    ):
+        """The next ones after those that are known."""
+
+        def form(t):
+            z = tf.complex(1 + t * direction.real, 1 + t * direction.imag)
+            hx = 6 * z if order == 2 else None
+            return tf.math.real(sgtrick.custom_gradient(z**3, 3 * z**2, z, hx=hx))
+
+        known = functools.reduce(lambda f, _: derivative(f), range(order), form)
+        t = constant(0.0)
+        assert np.isfinite(tf.function(known)(t))
+        assert not np.isfinite(tf.function(derivative(known))(t))
 
     def test_a_missing_block_is_zero(self):
         x = [constant([1.0, 2.0]), constant(3.0)]

@@ -91,12 +91,18 @@ def _choose(
     significant = gap > 4 * noise
     apart = np.zeros_like(significant)
     apart[1:] = significant[1:] & significant[:-1] & (gap[1:] > RATIO**-0.4 * gap[:-1])
-    resolved = _down_to_noise(apart, significant)
+    moved = np.abs(np.diff(central, axis=0, prepend=np.inf))
+    steady = moved < gap / 8  # and the gap of noise grows as the step shrinks
+    steady[1:] &= gap[1:] < RATIO**0.4 * gap[:-1]
+    resolved = _down_to_noise(apart & steady, significant)
     is_kink = resolved.any(0)
     penalty = np.where(is_kink, ~resolved, apart) * gap
     best = np.full(central.shape[1], np.nan)
     error, row = np.full_like(best, np.inf), np.zeros(best.shape, int)
     cost = np.full_like(best, np.inf)
+    # Finer differences decide: far from x, a function may look like another one. Differences of
+    # zero decide nothing, since they may be rounded away.
+    slack = np.where(np.isfinite(central) & (central != 0), 4 * (moved + noise), np.inf)
     level = central
     for m in range(1, LEVELS + 1):
         if len(level) < 2:
@@ -106,10 +112,13 @@ def _choose(
         # The distance to the unextrapolated pair bounds the truncation error of the extrapolation.
         spread = np.fmax(np.abs(level - fine), np.abs(level - coarse))
         for k, (estimate, total) in enumerate(zip(level, spread + noise[m:], strict=True)):
-            better = total + penalty[k + m] < cost
+            finer = slice(k + m + 1, None)
+            off = np.abs(estimate - central[finer]) - slack[finer]
+            total_cost = total + penalty[k + m] + np.fmax(off, 0).max(0, initial=0)
+            better = total_cost < cost
             best = np.where(better, estimate, best)
             error = np.where(better, total, error)
-            cost = np.where(better, total + penalty[k + m], cost)
+            cost = np.where(better, total_cost, cost)
             row = np.where(better, k + m, row)
     lower = np.where(is_kink, row, np.minimum(row + 1, len(h) - 1))
     column = np.arange(len(best))
@@ -125,4 +134,5 @@ def _down_to_noise(apart: Array, significant: Array) -> Array:
     rows = np.arange(len(apart))[:, None]
     last = np.where(significant, rows, -1).max(0)
     first = np.where(~apart & (rows <= last), rows, -1).max(0) + 1
-    return (rows >= first) & (rows <= last) & (last - first >= 2)
+    resolved: Array = (rows >= first) & (rows <= last) & (last - first >= 2)
+    return resolved

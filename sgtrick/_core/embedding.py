@@ -81,7 +81,7 @@ def embed_constant(
             gxs = differentiable(name, gxs, xs, hessian)
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
-    return keep([y], xs, of_jacobians(name, y, jacobians)._replace(lost=[False] * len(xs)))[0]
+    return keep([y], xs, of_jacobians(name, y, jacobians)._replace(lost=False))[0]
 
 
 class Hessian(Protocol):
@@ -108,7 +108,7 @@ def differentiable(
         along, points = tangents[: len(gxs)], tangents[len(gxs) :]
         return [t + ht for t, ht in zip(along, hessian.push(*points), strict=True)]
 
-    rule = Rule(name, pull, push, lost=[False] * (len(gxs) + len(xs)))
+    rule = Rule(name, pull, push, lost=False)
     return keep(gxs, [*gxs, *xs], rule)
 
 
@@ -122,5 +122,5 @@ def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str
     def push(*tangents: Tensor) -> list[Tangent]:
         return loud.unless_moving(message, tangents[: len(gxs)], tangents[len(gxs) :], xs)
 
-    rule = Rule(name, pull, push, lost=[False] * (len(gxs) + len(xs)))
+    rule = Rule(name, pull, push, lost=False)
     return keep(gxs, [*gxs, *xs], rule)

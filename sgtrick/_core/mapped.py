@@ -31,14 +31,14 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    is_lost_by_member, is_cut_by_member = ([False] * len(inputs) for _ in range(2))
+    is_lost_by_member = is_cut_by_member = False
 
     def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
-        gradients = rule.pull(*us)
-        for i, g in enumerate(gradients):
-            if g is not None:
-                is_lost_by_member[i] = is_lost(values_of(g), rule.sources, present(us))
-                is_cut_by_member[i] = is_cut(values_of(g), present(us))
+        nonlocal is_lost_by_member, is_cut_by_member
+        gradients, at = rule.pull(*us), present(us)
+        parts = [values_of(g) for g in gradients if g is not None]
+        is_lost_by_member = any(is_lost(part, rule.sources, at) for part in parts)
+        is_cut_by_member = any(is_cut(part, at) for part in parts)
         return gradients
 
     dense = Dense(pull_member, live)
@@ -82,4 +82,4 @@ def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         return loud.failures(xs, message, present(upstream))
 
-    return Rule(name, pull, message, lost=[True] * len(xs))
+    return Rule(name, pull, message, lost=True)

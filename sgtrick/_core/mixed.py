@@ -212,7 +212,7 @@ def keep_own(
 
     if rule:
         return keep(ys, inputs, rule._replace(pull=pull, push=push))
-    return keep(ys, inputs, Rule(point.name, pull, push, lost=[False] * len(inputs)))
+    return keep(ys, inputs, Rule(point.name, pull, push, lost=False))
 
 
 class _Gap(NamedTuple):
@@ -251,7 +251,7 @@ class _Gap(NamedTuple):
             return along if self.complete() else self.pushed(along, tangents[n:], through)
 
         inputs = [*gradients, *through]
-        return keep(gradients, inputs, Rule(self.name, pull, push, lost=[False] * len(inputs)))
+        return keep(gradients, inputs, Rule(self.name, pull, push, lost=False))
 
     def pushed(
         self, along: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]

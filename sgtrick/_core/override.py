@@ -139,7 +139,7 @@ def _push(
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     push = rule.push or (lambda *ts: transposed(rule, ys, ts))
-    loses = any(rule.lost or ())
+    loses = bool(rule.lost)
 
     def noticing(*ts: Tangent) -> Sequence[Tangent]:
         nonlocal loses
@@ -188,7 +188,7 @@ def _guarded(
     rule: Rule, xs: Sequence[Tensor], upstream: Sequence[Tensor | None], *, by_graph: bool
 ) -> list[Gradient]:
     """The gradients, whose own derivatives are those of the pullback or errors."""
-    if callable(rule.push) and rule.lost is not None and not any(rule.lost):
+    if callable(rule.push) and rule.lost is False:
         return list(rule.pull(*upstream))
     pulled = _recorded(rule, upstream)
     if not pulled.parts:
@@ -224,7 +224,7 @@ def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], _Lost]:
     found out when it matters.
     """
     if rule.lost is not None:
-        known = _Lost(any(rule.lost), any(rule.cut))
+        known = _Lost(rule.lost, rule.cut)
         return lambda: known
     at, parts = pulled.at, pulled.parts
     is_linear = callable(rule.push)  # its transpose

@@ -18,10 +18,10 @@ class Rule(NamedTuple):
         sources: The tensors that the gradients may depend on. Only used if `lost` is not known.
         tape: A persistent tape that recorded the parts of the forward pass that `pull` uses, in
             eager execution.
-        lost: For each gradient, whether TensorFlow cannot differentiate it with respect to the
-            sources. None if this is not known beforehand.
-        cut: For each gradient, whether TensorFlow cannot differentiate it with respect to the
-            upstream gradients. Only used if `lost` is known.
+        lost: Whether TensorFlow cannot differentiate some gradient with respect to the sources.
+            None if this is not known beforehand.
+        cut: Whether TensorFlow cannot differentiate some gradient with respect to the upstream
+            gradients. Only used if `lost` is known.
     """
 
     name: str
@@ -29,5 +29,5 @@ class Rule(NamedTuple):
     push: Pushforward | str | None = None
     sources: Sequence[Tensor] = ()
     tape: Tape | None = None
-    lost: Sequence[bool] | None = None
-    cut: Sequence[bool] = ()
+    lost: bool | None = None
+    cut: bool = False

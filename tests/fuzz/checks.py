@@ -122,7 +122,7 @@ class Check:
     def _is_rounded_away(self, entry: Any, report: Any) -> bool:
         """Whether an entry is nothing beside the others, as where terms cancel or underflow."""
         largest = max(abs(e.numerical) for e in report.entries if e.order == entry.order)
-        return entry.absolute < (1e-10 if self.dtype == "float64" else 1e-6) * largest
+        return entry.absolute <= (1e-10 if self.dtype == "float64" else 1e-6) * largest
 
     def _allowed(self, name: str, place: tuple[int, ...] | None) -> tuple[str, ...]:
         is_random = self.mode == "random"
