@@ -32,10 +32,10 @@ def cut_message(name: str) -> str:
     )
 
 
-def is_lost(gradient: Tensor, sources: Sequence[Tensor], us: Sequence[Tensor]) -> bool:
-    """Whether a gradient in a graph depends on more than `us`, but cannot be differentiated."""
-    connected = ancestry.is_connected(gradient, sources, us)
-    return not connected and not ancestry.is_made_of(gradient, us)
+def is_lost(gradient: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether a gradient in a graph depends on more than `others`, but cannot be differentiated."""
+    connected = ancestry.is_connected(gradient, sources, others)
+    return not connected and not ancestry.is_made_of(gradient, others)
 
 
 def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:

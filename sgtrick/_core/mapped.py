@@ -37,7 +37,7 @@ def of_batch(
         nonlocal is_lost_by_member, is_cut_by_member
         gradients, at = rule.pull(*us), present(us)
         parts = [values_of(g) for g in gradients if g is not None]
-        is_lost_by_member = any(is_lost(part, rule.sources, at) for part in parts)
+        is_lost_by_member = any(is_lost(part, rule.sources, [*at, *rule.others]) for part in parts)
         is_cut_by_member = any(is_cut(part, at) for part in parts)
         return gradients
 

@@ -211,7 +211,8 @@ def keep_own(
         return spread(kept, moved)
 
     if rule:
-        return keep(ys, inputs, rule._replace(pull=pull, push=push))
+        known = [*others.passed, *(c for c in others.closed if isinstance(c, tf.Tensor))]
+        return keep(ys, inputs, rule._replace(pull=pull, push=push, others=known))
     return keep(ys, inputs, Rule(point.name, pull, push, lost=False))
 
 

@@ -57,7 +57,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        rule = rule._replace(sources=[*xs, *rule.sources])
+        rule = rule._replace(sources=list(map(here, rule.sources or xs)))
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
         outputs,
@@ -146,7 +146,7 @@ def _push(
         pushed = push(*ts)
         if rule.lost is None:
             loses = any(
-                lost.is_lost(t, rule.sources, present(ts))
+                lost.is_lost(t, rule.sources, [*present(ts), *rule.others])
                 and not ancestry.is_connected_by(rule.tape, t, rule.sources)
                 for t in present(pushed)
             )
@@ -230,7 +230,7 @@ def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], _Lost]:
     is_linear = callable(rule.push)  # its transpose
     if pulled.tape is None:
         known = _Lost(
-            any(lost.is_lost(part, rule.sources, at) for part in parts),
+            any(lost.is_lost(part, rule.sources, [*at, *rule.others]) for part in parts),
             not is_linear and any(lost.is_cut(part, at) for part in parts),
         )
         return lambda: known

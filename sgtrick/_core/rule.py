@@ -16,6 +16,8 @@ class Rule(NamedTuple):
         push: From one tangent for each input to one tangent for each output; or the message of the
             error in forward mode; or None to transpose `pull`, with a test.
         sources: The tensors that the gradients may depend on. Only used if `lost` is not known.
+        others: Tensors with derivatives of their own that the gradients may depend on. That they in
+            turn depend on the sources is no derivative of the gradients.
         tape: A persistent tape that recorded the parts of the forward pass that `pull` uses, in
             eager execution.
         lost: Whether TensorFlow cannot differentiate some gradient with respect to the sources.
@@ -28,6 +30,7 @@ class Rule(NamedTuple):
     pull: Pullback
     push: Pushforward | str | None = None
     sources: Sequence[Tensor] = ()
+    others: Sequence[Tensor] = ()
     tape: Tape | None = None
     lost: bool | None = None
     cut: bool = False

@@ -8,8 +8,8 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._core._tensorflow.graphs import captured_from, identity_of
-from sgtrick._core._tensorflow.tapes import not_recording
-from sgtrick._core.types import Graph, Tensor
+from sgtrick._core._tensorflow.tapes import not_recording, record_override
+from sgtrick._core.types import Gradient, Graph, Tensor
 
 
 class Vectorized(NamedTuple):
@@ -85,6 +85,12 @@ def unconvertible(y: Tensor, message: str) -> Tensor:
     """
     with not_recording():
         prevented = tf.raw_ops.PreventGradient(input=y, message=message)
+
+    def pull(_: Tensor) -> list[Gradient]:
+        raise LookupError(message)
+
+    # For tapes alone, where TensorFlow copies the operation that has this for its value.
+    record_override([prevented], [y], pull, lambda tangent: [tangent])
     if not tf.executing_eagerly():
         prevented.op.pfor_converter = lambda pfor_input: pfor_lib.wrap(
             unconvertible(pfor_input.stacked_input(0), message), True
