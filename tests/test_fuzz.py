@@ -72,6 +72,15 @@ FOUND = [
         (pieces.function, tape, twice_in_reverse),
         (3,),
     ),
+    Program(Sum, on_host, with_gradient_in_part, (tape, tape, pieces.function), (3,)),
+    Program(
+        Sum,
+        closed_form,
+        custom_gradient_with_hx_stopped_by_hand,
+        (vectorized_map, tape, pieces.function),
+        (1,),
+        1,
+    ),
     Program(Sum, closed_form, from_numpy, (*2 * (tape,), batch_jacobian, pieces.function), (3,)),
     Program(
         Asinh,

@@ -146,6 +146,27 @@ class TestLoud:
         assert came in LOUD if slope is host_slope else came == "right"
 
     @WRAPS
+    @pytest.mark.parametrize("cut", [tf.stop_gradient, on_host(np.copy)], ids=["stopped", "host"])
+    @pytest.mark.parametrize("form", ["with_gradient", "from_value_and_gradient"])
+    def test_in_a_product_with_another_argument_made_of_the_point(self, form, cut, wrap):
+        """That the factor can be differentiated says nothing about the gradient."""
+
+        def value(x, factor):
+            return hidden(x) * factor
+
+        def gradient(x, factor):
+            return cut(slope(x)) * factor
+
+        if form == "with_gradient":
+            form = sgtrick.with_gradient(value, gradient)
+        else:
+            form = sgtrick.from_value_and_gradient(
+                lambda x, factor: (value(x, factor), gradient(x, factor))
+            )
+        run = wrap(derivative(derivative(lambda x: form(x, tf.exp(x)) / tf.exp(x))))
+        assert verdict(run, exact(2)) in LOUD
+
+    @WRAPS
     @pytest.mark.parametrize("around", [lambda f: f, mapped], ids=["alone", "mapped"])
     @pytest.mark.parametrize(
         "cut",

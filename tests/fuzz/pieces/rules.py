@@ -78,3 +78,5 @@ RULES = (
     closed_form, stopped, on_host, in_a_loop, in_a_branch, in_a_function, by_a_tape,
     by_another_form, by_a_mapped_form, by_a_form_that_closes_over_it, with_a_variable,
 )  # fmt: skip
+# Which call a `tf.function`.
+CALLING_FUNCTIONS = (in_a_function, by_a_form_that_closes_over_it)
