@@ -1,5 +1,6 @@
 """The value form: a value `fx` and a gradient `gx` at `x`, computed anywhere."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -7,6 +8,7 @@ import tensorflow as tf
 from sgtrick._core import devices, embedding, value_form
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow.tapes import is_pushed, not_recording
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
@@ -150,8 +152,10 @@ def _embed(
     xs, natural = [leaf.x for leaf in leaves], None
     if xs and not (tf.executing_eagerly() or isinstance(hessian, Product)):
         times = None if hessian is None else hessian.times
-        # Recorded, since tapes know no more of a copy of the operation than what it copies.
-        natural = [formula(fx, leaves, times, order=order, stopped=stopped)]
+        # Recorded, since tapes know no more of a copy of the operation than what it copies. In
+        # forward mode, TensorFlow cannot differentiate all of it twice.
+        with not_recording() if is_pushed([fx, *xs]) else contextlib.nullcontext():
+            natural = [formula(fx, leaves, times, order=order, stopped=stopped)]
     if xs and not stopped:
         # gx has derivatives of its own here, so hx belongs to a second gradient of zeros.
         fx = formula(fx, leaves, order=None, stopped=False)

@@ -167,6 +167,27 @@ class TestLoud:
         assert verdict(run, exact(2)) in LOUD
 
     @WRAPS
+    @pytest.mark.parametrize("cut", [tf.stop_gradient, on_host(np.copy)], ids=["stopped", "host"])
+    def test_by_one_of_two_arguments(self, cut, wrap):
+        """That the gradient can be differentiated by the one says nothing about the other."""
+
+        @sgtrick.custom_vjp
+        def form(x, factor):
+            def grad_fn(upstream):
+                return upstream * cut(slope(x)) * factor, upstream * true(x)
+
+            return hidden(x) * factor, grad_fn
+
+        x = tf.constant(POINTS)
+        by_x = derivative(lambda x: form(x, 2 * tf.ones_like(x)))
+        assert verdict(wrap(derivative(by_x)), 2 * exact(2)) in LOUD
+
+        def by_factor(factor):
+            return derivative(lambda x: form(x, factor))(x)
+
+        assert verdict(wrap(derivative(by_factor)), exact(1)) == "right"
+
+    @WRAPS
     @pytest.mark.parametrize("around", [lambda f: f, mapped], ids=["alone", "mapped"])
     @pytest.mark.parametrize(
         "cut",

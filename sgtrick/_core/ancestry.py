@@ -21,10 +21,21 @@ def is_connected(
     Loops and branches count as connected to all their inputs. Paths through `others` do not count,
     and paths through operations of the types `cuts` do.
     """
-    wanted = {graphs.identity_of(t) for s in sources for t in _same(s)}
+    return any(connections(tensor, sources, others, cuts=cuts))
+
+
+def connections(
+    tensor: Tensor,
+    sources: Sequence[Tensor],
+    others: Sequence[Tensor] = (),
+    *,
+    cuts: Collection[str] = (),
+) -> list[bool]:
+    """The same for each of the sources."""
     until = set(map(graphs.identity_of, others))
     walk = _walk(tensor, differentiably=True, until=until, cuts=cuts)
-    return any(graphs.identity_of(t) in wanted for t in walk)
+    found = set(map(graphs.identity_of, walk))
+    return [any(graphs.identity_of(t) in found for t in aliases(s)) for s in sources]
 
 
 def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
@@ -44,7 +55,7 @@ def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bo
     )
 
 
-def _same(tensor: Tensor) -> Iterator[Tensor]:
+def aliases(tensor: Tensor) -> Iterator[Tensor]:
     """Yields a tensor and the tensors that it is an alias of, within this graph and outside."""
     while tensor is not None:
         yield tensor

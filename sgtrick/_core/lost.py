@@ -32,17 +32,28 @@ def cut_message(name: str) -> str:
     )
 
 
-def is_lost(gradient: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether a gradient in a graph depends on more than `others`, but cannot be differentiated."""
-    connected = ancestry.is_connected(gradient, sources, others)
-    return not connected and not ancestry.is_made_of(gradient, others)
+_CUTS = (*graphs.HOST_CALLS, "StopGradient")
+
+
+def are_lost(gradient: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+    """With respect to which of `sources` the derivative of a gradient in a graph is lost.
+
+    With respect to all, if it is not connected to any of them but depends on more than `others`.
+    Otherwise to those that it depends on only through what cuts derivatives.
+    """
+    connected = ancestry.connections(gradient, sources, others)
+    if not any(connected):
+        return [not ancestry.is_made_of(gradient, others)] * len(sources)
+    if all(connected):
+        return [False] * len(sources)
+    reached = ancestry.connections(gradient, sources, others, cuts=_CUTS)
+    return [r and not c for r, c in zip(reached, connected, strict=True)]
 
 
 def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
     """Whether a gradient in a graph depends on `us`, but only through what cuts derivatives."""
-    cuts = (*graphs.HOST_CALLS, "StopGradient")
     return not ancestry.is_connected(gradient, us) and ancestry.is_connected(
-        gradient, us, cuts=cuts
+        gradient, us, cuts=_CUTS
     )
 
 
@@ -50,6 +61,14 @@ def is_constant(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
     """Whether a gradient depends on the upstream gradient alone, like that of a linear function."""
     graph, at = _traced(rule, us, place)
     return graph is not None and ancestry.is_made_of(graph.outputs[0], at)
+
+
+def are_reached(rule: Rule, us: Sequence[Tensor | None], place: int) -> list[bool]:
+    """Which sources a gradient depends on, in eager execution, even if through a cut."""
+    graph, at = _traced(rule, us, place)
+    if graph is None:
+        return [False] * len(rule.sources)
+    return ancestry.connections(graph.outputs[0], rule.sources, at, cuts=_CUTS)
 
 
 def is_cut_at(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.lost import is_cut, is_lost, values_of
+from sgtrick._core.lost import are_lost, is_cut, values_of
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tensor
 
@@ -37,7 +37,9 @@ def of_batch(
         nonlocal is_lost_by_member, is_cut_by_member
         gradients, at = rule.pull(*us), present(us)
         parts = [values_of(g) for g in gradients if g is not None]
-        is_lost_by_member = any(is_lost(part, rule.sources, [*at, *rule.others]) for part in parts)
+        is_lost_by_member = any(
+            any(are_lost(part, rule.sources, [*at, *rule.others])) for part in parts
+        )
         is_cut_by_member = any(is_cut(part, at) for part in parts)
         return gradients
 

@@ -10,13 +10,14 @@ raises: that is what `_guarded` adds.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from sgtrick._core import adjoint, ancestry, devices, lost, loud, mapped, structures
-from sgtrick._core._tensorflow import mapping, overrides, tapes, tracing
+from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
 from sgtrick._core.absent import Dense, present
@@ -49,6 +50,7 @@ def keep(
     ys, xs = list(ys), list(xs)
     if not any(structures.is_differentiable(x.dtype) for x in xs):
         return ys
+    rule = rule._replace(sources=rule.sources or xs)
     if tf.executing_eagerly():
         if not tapes.somebody_records():
             return ys
@@ -57,7 +59,6 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        rule = rule._replace(sources=list(map(here, rule.sources or xs)))
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
         outputs,
@@ -139,24 +140,30 @@ def _push(
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     push = rule.push or (lambda *ts: transposed(rule, ys, ts))
-    loses = bool(rule.lost)
+    by_sources = [False] * len(rule.sources)
 
     def noticing(*ts: Tangent) -> Sequence[Tangent]:
-        nonlocal loses
+        nonlocal by_sources
         pushed = push(*ts)
         if rule.lost is None:
-            loses = any(
-                lost.is_lost(t, rule.sources, [*present(ts), *rule.others])
-                and not ancestry.is_connected_by(rule.tape, t, rule.sources)
+            others = [*present(ts), *rule.others]
+            by_tangents = [
+                lost.are_lost(t, rule.sources, others)
                 for t in present(pushed)
-            )
+                if not ancestry.is_connected_by(rule.tape, t, rule.sources)
+            ]
+            by_sources = list(map(any, zip(by_sources, *by_tangents, strict=True)))
         return pushed
 
     dense = Dense(noticing, tangents)
     with devices.of(ys[0]):
         moved = list(tracing.call_apart(dense, present(tangents)))
-        if loses:
-            moved = _losing(rule.name, moved, [here(x) for x in xs])
+        by_inputs = [bool(rule.lost)] * len(xs)
+        if any(by_sources):
+            by_inputs = _by_inputs(xs, rule, by_sources)
+        points = [here(x) for x in itertools.compress(xs, by_inputs)]
+        if points:
+            moved = _losing(rule.name, moved, points)
         return dense.restored(moved)
 
 
@@ -193,8 +200,9 @@ def _guarded(
     pulled = _recorded(rule, upstream)
     if not pulled.parts:
         return pulled.gradients
+    loses = _loses(rule, pulled, xs)
     xs = [here(x) for x in xs]
-    guarded = iter(_with_errors(rule, pulled, xs, _loses(rule, pulled), by_graph=by_graph))
+    guarded = iter(_with_errors(rule, pulled, xs, loses, by_graph=by_graph))
     return [None if g is None else lost.with_values(g, next(guarded)) for g in pulled.gradients]
 
 
@@ -210,44 +218,68 @@ def _recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> _Pulled:
         return _Pulled(list(rule.pull(*us)), us, tape)
 
 
-class _Lost(NamedTuple):
-    """With respect to what TensorFlow loses the derivative of a gradient."""
+def _by_inputs(xs: Sequence[Tensor], rule: Rule, by_sources: Sequence[bool]) -> list[bool]:
+    """With respect to which inputs derivatives are lost, given with respect to which sources."""
+    if all(by_sources):
+        return [True] * len(xs)
+    sources = zip(rule.sources, by_sources, strict=True)
+    lost_ones = {graphs.identity_of(s) for s, is_lost in sources if is_lost}
+    inputs = [{graphs.identity_of(t) for t in ancestry.aliases(x)} for x in xs]
+    if lost_ones <= set().union(*inputs):
+        return [bool(names & lost_ones) for names in inputs]
+    return [True] * len(xs)  # as for a variable
 
-    sources: bool
+
+class _Lost(NamedTuple):
+    """With respect to what TensorFlow loses the derivative of a gradient.
+
+    Attributes:
+        points: Whether it does, for each of the inputs.
+        upstream: Whether it does with respect to the upstream gradients.
+    """
+
+    points: Sequence[bool]
     upstream: bool
 
 
-def _loses(rule: Rule, pulled: _Pulled) -> Callable[[], _Lost]:
+def _loses(rule: Rule, pulled: _Pulled, xs: Sequence[Tensor]) -> Callable[[], _Lost]:
     """Returns what TensorFlow loses.
 
     In a graph, the operations show it. In eager execution it takes a backward pass, so it is only
     found out when it matters.
     """
     if rule.lost is not None:
-        known = _Lost(rule.lost, rule.cut)
+        known = _Lost([rule.lost] * len(xs), rule.cut)
         return lambda: known
     at, parts = pulled.at, pulled.parts
     is_linear = callable(rule.push)  # its transpose
     if pulled.tape is None:
+        others = [*at, *rule.others]
+        by_parts = [lost.are_lost(part, rule.sources, others) for part in parts]
         known = _Lost(
-            any(lost.is_lost(part, rule.sources, [*at, *rule.others]) for part in parts),
+            _by_inputs(xs, rule, list(map(any, zip(*by_parts, strict=True)))),
             not is_linear and any(lost.is_cut(part, at) for part in parts),
         )
         return lambda: known
     tape, n = pulled.tape, len(rule.sources)
 
     def ask() -> _Lost:
-        by_sources = by_upstream = False
+        by_sources, by_upstream = [False] * n, False
         with loud.not_raising():  # the caller has not requested these gradients
             for i, part in _enumerated(pulled.gradients):
                 if any(part is u for u in at):
                     continue
                 found = tape.gradient(part, [*rule.sources, *at])
-                if all(d is None for d in found[:n]):
-                    by_sources |= not lost.is_constant(rule, pulled.us, i)
+                missing = [d is None for d in found[:n]]
+                if all(missing) and not lost.is_constant(rule, pulled.us, i):
+                    by_sources = missing
+                elif any(missing) and not all(missing):
+                    reached = lost.are_reached(rule, pulled.us, i)
+                    flags = zip(by_sources, missing, reached, strict=True)
+                    by_sources = [before or (m and r) for before, m, r in flags]
                 if not is_linear and all(d is None for d in found[n:]):
                     by_upstream |= lost.is_cut_at(rule, pulled.us, i)
-        return _Lost(by_sources, by_upstream)
+        return _Lost(_by_inputs(xs, rule, by_sources), by_upstream)
 
     return ask
 
@@ -283,10 +315,13 @@ def _with_errors(
         with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
             if by.upstream and not transposable:
                 us = loud.failures(at, lost.cut_message(rule.name), [*z, *xs])
-            if by.sources:
-                points = loud.failures(xs, lost.message(rule.name), [*z, *at])
-        if by.sources and by_graph:  # forward over forward mode differentiates the results of z
-            z = tuple(_losing(rule.name, list(z), xs))
+            known = [*z, *at, *xs]
+            points = [
+                loud.failures([x], lost.message(rule.name), known)[0] if is_lost else None
+                for x, is_lost in zip(xs, by.points, strict=True)
+            ]
+        if any(by.points) and by_graph:  # forward over forward differentiates the results of z
+            z = tuple(_losing(rule.name, list(z), list(itertools.compress(xs, by.points))))
         if not transposable:
             return [*z, *us, *points]
         message = rule.push if isinstance(rule.push, str) else not_transposed(rule.name)
@@ -301,13 +336,12 @@ def _with_errors(
 
     def push(*tangents: Tangent) -> list[Tangent]:
         n = len(parts)
-        z, us, points = list(tangents[:n]), tangents[n : -len(xs)], tangents[-len(xs) :]
+        z, us = list(tangents[:n]), tangents[n : -len(xs)]
         by = tapes.apart(loses)
         if by.upstream:
             z = loud.unless_moving(lost.cut_message(rule.name), z, present(us), at)
-        if by.sources:
-            z = loud.unless_moving(lost.message(rule.name), z, present(points), xs)
-        return z
+        points = present(list(itertools.compress(tangents[-len(xs) :], by.points)))
+        return loud.unless_moving(lost.message(rule.name), z, points, xs) if points else z
 
     return _pass_on(parts, [*at, *xs], pull, push)
 

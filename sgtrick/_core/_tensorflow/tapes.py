@@ -145,7 +145,7 @@ def _request() -> dict[str, Any] | None:
     """The local variables of the `GradientTape.gradient` that is calling a pullback."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "gradient" and "sources" in frame.f_locals:
+        if frame.f_code is tf.GradientTape.gradient.__code__:
             return frame.f_locals  # type: ignore[no-any-return]
         frame = frame.f_back
     return None
