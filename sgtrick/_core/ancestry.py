@@ -21,7 +21,7 @@ def is_connected(
     Loops and branches count as connected to all their inputs. Paths through `others` do not count,
     and paths through operations of the types `cuts` do.
     """
-    return any(connections(tensor, sources, others, cuts=cuts))
+    return any(True for _ in _reached(tensor, sources, others, cuts))
 
 
 def connections(
@@ -31,11 +31,29 @@ def connections(
     *,
     cuts: Collection[str] = (),
 ) -> list[bool]:
-    """The same for each of the sources."""
-    until = set(map(graphs.identity_of, others))
-    walk = _walk(tensor, differentiably=True, until=until, cuts=cuts)
-    found = set(map(graphs.identity_of, walk))
-    return [any(graphs.identity_of(t) in found for t in aliases(s)) for s in sources]
+    """The same for each of the sources. Paths through another source do not count."""
+    found: set[Hashable] = set()
+    names = [_names(s) for s in sources]
+    for name in _reached(tensor, sources, others, cuts):
+        found.add(name)
+        if all(found & n for n in names):
+            break
+    return [bool(found & n) for n in names]
+
+
+def _reached(
+    tensor: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor], cuts: Collection[str]
+) -> Iterator[Hashable]:
+    """Yields the identities of the sources that a tensor is connected to."""
+    wanted = set().union(*map(_names, sources))
+    until = {*map(graphs.identity_of, others), *wanted}
+    for t in _walk(tensor, differentiably=True, until=until, cuts=cuts):
+        if graphs.identity_of(t) in wanted:
+            yield graphs.identity_of(t)
+
+
+def _names(tensor: Tensor) -> set[Hashable]:
+    return set(map(graphs.identity_of, aliases(tensor)))
 
 
 def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
