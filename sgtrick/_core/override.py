@@ -299,9 +299,9 @@ def _with_errors(
 ) -> list[Tensor]:
     """The gradients that are not None, as outputs of an operation that adds errors.
 
-    The operation passes derivatives on, and only adds errors: with respect to the sources, if a
-    gradient is not connected to any of them; with respect to the upstream gradient, if it is cut
-    off, or if the pullback cannot be transposed. Forward mode around a function transposes, and
+    The operation passes derivatives on, and only adds errors: with respect to inputs by which the
+    derivative of a gradient is lost; with respect to the upstream gradient, if it is cut off, or
+    if the pullback cannot be transposed. Forward mode around a function transposes, and
     cannot be told from a second derivative.
     """
     parts = pulled.parts
