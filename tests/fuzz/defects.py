@@ -51,7 +51,7 @@ DEFECTS = (
         "a gradient that is lost is not guarded: second derivatives are zero",
         "programs",
         "_core/override.py",
-        (("            if by.sources:\n", "            if False:\n"),),
+        (("known)[0] if is_lost else None\n", "known)[0] if False else None\n"),),
     ),
     Defect(
         "the value is not stopped, so that its own derivative is added",
@@ -82,7 +82,7 @@ DEFECTS = (
         "forward mode over forward mode loses what the rule loses",
         "programs",
         "_core/override.py",
-        (("        if loses:\n", "        if False:\n"),),
+        (("        if points:\n", "        if False:\n"),),
     ),
     Defect(
         "the mean over the members, and not the sum, for what they share",
@@ -103,9 +103,9 @@ DEFECTS = (
         (
             (
                 "    xs = [graphs.here(x) for x in xs]\n\n    def pull(*z: Tensor) -> list[Gradient]:\n"
-                "        return [*z, *(loud",
+                "        return [*z, *loud",
                 "    return list(gxs)\n\n    def pull(*z: Tensor) -> list[Gradient]:\n"
-                "        return [*z, *(loud",
+                "        return [*z, *loud",
             ),
         ),
     ),
@@ -149,7 +149,7 @@ DEFECTS = (
         (
             (
                 "        inputs = [*products, *tangents, *xs]\n        return keep(products, inputs, "
-                "Rule(self._name, pull, along, lost=[False] * len(inputs)))",
+                "Rule(self._name, pull, along, lost=False))",
                 "        return embedding.refused(self._name, self._checked(*tangents), xs, message)",
             ),
         ),
@@ -158,7 +158,7 @@ DEFECTS = (
         "mixed derivatives that are not known are left out",
         "programs",
         "_core/mixed.py",
-        (("if point.others.covers else None", "if False else None"),),
+        (("if others.covers else None", "if False else None"),),
     ),
     Defect(
         "systems of roots are solved with a Jacobian that is not transposed",
