@@ -21,7 +21,7 @@ def is_connected(
     Loops and branches count as connected to all their inputs. Paths through `others` do not count,
     and paths through operations of the types `cuts` do.
     """
-    return any(True for _ in _reached(tensor, sources, others, cuts))
+    return any(True for _ in _reached(tensor, list(map(names_of, sources)), others, cuts))
 
 
 def connections(
@@ -33,8 +33,8 @@ def connections(
 ) -> list[bool]:
     """The same for each of the sources. Paths through another source do not count."""
     found: set[Hashable] = set()
-    names = [_names(s) for s in sources]
-    for name in _reached(tensor, sources, others, cuts):
+    names = list(map(names_of, sources))
+    for name in _reached(tensor, names, others, cuts):
         found.add(name)
         if all(found & n for n in names):
             break
@@ -42,18 +42,22 @@ def connections(
 
 
 def _reached(
-    tensor: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor], cuts: Collection[str]
+    tensor: Tensor,
+    names: Sequence[set[Hashable]],
+    others: Sequence[Tensor],
+    cuts: Collection[str],
 ) -> Iterator[Hashable]:
-    """Yields the identities of the sources that a tensor is connected to."""
-    wanted = set().union(*map(_names, sources))
+    """Yields those names of the sources that a tensor is connected to."""
+    wanted = set().union(*names)
     until = {*map(graphs.identity_of, others), *wanted}
     for t in _walk(tensor, differentiably=True, until=until, cuts=cuts):
         if graphs.identity_of(t) in wanted:
             yield graphs.identity_of(t)
 
 
-def _names(tensor: Tensor) -> set[Hashable]:
-    return set(map(graphs.identity_of, aliases(tensor)))
+def names_of(tensor: Tensor) -> set[Hashable]:
+    """The identities of a tensor and of what it is an alias of."""
+    return set(map(graphs.identity_of, _same(tensor)))
 
 
 def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
@@ -73,7 +77,7 @@ def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bo
     )
 
 
-def aliases(tensor: Tensor) -> Iterator[Tensor]:
+def _same(tensor: Tensor) -> Iterator[Tensor]:
     """Yields a tensor and the tensors that it is an alias of, within this graph and outside."""
     while tensor is not None:
         yield tensor

@@ -224,7 +224,7 @@ def _by_inputs(xs: Sequence[Tensor], rule: Rule, by_sources: Sequence[bool]) -> 
         return [True] * len(xs)
     sources = zip(rule.sources, by_sources, strict=True)
     lost_ones = {graphs.identity_of(s) for s, is_lost in sources if is_lost}
-    inputs = [{graphs.identity_of(t) for t in ancestry.aliases(x)} for x in xs]
+    inputs = list(map(ancestry.names_of, xs))
     if lost_ones <= set().union(*inputs):
         return [bool(names & lost_ones) for names in inputs]
     return [True] * len(xs)  # as for a variable
