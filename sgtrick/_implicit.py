@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._core import ancestry, shapes, structures
-from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core._tensorflow import autograph, graphs, tracing
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike, Variable
@@ -68,6 +68,7 @@ def implicit_root(
         raise ValueError(
             f"batch_ndims must be an int of at least 0, got {shapes.show_option(batch_ndims)}."
         )
+    residual = autograph.as_caller(residual)
     return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"))
 
 
@@ -127,9 +128,11 @@ def implicit_reparameterize(
             f"sample has shape {shape}, fewer dimensions than event_ndims={event_ndims}."
         )
     names = ("distribution_cdf", "sample")
+    distribution_cdf = autograph.as_caller(distribution_cdf)
     return _root(distribution_cdf, sample, params, rank - event_ndims, names)
 
 
+@autograph.unconverted
 def _root(
     residual: Function,
     x_star: Structure,

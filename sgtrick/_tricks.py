@@ -9,12 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import dtypes, formula, shapes, structures
+from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Function, Gradient, Structure, Tensor, TensorLike
 
 
+@unconverted
 def stop_gradient(x: Structure, where: Structure = None) -> Structure:
     """Stops the gradient of all entries of `x`, or of some.
 
@@ -63,6 +65,7 @@ def stop_gradient(x: Structure, where: Structure = None) -> Structure:
     return _map(stopped, x, where=where)
 
 
+@unconverted
 def straight_through(fx: Structure, x: Structure) -> Structure:
     """The value `fx` with the gradient of `x`, as if `fx` were the identity.
 
@@ -112,6 +115,7 @@ def straight_through(fx: Structure, x: Structure) -> Structure:
     return tf.nest.pack_sequence_as(fx, leaves)
 
 
+@unconverted
 def scale_gradient(x: Structure, factor: Structure) -> Structure:
     """The value `x` with its gradient multiplied by `factor`.
 
@@ -156,6 +160,7 @@ def scale_gradient(x: Structure, factor: Structure) -> Structure:
     return _map(scaled, x, factor=factor)
 
 
+@unconverted
 def reverse_gradient(x: Structure) -> Structure:
     """The value `x` with its gradient reversed: `stop(x) - (x - stop(x))`.
 
@@ -184,6 +189,7 @@ def reverse_gradient(x: Structure) -> Structure:
     return scale_gradient(x, -1)
 
 
+@unconverted
 def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
     """The value `x` with its gradient clipped, entry by entry, to `[lo, hi]`.
 
@@ -241,6 +247,7 @@ def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
     return _map(clipped, x, lo=lo, hi=hi)
 
 
+@unconverted
 def magic_box(log_prob: Structure) -> Structure:
     """DiCE's operator: the value is 1, and score-function gradients of every order are exact.
 

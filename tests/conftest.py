@@ -8,20 +8,24 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).parent))  # tests/matrix, for xdist's workers too
 
-from tensorflow.python.util import tf_stack
 
-import matrix
-from sgtrick import _custom_gradient
-from sgtrick._core.formula import formula
+def pytest_configure(config):
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        _prepare()  # and not in a process that only hands tests out to others
 
-matrix.configure()
 
-# TensorFlow keeps the Python stack of every operation, for messages. With pytest's frames at the
-# bottom of each, that is an eighth of the time of all tests. So all share one, whose frames are
-# looked up here: where TensorFlow looks for them later, it may crash.
-STACK = tf_stack.extract_stack()
-str(STACK)
-tf_stack.extract_stack = lambda stacklevel=1: STACK
+def _prepare():
+    from tensorflow.python.util import tf_stack
+
+    import matrix
+
+    matrix.configure()
+    # TensorFlow keeps the Python stack of every operation, for messages. With pytest's frames at
+    # the bottom of each, that is an eighth of the time of all tests. So all share one, whose frames
+    # are looked up here: where TensorFlow looks for them later, it may crash.
+    stack = tf_stack.extract_stack()
+    str(stack)
+    tf_stack.extract_stack = lambda stacklevel=1: stack
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,6 +56,8 @@ def _freeze():
 @pytest.fixture
 def formula_alone(monkeypatch):
     """Without the pullback that most tapes take in the formula's place."""
+    from sgtrick import _custom_gradient
+    from sgtrick._core.formula import formula
 
     def embed(name, fx, leaves, hessian, order, stopped):
         times = hessian and hessian.times

@@ -136,6 +136,28 @@ def test_every_order(wrap):
     np.testing.assert_allclose(wrap(derivatives)(a), exact, rtol=1e-10)
 
 
+def test_autograph_converts_the_residual():
+    def residual(x, a):
+        if a > 0:
+            return x**2 - a
+        return x**2 + a
+
+    def cdf(sample, a):
+        if a > 0:
+            return sample * a
+        return sample / a
+
+    def square_root(a):
+        return implicit_root(residual, tf.sqrt(tf.abs(a)), a)
+
+    def scaled(a):
+        return implicit_reparameterize(cdf, tf.constant(0.5, tf.float64), a)
+
+    for a in tf.constant([4.0, -4.0], tf.float64):
+        np.testing.assert_allclose(tf.function(grad)(square_root, a), np.sign(a) / 4)
+        np.testing.assert_allclose(tf.function(grad)(scaled, a), -0.5 / tf.abs(a))
+
+
 def test_what_the_residual_closes_over_is_differentiated():
     a, v = tf.constant(2.0), tf.Variable(3.0)
     star = tf.sqrt(a * v)

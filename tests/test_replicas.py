@@ -1,6 +1,5 @@
 """The same on many replicas: over two devices of this process, and over two worker processes."""
 
-import contextlib
 import importlib
 import json
 import os
@@ -42,6 +41,33 @@ def sharded(strategy, data):
     return strategy.experimental_distribute_values_from_function(of)
 
 
+@pytest.fixture(scope="module")
+def workers():
+    """Two worker processes, ended whatever happens.
+
+    TensorFlow takes about 15 seconds to see that one has died, so they begin before other tests.
+    """
+    addresses = two_workers.free_addresses(2)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(task), *addresses],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.usefixtures("workers")
 class TestMirrored:
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
     @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -73,53 +99,19 @@ def test_model_fit(mirrored, name, loss):
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
 
 
-@contextlib.contextmanager
-def cluster(*options):
-    """Two worker processes, ended whatever happens."""
-    addresses = two_workers.free_addresses(2)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(task), *addresses, *options],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for task in range(2)
-    ]
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+@pytest.fixture(scope="module")
+def ended(workers):
+    """`(exit status, stdout, stderr)` of each; raises `TimeoutExpired` for a worker that hangs."""
+    outputs = [worker.communicate(timeout=HANGS) for worker in workers]
+    return [(worker.returncode, *o) for worker, o in zip(workers, outputs, strict=True)]
 
 
-def ended(worker):
-    """Returns `(exit status, stdout, stderr)`; raises `TimeoutExpired` for a worker that hangs.
-
-    TensorFlow itself takes about 15 seconds to see that another has died.
-    """
-    out, err = worker.communicate(timeout=HANGS)
-    return worker.returncode, out, err
-
-
-@pytest.fixture(scope="class")
-def dying():
-    """A cluster that takes its time to die, begun before other tests."""
-    with cluster("--dies") as workers:
-        yield workers
-
-
-@pytest.mark.usefixtures("dying")
 class TestTwoWorkers:
-    def test_gradients_and_fit(self):
-        with cluster() as workers:
-            replies = []
-            for code, out, err in map(ended, workers):
-                assert code == 0, err
-                replies.append(json.loads(out))
+    def test_gradients_and_fit(self, ended):
+        replies = []
+        for _, out, err in ended:
+            assert out, err
+            replies.append(json.loads(out))
         single = two_workers.fit(tf.distribute.get_strategy(), tf.constant(A), tf.constant(T))
         model = two_workers.fitted_models(tf.distribute.get_strategy())
         for reply in replies:
@@ -133,10 +125,8 @@ class TestTwoWorkers:
                     np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
         assert replies[0] == replies[1]
 
-    def test_a_worker_that_dies_ends_the_other(self, dying):
-        other, dies = dying
-        assert ended(dies)[0] == 7
-        code, out, err = ended(other)
+    def test_a_worker_that_dies_ends_the_other(self, ended):
+        (code, _, err), (died, _, _) = ended
+        assert died == 7
         assert code not in (0, 7)
-        assert not out
         assert "/job:worker/task:1" in err or "/job:worker/replica:0/task:1" in err

@@ -1,9 +1,8 @@
 """One of several worker processes: gradients of every form, and fits, of data that they share out.
 
-    python two_workers.py TASK ADDRESS... [--dies]
+    python two_workers.py TASK ADDRESS...
 
-Prints JSON. Without an address it is the single process that has all the data. With `--dies` the
-last worker ends in the middle of the fit.
+Prints JSON. After that the last worker dies in the middle of another fit.
 """
 
 import contextlib
@@ -232,9 +231,7 @@ def free_addresses(n):
 
 
 def strategy_of(task, addresses):
-    """That of one of several workers, or of a process by itself."""
-    if not addresses:
-        return tf.distribute.get_strategy()
+    """That of one of several workers."""
     cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": task}}
     os.environ["TF_CONFIG"] = json.dumps(cluster)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -242,26 +239,24 @@ def strategy_of(task, addresses):
     return strategy
 
 
-def main(task, addresses, dies):
+def main(task, addresses):
     strategy = strategy_of(task, addresses)
     n = strategy.num_replicas_in_sync
     a, t = tf.constant(A[task::n]), tf.constant(T[task::n])
-
-    def after_step(i):
-        if dies and task == n - 1 and i == 5:
-            os._exit(7)
-
-    if dies:
-        fit(strategy, a, t, after_step=after_step)
     with strategy.scope():
         w, b = tf.Variable(W), tf.Variable(B)
     run = tf.function(lambda: strategy.run(summed_gradients, (FORMS, w, b, a, t)), autograph=False)
     local = tf.nest.map_structure(lambda g: strategy.experimental_local_results(g)[0], run())
     found = tf.nest.map_structure(lambda g: g.numpy().tolist(), local)
     reply = {"gradients": found, "fit": fit(strategy, a, t), "weights": fitted_models(strategy)}
-    print(json.dumps(reply))
+    print(json.dumps(reply), flush=True)
+
+    def after_step(i):
+        if task == n - 1 and i == 5:
+            os._exit(7)
+
+    fit(strategy, a, t, after_step=after_step)
 
 
 if __name__ == "__main__":
-    arguments = [a for a in sys.argv[1:] if a != "--dies"]
-    main(int(arguments[0]), arguments[1:], "--dies" in sys.argv)
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -31,6 +31,11 @@ def form(call: Function) -> Function:
     return form
 
 
+def as_caller(f: Function) -> Function:
+    """`f`, converted by AutoGraph if that is applied to the function that calls this one."""
+    return _converted(tf.__internal__.autograph.control_status_ctx(), f)
+
+
 def _converted(status: Any, f: Function) -> Function:
     if tf.executing_eagerly():
         return f
