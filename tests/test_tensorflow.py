@@ -366,12 +366,29 @@ class TestGraphs:
 
     def test_called_functions(self):
         inner = tf.function(lambda x: x + 1)
-        graph = traced(lambda x: inner(x))
-        (call,) = (op for op in graph.get_operations() if "PartitionedCall" in op.type)
-        called = graphs.called_function(call)
-        assert called is not None, "a graph no longer has _get_function, or that no graph"
-        assert "AddV2" in [op.type for op in called.get_operations()]
-        assert graphs.called_function(graph.inputs[0].op) is None
+
+        def f(x):
+            branches = [lambda: x + 1, lambda: x + 2, lambda: x + 3]
+            return (
+                inner(x),
+                tf.while_loop(lambda y: y < 3, inner, [x]),
+                tf.cond(x > 0, *branches[:2]),
+                tf.switch_case(tf.cast(x, tf.int32), branches),
+            )
+
+        graph = traced(f)
+        found = [(op, graphs.called_functions(op)) for op in graph.get_operations()]
+        found = [(op, called) for op, called in found if called]
+        assert [len(called) for _, called in found] == [1, 1, 2, 3], (
+            "a graph no longer has _get_function, or that no graph"
+        )
+        assert [graphs.is_loop(op) for op, _ in found] == [False, True, False, False]
+        for op, called in found:
+            for function in called:
+                assert isinstance(function, tf.Graph)
+                chooses = len(op.inputs) - len(function.inputs)
+                assert chooses == (len(called) > 1), op.type
+                assert len(function.outputs) == len(op.outputs)
 
     def test_what_has_no_gradient(self):
         def f(x):

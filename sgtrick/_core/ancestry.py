@@ -1,58 +1,41 @@
-"""What a tensor in a graph depends on, found by walking back along its operations."""
+"""What a tensor in a graph depends on."""
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import structures
+from sgtrick._core import structures, walk
 from sgtrick._core._tensorflow import graphs
-from sgtrick._core.types import Operation, Tape, Tensor
+from sgtrick._core.types import Tape, Tensor
 
 
-def is_connected(
+def is_connected(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Whether TensorFlow can differentiate a tensor with respect to one of `sources`."""
+    wanted = set().union(*map(names_of, sources))
+    return any(
+        graphs.identity_of(visit.tensor) in wanted
+        for visit in walk.back(tensor, differentiably=True, until=wanted)
+    )
+
+
+def paths(
     tensor: Tensor,
     sources: Sequence[Tensor],
     others: Sequence[Tensor] = (),
     *,
     cuts: Collection[str] = (),
-) -> bool:
-    """Whether TensorFlow can differentiate a tensor with respect to one of `sources`.
+) -> list[set[frozenset[str]]]:
+    """The paths from each of the sources to a tensor, by which of `cuts` they lead through.
 
-    Loops and branches count as connected to all their inputs. Paths through `others` do not count,
-    and paths through operations of the types `cuts` do.
+    Paths through another source or through `others` do not count.
     """
-    return any(True for _ in _reached(tensor, list(map(names_of, sources)), others, cuts))
-
-
-def connections(
-    tensor: Tensor,
-    sources: Sequence[Tensor],
-    others: Sequence[Tensor] = (),
-    *,
-    cuts: Collection[str] = (),
-) -> list[bool]:
-    """The same for each of the sources. Paths through another source do not count."""
-    found: set[Hashable] = set()
     names = list(map(names_of, sources))
-    for name in _reached(tensor, names, others, cuts):
-        found.add(name)
-        if all(found & n for n in names):
-            break
-    return [bool(found & n) for n in names]
-
-
-def _reached(
-    tensor: Tensor,
-    names: Sequence[set[Hashable]],
-    others: Sequence[Tensor],
-    cuts: Collection[str],
-) -> Iterator[Hashable]:
-    """Yields those names of the sources that a tensor is connected to."""
-    wanted = set().union(*names)
-    until = {*map(graphs.identity_of, others), *wanted}
-    for t in _walk(tensor, differentiably=True, until=until, cuts=cuts):
-        if graphs.identity_of(t) in wanted:
-            yield graphs.identity_of(t)
+    found: dict[Hashable, set[frozenset[str]]] = {name: set() for name in set().union(*names)}
+    until = {*map(graphs.identity_of, others), *found}
+    for visit in walk.back(tensor, differentiably=True, until=until, cuts=cuts):
+        if graphs.identity_of(visit.tensor) in found:
+            found[graphs.identity_of(visit.tensor)].add(visit.crossed)
+    return [set().union(*(found[name] for name in own)) for own in names]
 
 
 def names_of(tensor: Tensor) -> set[Hashable]:
@@ -72,7 +55,7 @@ def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bo
         return False
     return any(
         any(g is not None for g in tape.gradient(t, sources))
-        for t in _walk(tensor, differentiably=True)
+        for t, *_ in walk.back(tensor, differentiably=True)
         if graphs.operation(t) is None
     )
 
@@ -95,16 +78,18 @@ def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
     them.
     """
     until = set(map(graphs.identity_of, others))
-    for t in _walk(tensor, differentiably=True, until=until):
+    for t, calls, _ in walk.back(tensor, differentiably=True, until=until):
         op = graphs.operation(t)
         if op is None:
             return True
         if graphs.identity_of(t) in until:
             continue
-        if op.type == "Const" and not graphs.was_made_since(op, before):
+        if op.type == "Const" and not graphs.was_made_since((*calls, op)[0], before):
             return True
-        # A placeholder, or a read from a variable or a tensor list.
-        begins = not any(structures.is_differentiable(i.dtype) for i in op.inputs)
+        # A placeholder, or a read from a variable.
+        begins = not any(
+            structures.is_differentiable(i.dtype) or i.dtype == tf.variant for i in op.inputs
+        )
         if begins and (op.type == "Placeholder" or not graphs.has_no_gradient(op)):
             return True
     return False
@@ -155,7 +140,7 @@ def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
     False if it depends on a floating constant, a captured tensor, a variable or a host call.
     """
     wanted = set(map(graphs.identity_of, sources))
-    for t in _walk(tensor, differentiably=False, until=wanted):
+    for t, *_ in walk.back(tensor, differentiably=False, until=wanted):
         op = graphs.operation(t)
         if op is None or op.type in graphs.HOST_CALLS or t.dtype == tf.resource:
             return False
@@ -163,46 +148,3 @@ def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
         if begins and graphs.identity_of(t) not in wanted:
             return False
     return True
-
-
-def _walk(
-    tensor: Tensor,
-    *,
-    differentiably: bool,
-    until: Collection[Hashable] = (),
-    cuts: Collection[str] = (),
-) -> Iterator[Tensor]:
-    """Yields a tensor and all that it depends on, also in called functions and outer graphs."""
-    # Once for each call of the functions around a tensor: their arguments differ.
-    seen: set[tuple[Hashable, tuple[Operation, ...]]] = set()
-    # A tensor, and the calls of the functions that it is in, the innermost last.
-    stack: list[tuple[Tensor, tuple[Operation, ...]]] = [(tensor, ())]
-    while stack:
-        t, calls = stack.pop()
-        key = graphs.identity_of(t)
-        if (key, calls) in seen or (differentiably and not structures.is_differentiable(t.dtype)):
-            continue
-        seen.add((key, calls))
-        yield t
-        if key in until:
-            continue
-        op = graphs.operation(t)
-        if op is None:  # an eager tensor
-            continue
-        called = graphs.called_function(op)
-        if called is not None:
-            stack.append((called.outputs[t.value_index], (*calls, op)))
-            continue
-        # What a function captured is an argument too where it is called. The capture of a gradient
-        # function is a tensor in its forward function, which has other arguments in each call.
-        around = graphs.called_function(calls[-1]) if calls else None
-        if op.type == "Placeholder" and around is not None and t.graph is around:
-            index = [p.name for p in around.inputs].index(t.name)
-            stack.append((calls[-1].inputs[index], calls[:-1]))
-            continue
-        outside = graphs.captured_from(t)
-        if outside is not None:
-            stack.append((outside, calls))
-            continue
-        if not (differentiably and graphs.has_no_gradient(op)) or op.type in cuts:
-            stack.extend((i, calls) for i in op.inputs)

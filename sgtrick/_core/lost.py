@@ -1,6 +1,6 @@
 """Whether TensorFlow can differentiate a gradient again, and the messages if it cannot."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import tensorflow as tf
 
@@ -32,29 +32,38 @@ def cut_message(name: str) -> str:
     )
 
 
-_CUTS = (*graphs.HOST_CALLS, "StopGradient")
+_STOP = "StopGradient"
+_CUTS = (*graphs.HOST_CALLS, _STOP)
 
 
 def are_lost(gradient: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
     """With respect to which of `sources` the derivative of a gradient in a graph is lost.
 
     With respect to all, if it is not connected to any of them but depends on more than `others`.
-    Otherwise to those that it depends on only through what cuts derivatives.
     """
-    connected = ancestry.connections(gradient, sources, others)
-    if not any(connected):
+    paths = ancestry.paths(gradient, sources, others, cuts=_CUTS)
+    if not any(map(_is_direct, paths)):
         return [not ancestry.is_made_of(gradient, others)] * len(sources)
-    if all(connected):
-        return [False] * len(sources)
-    reached = ancestry.connections(gradient, sources, others, cuts=_CUTS)
-    return [r and not c for r, c in zip(reached, connected, strict=True)]
+    return list(map(_is_lost, paths))
 
 
 def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
-    """Whether a gradient in a graph depends on `us`, but only through what cuts derivatives."""
-    return not ancestry.is_connected(gradient, us) and ancestry.is_connected(
-        gradient, us, cuts=_CUTS
-    )
+    """Whether the derivative of a gradient in a graph with respect to `us` is lost."""
+    return _is_lost(set().union(*ancestry.paths(gradient, us, cuts=_CUTS)))
+
+
+def _is_direct(paths: Collection[frozenset[str]]) -> bool:
+    """Whether there is a path through nothing that cuts derivatives."""
+    return frozenset() in paths
+
+
+def _is_lost(paths: Collection[frozenset[str]]) -> bool:
+    """Whether a derivative lacks a part, by the paths that lead to the tensor.
+
+    What is stopped beside something that is not stopped was meant to be. A host call was not.
+    """
+    on_host = any(path and _STOP not in path for path in paths)
+    return on_host or (bool(paths) and not _is_direct(paths))
 
 
 def is_constant(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
@@ -68,7 +77,7 @@ def are_reached(rule: Rule, us: Sequence[Tensor | None], place: int) -> list[boo
     graph, at = _traced(rule, us, place)
     if graph is None:
         return [False] * len(rule.sources)
-    return ancestry.connections(graph.outputs[0], rule.sources, at, cuts=_CUTS)
+    return list(map(bool, ancestry.paths(graph.outputs[0], rule.sources, at, cuts=_CUTS)))
 
 
 def is_cut_at(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:

@@ -62,12 +62,35 @@ def has_no_gradient(op: Operation) -> bool:
         return op.type not in ("PartitionedCall", "StatefulPartitionedCall")
 
 
-def called_function(op: Operation) -> Graph | None:
-    """The graph of the function that an operation calls, None if it calls none."""
-    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
-        return None
-    function = op.graph._get_function(op.get_attr("f").name)
-    return getattr(function, "graph", None)
+# The attributes with the functions that an operation calls, apart from the condition of a loop.
+_LOOPS = {"While": ("body",), "StatelessWhile": ("body",)}
+_FUNCTIONS = {
+    **_LOOPS,
+    "PartitionedCall": ("f",),
+    "StatefulPartitionedCall": ("f",),
+    "If": ("then_branch", "else_branch"),
+    "StatelessIf": ("then_branch", "else_branch"),
+    "Case": ("branches",),
+    "StatelessCase": ("branches",),
+}
+
+
+def called_functions(op: Operation) -> list[Graph]:
+    """The graphs of the functions that an operation calls: one, the branches, or a loop's body.
+
+    Empty if it calls none, or if one has no graph, as where a SavedModel was loaded.
+    """
+    found = []
+    for attribute in _FUNCTIONS.get(op.type, ()):
+        value = op.get_attr(attribute)
+        for function in value if isinstance(value, list) else [value]:
+            found.append(getattr(op.graph._get_function(function.name), "graph", None))
+    return [] if None in found else found
+
+
+def is_loop(op: Operation) -> bool:
+    """Whether an operation calls a function in a loop."""
+    return op.type in _LOOPS
 
 
 def captured_from(tensor: Tensor) -> Tensor | None:

@@ -35,6 +35,7 @@ class _Overrides:
 
     def __init__(self, graph: Graph) -> None:
         self.by_name: dict[str, Override] = {}
+        self.counts: dict[str, int] = {}  # of the outputs
         self.operations: dict[str, str] = {}  # the names of the operations
         self.graph = weakref.ref(graph)
         # TensorFlow's registry never drops a gradient by itself.
@@ -84,7 +85,7 @@ def override(
     made = _MADE.get()
     if made is not None:
         made.append(name)
-    overrides.by_name[name] = meaning
+    overrides.by_name[name], overrides.counts[name] = meaning, len(natural)
     overrides.names.append(name)
     _register(name, len(natural), weakref.ref(overrides))
     with not_recording(), graph.gradient_override_map({"IdentityN": name}):
@@ -93,6 +94,18 @@ def override(
     # tf.vectorized_map looks for this attribute before it looks into its registry.
     outputs[0].op.pfor_converter = _map
     return list(outputs[: len(natural)])
+
+
+def differentiated(op: Operation, output: int) -> list[Tensor]:
+    """The inputs of an operation with respect to which one of its outputs has derivatives."""
+    try:
+        name = op.get_attr("_gradient_op_type").decode()
+    except ValueError:
+        return list(op.inputs)
+    overrides = _overrides_of(op)
+    if overrides is not None and name in overrides.counts:
+        return list(op.inputs[overrides.counts[name] :])
+    return [t for i, t in enumerate(op.inputs) if i != output]  # as `tf.custom_gradient` does it
 
 
 def _map(pfor_input: Any) -> list[Any]:
