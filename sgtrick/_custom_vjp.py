@@ -90,7 +90,12 @@ def _custom_vjp(f: Function) -> Function:
         y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]
-        kept = Rule(function.name, rule.pull, sources=sources, tape=tape)
+
+        def again(*upstream: Tensor) -> list[Gradient]:
+            y, grad_fn = vjp_protocol.value_and_rule(f, run(), "grad_fn")
+            return _Rule(f, grad_fn, leaves, y, variables).pull(*upstream)
+
+        kept = Rule(function.name, rule.pull, sources=sources, tape=tape, again=again)
         return rule.pack(keep(rule.outputs, rule.inputs, kept))
 
     return autograph.form(call)

@@ -136,19 +136,28 @@ def _differentiable(
     def gradients(
         zs: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
     ) -> list[Gradient]:
+        def jacobians(*points: Tensor) -> list[Tensor]:
+            return [leaf.gx for leaf in evaluated(call.at(at, points, passed)) if leaf is not None]
+
         points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(points)
-            again = evaluated(call.at(at, points, passed))
-        gxs = [leaf.gx for leaf in again if leaf is not None]
+            gxs = jacobians(*points)
         found = tape.gradient(gxs, points, output_gradients=list(zs))
-        if all(g is None for g in found):
-            return loud.failures(xs, lost.message(call.name), zs)
-        return [tf.zeros_like(x) if g is None else g for g, x in zip(found, xs, strict=True)]
+        seen = lost.traced(jacobians, points) if tf.executing_eagerly() else (points, gxs)
+        inputs, outputs = seen or (points, [])
+        are_cut = [any(lost.is_cut(gx, [x]) for gx in outputs) for x in inputs]
+        are_lost = [True] * len(xs) if all(g is None for g in found) else are_cut
+        return [
+            loud.failures([x], lost.message(call.name), [*zs, *xs])[0]
+            if is_lost
+            else (tf.zeros_like(x) if g is None else g)
+            for x, g, is_lost in zip(xs, found, are_lost, strict=True)
+        ]
 
-    def jacobians() -> list[Leaf | None]:
+    def differentiable() -> list[Leaf | None]:
         moving = mixed.ByPoint(call.name, gradients, call.point.xs, others)
         gxs = iter(mixed.keep_own(moving, known))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
-    return jacobians
+    return differentiable

@@ -1,6 +1,7 @@
 """Whether TensorFlow can differentiate a gradient again, and the messages if it cannot."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -8,7 +9,7 @@ from sgtrick._core import ancestry
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Gradient, Graph, Tensor
+from sgtrick._core.types import Gradient, Tensor
 
 
 def message(name: str) -> str:
@@ -66,40 +67,53 @@ def _is_lost(paths: Collection[frozenset[str]]) -> bool:
     return on_host or (bool(paths) and not _is_direct(paths))
 
 
-def is_constant(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
-    """Whether a gradient depends on the upstream gradient alone, like that of a linear function."""
-    graph, at = _traced(rule, us, place)
-    return graph is not None and ancestry.is_made_of(graph.outputs[0], at)
+class Traced(NamedTuple):
+    """A function in a graph of its own."""
+
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
 
-def are_reached(rule: Rule, us: Sequence[Tensor | None], place: int) -> list[bool]:
-    """Which sources a gradient depends on, in eager execution, even if through a cut."""
-    graph, at = _traced(rule, us, place)
-    if graph is None:
-        return [False] * len(rule.sources)
-    return list(map(bool, ancestry.paths(graph.outputs[0], rule.sources, at, cuts=_CUTS)))
-
-
-def is_cut_at(rule: Rule, us: Sequence[Tensor | None], place: int) -> bool:
-    """`is_cut` for a gradient in eager execution."""
-    graph, at = _traced(rule, us, place)
-    return graph is None or is_cut(graph.outputs[0], at)
-
-
-def _traced(
-    rule: Rule, us: Sequence[Tensor | None], place: int
-) -> tuple[Graph | None, Sequence[Tensor]]:
-    """The graph of a gradient and its upstream gradients; None if it cannot be traced."""
-    at = present(us)
-
-    def gradient(*upstream: Tensor) -> Tensor:
-        return values_of(rule.pull(*spread(upstream, us))[place])
-
+def traced(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traced | None:
+    """Traces a function to see what tapes do not: host calls. None for code that runs eagerly."""
     try:
-        graph = tracing.trace(gradient, tracing.specs_of(at)).graph
-    except Exception:  # then it may depend on anything
-        return None, ()
-    return graph, graph.inputs[: len(at)]
+        graph = tracing.trace(f, tracing.specs_of(inputs)).graph
+    except Exception:
+        return None
+    return Traced(graph.inputs[: len(inputs)], graph.outputs)
+
+
+def traced_rule(rule: Rule, us: Sequence[Tensor | None]) -> Traced | None:
+    """The same for a rule: the numbers of the gradients that are not None."""
+    pull = rule.again or rule.pull
+
+    def gradients(*at: Tensor) -> list[Tensor]:
+        return list(map(values_of, present(pull(*spread(at, us)))))
+
+    return traced(gradients, present(us))
+
+
+def are_lost_eagerly(
+    gradient: Tensor | None,
+    sources: Sequence[Tensor],
+    us: Sequence[Tensor],
+    missing: Sequence[bool],
+) -> list[bool]:
+    """`are_lost` in eager execution, where tapes have found which derivatives are missing.
+
+    Args:
+        gradient: In a graph of its own; None if it cannot be traced.
+        sources: Eager tensors.
+        us: The upstream gradients in that graph.
+        missing: Whether tapes find no derivative, for each of the sources.
+    """
+    if all(missing):  # a linear function has a gradient that is constant
+        is_constant = gradient is not None and ancestry.is_made_of(gradient, us)
+        return [not is_constant] * len(sources)
+    if gradient is None:
+        return [False] * len(sources)
+    paths = ancestry.paths(gradient, sources, us, cuts=_CUTS)
+    return [_is_lost(p) or (m and bool(p)) for p, m in zip(paths, missing, strict=True)]
 
 
 def values_of(gradient: Gradient) -> Tensor:

@@ -10,6 +10,7 @@ raises: that is what `_guarded` adds.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -263,30 +264,25 @@ def _loses(rule: Rule, pulled: _Pulled, xs: Sequence[Tensor]) -> Callable[[], _L
         return lambda: known
     tape, n = pulled.tape, len(rule.sources)
 
+    @functools.cache
     def ask() -> _Lost:
         by_sources, by_upstream = [False] * n, False
+        traced = lost.traced_rule(rule, pulled.us)
+        us, again = traced or ([], [None] * len(parts))
         with loud.not_raising():  # the caller has not requested these gradients
-            for i, part in _enumerated(pulled.gradients):
+            for part, gradient in zip(parts, again, strict=True):
                 if any(part is u for u in at):
                     continue
                 found = tape.gradient(part, [*rule.sources, *at])
-                missing = [d is None for d in found[:n]]
-                if all(missing) and not lost.is_constant(rule, pulled.us, i):
-                    by_sources = missing
-                elif any(missing) and not all(missing):
-                    reached = lost.are_reached(rule, pulled.us, i)
-                    flags = zip(by_sources, missing, reached, strict=True)
-                    by_sources = [before or (m and r) for before, m, r in flags]
-                if not is_linear and all(d is None for d in found[n:]):
-                    by_upstream |= lost.is_cut_at(rule, pulled.us, i)
+                missing = [d is None for d in found]
+                are_lost = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
+                by_sources = list(map(any, zip(by_sources, are_lost, strict=True)))
+                if not is_linear:
+                    cut = all(missing[n:]) if gradient is None else lost.is_cut(gradient, us)
+                    by_upstream = by_upstream or cut
         return _Lost(_by_inputs(xs, rule, by_sources), by_upstream)
 
     return ask
-
-
-def _enumerated(gradients: Sequence[Gradient]) -> list[tuple[int, Tensor]]:
-    """The numbers of the gradients that are not None, with their positions."""
-    return [(i, lost.values_of(g)) for i, g in enumerate(gradients) if g is not None]
 
 
 def _with_errors(

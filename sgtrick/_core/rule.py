@@ -20,6 +20,7 @@ class Rule(NamedTuple):
             turn depend on the sources is no derivative of the gradients.
         tape: A persistent tape that recorded the parts of the forward pass that `pull` uses, in
             eager execution.
+        again: `pull`, with those parts computed again. None if it uses none.
         lost: Whether TensorFlow cannot differentiate some gradient with respect to the sources.
             None if this is not known beforehand.
         cut: Whether TensorFlow cannot differentiate some gradient with respect to the upstream
@@ -32,5 +33,6 @@ class Rule(NamedTuple):
     sources: Sequence[Tensor] = ()
     others: Sequence[Tensor] = ()
     tape: Tape | None = None
+    again: Pullback | None = None
     lost: bool | None = None
     cut: bool = False

@@ -84,8 +84,18 @@ def called_functions(op: Operation) -> list[Graph]:
     for attribute in _FUNCTIONS.get(op.type, ()):
         value = op.get_attr(attribute)
         for function in value if isinstance(value, list) else [value]:
-            found.append(getattr(op.graph._get_function(function.name), "graph", None))
+            found.append(_graph_of(function.name, op.graph))
     return [] if None in found else found
+
+
+def _graph_of(function: str, graph: Graph | None) -> Graph | None:
+    """The graph of a function that a graph knows by name, or a graph around it."""
+    while graph is not None:
+        found = graph._get_function(function)
+        if found is not None:
+            return getattr(found, "graph", None)
+        graph = getattr(graph, "outer_graph", None)
+    return None
 
 
 def is_loop(op: Operation) -> bool:
