@@ -1,0 +1,189 @@
+"""Second derivatives of gradients that call the host in part, and of gradients made in loops."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from forms import (
+    POINTS,
+    derivative,
+    exact,
+    forward_derivative,
+    hidden,
+    host_slope,
+    jvp_form,
+    mapped,
+    slope,
+    verdict,
+    vjp_form,
+)
+
+TWICE = {
+    "eager": lambda f: derivative(derivative(f)),
+    "tf.function": lambda f: tf.function(derivative(derivative(f))),
+    "around tf.function": lambda f: derivative(derivative(tf.function(f))),
+    "mapped": lambda f: tf.function(derivative(derivative(mapped(f)))),
+}
+EVERY_WAY_TO_ASK = pytest.mark.parametrize("where", TWICE)
+
+
+def computed_before(slope):
+    @sgtrick.custom_vjp
+    def form(x):
+        gradient = slope(x)
+        return hidden(x), lambda upstream: upstream * gradient
+
+    return form
+
+
+def that_takes_variables(slope):
+    scale = tf.Variable(1.0, dtype=tf.float64)
+
+    def grad(x, variables):
+        assert len(variables) == 1
+        return slope(x), [hidden(x)]
+
+    return sgtrick.with_gradient(lambda x: hidden(x) * scale, grad)
+
+
+FORMS = {
+    "with_gradient": lambda slope: sgtrick.with_gradient(hidden, slope),
+    "with_gradient, variables": that_takes_variables,
+    "from_value_and_gradient": lambda slope: sgtrick.from_value_and_gradient(
+        lambda x: (hidden(x), slope(x))
+    ),
+    "custom_vjp": lambda slope: vjp_form(hidden, slope),
+    "custom_vjp, before": computed_before,
+    "custom_jvp": lambda slope: jvp_form(hidden, slope),
+}
+
+
+def in_part(x):
+    """Half of it by the host."""
+    return (slope(x) + host_slope(x)) / 2
+
+
+def by_members(f):
+    def run(x):
+        return tf.reshape(tf.map_fn(f, tf.reshape(x, [-1])), tf.shape(x))
+
+    return run
+
+
+def in_a_branch(f):
+    return lambda x: tf.cond(tf.reduce_sum(x) > -99, lambda: f(x), lambda: slope(x))
+
+
+def carried(f):
+    """By a loop whose result depends on the point through what its steps pass on."""
+
+    def run(x):
+        def step(i, before, _):
+            return i + 1, x, f(before)
+
+        return tf.while_loop(lambda i, *_: i < 2, step, (0, x, x))[2]
+
+    return run
+
+
+WAYS = {
+    "alone": lambda f: f,
+    "function": lambda f: tf.function(f),
+    "members": by_members,
+    "branch": in_a_branch,
+    "carried": carried,
+    "branch in loop": lambda f: by_members(in_a_branch(f)),
+}
+
+
+@EVERY_WAY_TO_ASK
+@pytest.mark.parametrize("form", FORMS)
+def test_in_every_form(form, where):
+    assert verdict(TWICE[where](FORMS[form](in_part)), exact(2)) in {"raises", "NaN"}
+
+
+@EVERY_WAY_TO_ASK
+@pytest.mark.parametrize("way", WAYS)
+def test_in_every_way(way, where):
+    form = sgtrick.with_gradient(hidden, WAYS[way](in_part))
+    assert verdict(TWICE[where](form), exact(2)) in {"raises", "NaN"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_a_whole(way):
+    form = computed_before(WAYS[way](host_slope))
+    assert verdict(TWICE["tf.function"](form), exact(2)) in {"raises", "NaN"}
+
+
+@EVERY_WAY_TO_ASK
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_differentiable_is_right(way, where):
+    came = verdict(TWICE[where](sgtrick.with_gradient(hidden, WAYS[way](slope))), exact(2))
+    # TensorFlow itself cannot map the derivative of a branch.
+    assert came == ("raises" if where == "mapped" and "branch" in way else "right")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_computed_before_is_right(way):
+    form = computed_before(WAYS[way](slope))
+    assert verdict(TWICE["tf.function"](form), exact(2)) == "right"
+
+
+def by_an_engine(x):
+    """The slope, as the derivative of an engine."""
+    engine = sgtrick.from_numpy(
+        lambda x: ((1 + x**2) ** -0.5, -x * (1 + x**2) ** -1.5), event_ndims=0, vectorized=True
+    )
+    return engine(x)
+
+
+@tf.custom_gradient
+def by_tensorflow(x):
+    return host_slope(x), lambda upstream: upstream * -x * (1 + x**2) ** -1.5
+
+
+@EVERY_WAY_TO_ASK
+@pytest.mark.parametrize("way", ["alone", "function", "members", "branch"])
+def test_an_engine_in_part_is_right(way, where):
+    form = sgtrick.with_gradient(hidden, WAYS[way](lambda x: (slope(x) + by_an_engine(x)) / 2))
+    came = verdict(TWICE[where](form), exact(2))
+    assert came == ("raises" if where == "mapped" and "branch" in way else "right")
+
+
+@pytest.mark.parametrize("where", ["eager", "tf.function"])  # elsewhere TensorFlow drops it
+@pytest.mark.parametrize("way", ["alone", "function"])
+def test_a_host_call_in_tf_custom_gradient_is_right(way, where):
+    form = sgtrick.with_gradient(hidden, WAYS[way](lambda x: (slope(x) + by_tensorflow(x)) / 2))
+    assert verdict(TWICE[where](form), exact(2)) == "right"
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@pytest.mark.parametrize("form", FORMS)
+def test_in_forward_mode(form, wrap):
+    run = wrap(forward_derivative(derivative(FORMS[form](in_part))))
+    assert verdict(run, exact(2)) in {"raises", "NaN"}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+def test_of_the_upstream_gradient(wrap):
+    """A pullback that is passed to the host in part loses a term of the Hessian of a function."""
+    on_host = tf.function(lambda u: tf.ensure_shape(tf.numpy_function(np.copy, [u], u.dtype), [3]))
+
+    @sgtrick.custom_vjp
+    def form(x):
+        return hidden(x), lambda upstream: (upstream + on_host(upstream)) / 2 * slope(x)
+
+    square = wrap(derivative(derivative(lambda x: form(x) ** 2)))
+    expected = derivative(derivative(lambda x: tf.asinh(x) ** 2))(tf.constant(POINTS))
+    assert verdict(square, expected) in {"raises", "NaN"}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+def test_what_is_stopped_in_part_was_meant_to_be(wrap):
+    @sgtrick.custom_vjp
+    def form(x):
+        return hidden(x), lambda upstream: upstream * x * tf.stop_gradient(x)
+
+    x = tf.constant(POINTS)
+    np.testing.assert_array_equal(wrap(derivative(derivative(form)))(x), x)
