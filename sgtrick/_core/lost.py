@@ -16,10 +16,10 @@ def message(name: str) -> str:
     """The error for a gradient that cannot be differentiated again."""
     return (
         f"The gradient of {name} was differentiated again, but TensorFlow sees no connection from "
-        "the gradient to the point: it was computed by a host call or by NumPy, was stopped, or "
-        "does not depend on the point. If it really is a constant, add 0 * x to it. Otherwise "
-        "compute it from TensorFlow ops, or give the host call its own gradient with one of "
-        "sgtrick's functions."
+        "the gradient to the point, or not all of it: the gradient, or a part of it, was computed "
+        "by a host call or by NumPy; or it was stopped, or does not depend on the point. If it "
+        "really is a constant, add 0 * x to it. Otherwise compute it from TensorFlow ops, or give "
+        "the host call its own gradient with one of sgtrick's functions."
     )
 
 
@@ -27,9 +27,10 @@ def cut_message(name: str) -> str:
     """The error for a gradient that cannot be differentiated by the upstream gradients."""
     return (
         f"The gradient of {name} was differentiated again, with respect to the upstream gradient "
-        "(that of whatever was computed from the result), but TensorFlow sees no connection to it: "
-        "the gradient function passes it to a host call or to NumPy, or stops it. Compute with it "
-        "in TensorFlow ops, or give the host call its own gradient with one of sgtrick's functions."
+        "(that of whatever was computed from the result), but TensorFlow does not see how the one "
+        "depends on the other: the gradient function passes it to a host call or to NumPy, or "
+        "stops it. Compute with it in TensorFlow ops, or give the host call its own gradient with "
+        "one of sgtrick's functions."
     )
 
 

@@ -268,7 +268,9 @@ def _loses(rule: Rule, pulled: _Pulled, xs: Sequence[Tensor]) -> Callable[[], _L
     def ask() -> _Lost:
         by_sources, by_upstream = [False] * n, False
         traced = lost.traced_rule(rule, pulled.us)
-        us, again = traced or ([], [None] * len(parts))
+        us, again = traced or ([], [])
+        if len(again) != len(parts):
+            again = [None] * len(parts)
         with loud.not_raising():  # the caller has not requested these gradients
             for part, gradient in zip(parts, again, strict=True):
                 if any(part is u for u in at):

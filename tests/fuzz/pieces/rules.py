@@ -14,11 +14,28 @@ def stopped(function, x):
     return tf.stop_gradient(function.jacobian(x))
 
 
-def on_host(function, x):
-    j = function.jacobian(x)
+def copied_by_host(j):
     y = tf.numpy_function(lambda j: j + 0, [j], j.dtype, stateful=False)
     y.set_shape(j.shape)
     return y
+
+
+def on_host(function, x):
+    return copied_by_host(function.jacobian(x))
+
+
+def in_part_on_host(function, x):
+    j = function.jacobian(x)
+    return (j + copied_by_host(j)) / 2
+
+
+def by_members(function, x, copied=tf.identity):
+    j = function.jacobian(x)
+    return tf.reshape(tf.map_fn(copied, tf.reshape(j, [-1])), tf.shape(j))
+
+
+def by_members_on_host(function, x):
+    return by_members(function, x, copied_by_host)
 
 
 def in_a_loop(function, x):
@@ -75,8 +92,9 @@ def with_a_variable(function, x):
 ONE = tf.Variable(1.0, trainable=False)
 
 RULES = (
-    closed_form, stopped, on_host, in_a_loop, in_a_branch, in_a_function, by_a_tape,
-    by_another_form, by_a_mapped_form, by_a_form_that_closes_over_it, with_a_variable,
+    closed_form, stopped, on_host, in_part_on_host, by_members, by_members_on_host, in_a_loop,
+    in_a_branch, in_a_function, by_a_tape, by_another_form, by_a_mapped_form,
+    by_a_form_that_closes_over_it, with_a_variable,
 )  # fmt: skip
 # Which call a `tf.function`.
 CALLING_FUNCTIONS = (in_a_function, by_a_form_that_closes_over_it)
