@@ -551,6 +551,18 @@ class TestAux:
         assert aux.shape == [2]
         np.testing.assert_array_equal(aux, [np.nan, np.nan])
 
+    @pytest.mark.parametrize("returned", [1.0, (1.0, 2.0, 3.0), None])
+    def test_no_aux(self, returned):
+        h = sgtrick.from_numpy(lambda x: (returned, x), has_aux=True, name="f")
+        message = r"f must return \(\(value, aux\), gradient\), got .* in place of \(value, aux\)"
+        with pytest.raises(TypeError, match=message):
+            h(tf.ones([2]))
+
+    def test_numbers_beside_arrays(self):
+        h = sgtrick.from_numpy(lambda x: ((x[0], x if x[0] > 1 else 0.5), x), has_aux=True)
+        with pytest.raises(ValueError, match=r"the same shape for all members .*\[\] and \[2\]"):
+            h(tf.constant([[1.0, 0.0], [2.0, 0.0]]))
+
     def test_aux_of_a_vectorized_engine_without_its_batch(self):
         h = sgtrick.from_numpy(
             lambda x: ((np.sum(x, -1), np.ones(7)), x), has_aux=True, vectorized=True, name="f"
@@ -629,6 +641,28 @@ class TestErrors:
         assert (h.calls, h.failures) == (5, 2)
         np.testing.assert_array_equal(wrap(h)(x[0], tf.constant(2.0)), 7)
         assert (h.calls, h.failures) == (6, 3)  # of one member there is nothing to find out
+
+    @pytest.mark.parametrize("on_error", ["raise", -np.inf])
+    def test_a_vectorized_engine_gets_its_own_dtype_each_time(self, on_error):
+        """And is asked again only if that is of use."""
+        seen = []
+
+        def engine(x):
+            seen.append(x.dtype)
+            x[:] = np.nan
+            raise ArithmeticError
+
+        h = sgtrick.from_numpy(engine, vectorized=True, on_error=on_error)
+        x = tf.ones([2, 2], tf.float32)
+        if on_error == "raise":
+            with pytest.raises(RuntimeError, match="ArithmeticError"):
+                h(x)
+            assert (h.calls, h.failures, h.nonfinite) == (1, 1, 0)
+        else:
+            np.testing.assert_array_equal(h(x), [-np.inf, -np.inf])
+            assert (h.calls, h.failures, h.nonfinite) == (3, 2, 0)
+        assert set(seen) == {np.dtype("float64")}
+        np.testing.assert_array_equal(x, tf.ones([2, 2]))
 
     def test_a_vectorized_engine_that_fails_for_none_alone(self):
         def engine(x):
@@ -816,9 +850,10 @@ class TestNonfinite:
         assert (h.failures, h.nonfinite) == (1, 0)
 
     def test_aux_does_not_count(self):
-        h = sgtrick.from_numpy(lambda x: ((1.0, np.nan), x), has_aux=True)
-        h(tf.ones([2]))
-        assert h.nonfinite == 0
+        for reply, vectorized in (((1.0, np.nan), False), (([1.0], [np.nan]), True)):
+            h = sgtrick.from_numpy(lambda x: (reply, x), has_aux=True, vectorized=vectorized)  # noqa: B023
+            h(tf.ones([1, 2]))
+            assert h.nonfinite == 0
 
 
 class TestMaskedReplies:

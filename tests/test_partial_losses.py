@@ -82,9 +82,18 @@ def carried(f):
         def step(i, before, _):
             return i + 1, x, f(before)
 
-        return tf.while_loop(lambda i, *_: i < 2, step, (0, x, x))[2]
+        return tf.while_loop(lambda i, *_: i < 2, step, (0, tf.zeros_like(x), tf.zeros_like(x)))[2]
 
     return run
+
+
+def never(f):
+    """By a loop that takes no step."""
+
+    def step(i, y):
+        return i + 1, tf.zeros_like(y)
+
+    return lambda x: tf.while_loop(lambda i, _: i < 0, step, (0, f(x)))[1]
 
 
 WAYS = {
@@ -93,8 +102,10 @@ WAYS = {
     "members": by_members,
     "branch": in_a_branch,
     "carried": carried,
+    "never": never,
     "branch in loop": lambda f: by_members(in_a_branch(f)),
 }
+UNMAPPED = ("branch", "branch in loop", "never")
 
 
 @EVERY_WAY_TO_ASK
@@ -116,12 +127,22 @@ def test_as_a_whole(way):
     assert verdict(TWICE["tf.function"](form), exact(2)) in {"raises", "NaN"}
 
 
+@pytest.mark.parametrize("where", TWICE)
+def test_by_way_of_integers(where):
+    def rounded(x):
+        return tf.cast(tf.cast(slope(x) * 2**50, tf.int64), x.dtype) / 2**50
+
+    form = sgtrick.with_gradient(hidden, rounded)
+    assert verdict(derivative(form), exact(1)) == "right"
+    assert verdict(TWICE[where](form), exact(2)) in {"raises", "NaN"}
+
+
 @EVERY_WAY_TO_ASK
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_differentiable_is_right(way, where):
     came = verdict(TWICE[where](sgtrick.with_gradient(hidden, WAYS[way](slope))), exact(2))
-    # TensorFlow itself cannot map the derivative of a branch.
-    assert came == ("raises" if where == "mapped" and "branch" in way else "right")
+    # TensorFlow itself cannot map the derivatives of branches and of lone loops.
+    assert came == ("raises" if where == "mapped" and way in UNMAPPED else "right")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -148,7 +169,7 @@ def by_tensorflow(x):
 def test_an_engine_in_part_is_right(way, where):
     form = sgtrick.with_gradient(hidden, WAYS[way](lambda x: (slope(x) + by_an_engine(x)) / 2))
     came = verdict(TWICE[where](form), exact(2))
-    assert came == ("raises" if where == "mapped" and "branch" in way else "right")
+    assert came == ("raises" if where == "mapped" and way in UNMAPPED else "right")
 
 
 @pytest.mark.parametrize("where", ["eager", "tf.function"])  # elsewhere TensorFlow drops it
@@ -159,9 +180,11 @@ def test_a_host_call_in_tf_custom_gradient_is_right(way, where):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@pytest.mark.parametrize("outer", [derivative, forward_derivative])
+@pytest.mark.parametrize("inner", [derivative, forward_derivative])
 @pytest.mark.parametrize("form", FORMS)
-def test_in_forward_mode(form, wrap):
-    run = wrap(forward_derivative(derivative(FORMS[form](in_part))))
+def test_in_forward_mode(form, inner, outer, wrap):
+    run = wrap(outer(inner(FORMS[form](in_part))))
     assert verdict(run, exact(2)) in {"raises", "NaN"}
 
 

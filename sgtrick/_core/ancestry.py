@@ -1,5 +1,6 @@
 """What a tensor in a graph depends on."""
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import tensorflow as tf
@@ -24,40 +25,38 @@ def paths(
     others: Sequence[Tensor] = (),
     *,
     cuts: Collection[str] = (),
+    tape: Tape | None = None,
 ) -> list[set[frozenset[str]]]:
     """The paths from each of the sources to a tensor, by which of `cuts` they lead through.
 
     Paths through another source or through `others` do not count.
+
+    Args:
+        tensor: A tensor in a graph.
+        sources: Where the paths begin.
+        others: Where they must not begin.
+        cuts: Types of operations without a derivative that paths may lead through.
+        tape: A persistent tape that recorded eager tensors that paths may lead through.
     """
     names = list(map(names_of, sources))
-    found: dict[Hashable, set[frozenset[str]]] = {name: set() for name in set().union(*names)}
-    until = {*map(graphs.identity_of, others), *found}
-    for visit in walk.back(tensor, differentiably=True, until=until, cuts=cuts):
-        if graphs.identity_of(visit.tensor) in found:
-            found[graphs.identity_of(visit.tensor)].add(visit.crossed)
-    return [set().union(*(found[name] for name in own)) for own in names]
+    found: list[set[frozenset[str]]] = [set() for _ in sources]
+    until = {*map(graphs.identity_of, others)}.union(*names)
+    for t, _, crossed in walk.back(tensor, differentiably=True, until=until, cuts=cuts):
+        name = graphs.identity_of(t)
+        if name in until:
+            begins = [name in own for own in names]
+        elif tape is not None and graphs.operation(t) is None:
+            begins = [g is not None for g in tape.gradient(t, sources)]
+        else:
+            continue
+        for paths_of_one in itertools.compress(found, begins):
+            paths_of_one.add(crossed)
+    return found
 
 
 def names_of(tensor: Tensor) -> set[Hashable]:
     """The identities of a tensor and of what it is an alias of."""
     return set(map(graphs.identity_of, _same(tensor)))
-
-
-def is_connected_by(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Whether `tensor` depends on an eager tensor that is connected to one of `sources`.
-
-    Args:
-        tape: A persistent tape that recorded the eager tensors, or None.
-        tensor: A tensor in a graph.
-        sources: Eager tensors.
-    """
-    if tape is None:
-        return False
-    return any(
-        any(g is not None for g in tape.gradient(t, sources))
-        for t, *_ in walk.back(tensor, differentiably=True)
-        if graphs.operation(t) is None
-    )
 
 
 def _same(tensor: Tensor) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from sgtrick._core import ancestry
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Gradient, Tensor
+from sgtrick._core.types import Gradient, Tape, Tensor
 
 
 def message(name: str) -> str:
@@ -38,12 +38,18 @@ _STOP = "StopGradient"
 _CUTS = (*graphs.HOST_CALLS, _STOP)
 
 
-def are_lost(gradient: Tensor, sources: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+def are_lost(
+    gradient: Tensor,
+    sources: Sequence[Tensor],
+    others: Sequence[Tensor],
+    tape: Tape | None = None,
+) -> list[bool]:
     """With respect to which of `sources` the derivative of a gradient in a graph is lost.
 
     With respect to all, if it is not connected to any of them but depends on more than `others`.
+    It may also depend on eager tensors that `tape` has recorded.
     """
-    paths = ancestry.paths(gradient, sources, others, cuts=_CUTS)
+    paths = ancestry.paths(gradient, sources, others, cuts=_CUTS, tape=tape)
     if not any(map(_is_direct, paths)):
         return [not ancestry.is_made_of(gradient, others)] * len(sources)
     return list(map(_is_lost, paths))

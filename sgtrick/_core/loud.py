@@ -8,7 +8,7 @@ from contextvars import ContextVar
 import tensorflow as tf
 
 from sgtrick._core import structures
-from sgtrick._core._tensorflow import tapes, tracing
+from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.types import Tangent, Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
@@ -128,7 +128,9 @@ def _to_every_order(zero: Tensor, of: Sequence[Tensor]) -> Tensor:
     if not of:
         return zero
     # The cosine has derivatives of every order.
-    return zero + tf.math.multiply_no_nan(zero, _increment(tf.cos(_total(of))))
+    increment = tf.math.multiply_no_nan(zero, _increment(tf.cos(_total(of))))
+    graphs.hide(increment)
+    return zero + increment
 
 
 def _increment(t: Tensor) -> Tensor:

@@ -149,9 +149,7 @@ def _push(
         if rule.lost is None:
             others = [*present(ts), *rule.others]
             by_tangents = [
-                lost.are_lost(t, rule.sources, others)
-                for t in present(pushed)
-                if not ancestry.is_connected_by(rule.tape, t, rule.sources)
+                lost.are_lost(t, rule.sources, others, rule.tape) for t in present(pushed)
             ]
             by_sources = list(map(any, zip(by_sources, *by_tangents, strict=True)))
         return pushed
@@ -318,7 +316,7 @@ def _with_errors(
                 loud.failures([x], lost.message(rule.name), known)[0] if is_lost else None
                 for x, is_lost in zip(xs, by.points, strict=True)
             ]
-        if any(by.points) and by_graph:  # forward over forward differentiates the results of z
+        if any(by.points):  # forward over forward mode, and double VJPs, differentiate z
             z = tuple(_losing(rule.name, list(z), list(itertools.compress(xs, by.points))))
         if not transposable:
             return [*z, *us, *points]

@@ -52,9 +52,19 @@ def was_made_since(op: Operation, before: int) -> bool:
     return op.graph is tf.compat.v1.get_default_graph() and bool(op._id > before + 1)
 
 
+_HIDDEN = "_sgtrick_hidden"
+
+
+def hide(t: Tensor) -> None:
+    """Makes an operation count as one without a derivative: what it depends on says nothing."""
+    op = operation(t)
+    if op is not None:
+        setattr(op, _HIDDEN, True)
+
+
 def has_no_gradient(op: Operation) -> bool:
     """Whether TensorFlow treats an operation as one without a derivative."""
-    if op.type in ("StopGradient", "PreventGradient"):
+    if op.type in ("StopGradient", "PreventGradient") or hasattr(op, _HIDDEN):
         return True
     try:
         return ops.get_gradient_function(op) is None
