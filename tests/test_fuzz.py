@@ -92,7 +92,6 @@ FOUND = [
     Program(
         Asinh,
         closed_form,
-        custom_vjp_of_a_variable,
         custom_vjp_on_host,
         (twice_in_reverse, batch_jacobian, pieces.function),
         (3,),

@@ -156,6 +156,8 @@ def _push(
 
     dense = Dense(noticing, tangents)
     with devices.of(ys[0]):
+        if tf.executing_eagerly() and rule.again is not None:
+            by_sources = _lost_before(rule, ys)
         moved = list(tracing.call_apart(dense, present(tangents)))
         by_inputs = [bool(rule.lost)] * len(xs)
         if any(by_sources):
@@ -164,6 +166,13 @@ def _push(
         if points:
             moved = _losing(rule.name, moved, points)
         return dense.restored(moved)
+
+
+def _lost_before(rule: Rule, ys: Sequence[Tensor]) -> list[bool]:
+    """With respect to which sources derivatives are lost in what a rule has computed eagerly."""
+    us = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+    _, gradients = lost.traced_rule(rule, us) or ([], [])
+    return [any(lost.is_cut(g, [source]) for g in gradients) for source in rule.sources]
 
 
 class _Pulled(NamedTuple):
@@ -308,7 +317,8 @@ def _with_errors(
         us: Sequence[Gradient] = [None] * len(at)
         points: Sequence[Gradient] = [None] * len(xs)
         by = loses()
-        with loud.not_raising() if _is_of_function(parts) else contextlib.nullcontext():
+        is_of_function = _is_of_function(parts)
+        with loud.not_raising() if is_of_function else contextlib.nullcontext():
             if by.upstream and not transposable:
                 us = loud.failures(at, lost.cut_message(rule.name), [*z, *xs])
             known = [*z, *at, *xs]
@@ -316,7 +326,8 @@ def _with_errors(
                 loud.failures([x], lost.message(rule.name), known)[0] if is_lost else None
                 for x, is_lost in zip(xs, by.points, strict=True)
             ]
-        if any(by.points):  # forward over forward mode, and double VJPs, differentiate z
+        # Forward over forward mode differentiates the results of z, and so do double VJPs.
+        if any(by.points) and (by_graph or not is_of_function):
             z = tuple(_losing(rule.name, list(z), list(itertools.compress(xs, by.points))))
         if not transposable:
             return [*z, *us, *points]
