@@ -1,6 +1,8 @@
+import functools
 import gc
 import os
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,10 @@ def _prepare():
     stack = tf_stack.extract_stack()
     str(stack)
     tf_stack.extract_stack = lambda stacklevel=1: stack
+    # It also asks often whether something has the attributes of a protocol, which Python collects
+    # anew each time before 3.12.
+    if sys.version_info < (3, 12):
+        typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
 
 @pytest.hookimpl(optionalhook=True)
