@@ -164,9 +164,15 @@ def by_tensorflow(x):
     return host_slope(x), lambda upstream: upstream * -x * (1 + x**2) ** -1.5
 
 
+@sgtrick.custom_vjp
+def by_a_form(x):
+    return host_slope(x), lambda upstream: upstream * -x * (1 + x**2) ** -1.5
+
+
 @EVERYWHERE
-def test_an_engine_in_part_is_right(way, where):
-    form = sgtrick.with_gradient(hidden, WAYS[way](lambda x: (slope(x) + by_an_engine(x)) / 2))
+@pytest.mark.parametrize("rule", [by_an_engine, by_a_form])
+def test_a_host_call_with_a_gradient_is_right(rule, way, where):
+    form = sgtrick.with_gradient(hidden, WAYS[way](lambda x: (slope(x) + rule(x)) / 2))
     assert verdict(TWICE[where](form), exact(2)) == "right"
 
 
@@ -183,6 +189,25 @@ def test_a_host_call_in_tf_custom_gradient_is_right(way, where):
 @pytest.mark.parametrize("form", FORMS)
 def test_in_forward_mode(form, inner, outer, wrap):
     run = wrap(outer(inner(FORMS[form](in_part))))
+    assert verdict(run, exact(2)) in {"raises", "NaN"}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@pytest.mark.parametrize("outer", [derivative, forward_derivative])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        host_slope,
+        pytest.param(
+            lambda x: tf.stop_gradient(slope(x)),
+            marks=pytest.mark.xfail(reason="the JVP adds what is stopped to what is not"),
+        ),
+    ],
+    ids=["host", "stopped"],
+)
+def test_beside_the_gradient_of_a_variable(cut, outer, wrap):
+    """Which depends on the point, and so does the error for a rule that cannot be transposed."""
+    run = wrap(outer(forward_derivative(that_takes_variables(cut))))
     assert verdict(run, exact(2)) in {"raises", "NaN"}
 
 

@@ -86,9 +86,7 @@ def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
         if op.type == "Const" and not graphs.was_made_since((*calls, op)[0], before):
             return True
         # A placeholder, or a read from a variable.
-        begins = not any(
-            structures.is_differentiable(i.dtype) or i.dtype == tf.variant for i in op.inputs
-        )
+        begins = not any(map(graphs.carries_derivatives, op.inputs))
         if begins and (op.type == "Placeholder" or not graphs.has_no_gradient(op)):
             return True
     return False
@@ -119,7 +117,7 @@ def begins(
             if graphs.holds_floats(t) and handles.get(key) != "gathered":
                 handles[key] = use
             continue
-        if key in seen or not (structures.is_differentiable(t.dtype) or t.dtype == tf.variant):
+        if key in seen or not graphs.carries_derivatives(t):
             continue
         seen.add(key)
         op = graphs.operation(t)

@@ -3,9 +3,6 @@
 from collections.abc import Collection, Hashable, Iterator
 from typing import NamedTuple
 
-import tensorflow as tf
-
-from sgtrick._core import structures
 from sgtrick._core._tensorflow import graphs, overrides
 from sgtrick._core.types import Operation, Tensor
 
@@ -52,8 +49,7 @@ def back(
         key = graphs.identity_of(t)
         if (key, visit.calls, visit.crossed) in seen:
             continue
-        # Loops keep tensors in lists, which are variants.
-        if differentiably and not (structures.is_differentiable(t.dtype) or t.dtype == tf.variant):
+        if differentiably and not graphs.carries_derivatives(t):
             continue
         seen.add((key, visit.calls, visit.crossed))
         arguments = _arguments(visit)

@@ -52,6 +52,11 @@ def was_made_since(op: Operation, before: int) -> bool:
     return op.graph is tf.compat.v1.get_default_graph() and bool(op._id > before + 1)
 
 
+def carries_derivatives(t: Tensor) -> bool:
+    """Whether derivatives may flow through a tensor: numbers, or one of a loop's lists of them."""
+    return is_differentiable(t.dtype) or t.dtype == tf.variant
+
+
 _HIDDEN = "_sgtrick_hidden"
 
 
