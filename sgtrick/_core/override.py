@@ -10,21 +10,20 @@ raises: that is what `_guarded` adds.
 """
 
 import contextlib
-import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, devices, lost, loud, mapped, structures
-from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
+from sgtrick._core import adjoint, devices, losses, lost, loud, mapped, structures
+from sgtrick._core._tensorflow import mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import not_transposed, transposed
-from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tape, Tensor
+from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
 @unconverted
@@ -140,63 +139,39 @@ def _push(
     """The tangents of the outputs, with errors for derivatives that a JVP rule loses."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
-    push = rule.push or (lambda *ts: transposed(rule, ys, ts))
     by_sources = [False] * len(rule.sources)
 
-    def noticing(*ts: Tangent) -> Sequence[Tangent]:
+    def notice(gradients: Sequence[Gradient], at: Sequence[Tensor | None]) -> None:
         nonlocal by_sources
-        pushed = push(*ts)
         if rule.lost is None:
-            others = [*present(ts), *rule.others]
-            by_tangents = [
-                lost.are_lost(t, rule.sources, others, rule.tape) for t in present(pushed)
-            ]
-            by_sources = list(map(any, zip(by_sources, *by_tangents, strict=True)))
+            found = losses.by_sources(rule, gradients, at)
+            by_sources = list(map(operator.or_, by_sources, found))
+
+    def pull(*us: Tensor | None) -> Sequence[Gradient]:
+        gradients = rule.pull(*us)
+        # One by one: their sum would show what is stopped beside what is not.
+        notice([g for g, t in zip(gradients, tangents, strict=True) if t is not None], us)
+        return gradients
+
+    def push(*ts: Tangent) -> Sequence[Tangent]:
+        if not callable(rule.push):  # not a message either, as seen above
+            return transposed(rule._replace(pull=pull), ys, ts)
+        pushed = rule.push(*ts)
+        notice(pushed, ts)
         return pushed
 
-    dense = Dense(noticing, tangents)
+    dense = Dense(push, tangents)
     with devices.of(ys[0]):
         if tf.executing_eagerly() and rule.again is not None:
-            by_sources = _lost_before(rule, ys)
+            by_sources = losses.before(rule, ys)
         moved = list(tracing.call_apart(dense, present(tangents)))
         by_inputs = [bool(rule.lost)] * len(xs)
         if any(by_sources):
-            by_inputs = _by_inputs(xs, rule, by_sources)
+            by_inputs = losses.by_inputs(xs, rule, by_sources)
         points = [here(x) for x in itertools.compress(xs, by_inputs)]
         if points:
             moved = _losing(rule.name, moved, points)
         return dense.restored(moved)
-
-
-def _lost_before(rule: Rule, ys: Sequence[Tensor]) -> list[bool]:
-    """With respect to which sources derivatives are lost in what a rule has computed eagerly."""
-    us = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    _, gradients = lost.traced_rule(rule, us) or ([], [])
-    return [any(lost.is_cut(g, [source]) for g in gradients) for source in rule.sources]
-
-
-class _Pulled(NamedTuple):
-    """The result of a pullback, and what it may depend on.
-
-    Attributes:
-        gradients: The result.
-        us: The upstream gradients that the pullback was called with.
-        tape: A persistent tape that recorded the pullback, in eager execution.
-    """
-
-    gradients: list[Gradient]
-    us: list[Tensor | None]
-    tape: Tape | None
-
-    @property
-    def at(self) -> list[Tensor]:
-        """The upstream gradients that are not None."""
-        return present(self.us)
-
-    @property
-    def parts(self) -> list[Tensor]:
-        """The numbers of those gradients that are not None."""
-        return [lost.values_of(g) for g in self.gradients if g is not None]
 
 
 def _guarded(
@@ -205,100 +180,20 @@ def _guarded(
     """The gradients, whose own derivatives are those of the pullback or errors."""
     if callable(rule.push) and rule.lost is False:
         return list(rule.pull(*upstream))
-    pulled = _recorded(rule, upstream)
+    pulled = losses.recorded(rule, upstream)
     if not pulled.parts:
         return pulled.gradients
-    loses = _loses(rule, pulled, xs)
+    loses = losses.of(rule, pulled, xs)
     xs = [here(x) for x in xs]
     guarded = iter(_with_errors(rule, pulled, xs, loses, by_graph=by_graph))
     return [None if g is None else lost.with_values(g, next(guarded)) for g in pulled.gradients]
 
 
-def _recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> _Pulled:
-    """Calls the pullback, and records what the gradients depend on."""
-    us = [None if u is None else tf.identity(u) for u in upstream]
-    if not tf.executing_eagerly():
-        return _Pulled(list(rule.pull(*us)), us, None)
-    tape = rule.tape or tf.GradientTape(persistent=True, watch_accessed_variables=False)
-    with tape:
-        tape.watch(rule.sources)
-        tape.watch(present(us))
-        return _Pulled(list(rule.pull(*us)), us, tape)
-
-
-def _by_inputs(xs: Sequence[Tensor], rule: Rule, by_sources: Sequence[bool]) -> list[bool]:
-    """With respect to which inputs derivatives are lost, given with respect to which sources."""
-    if all(by_sources):
-        return [True] * len(xs)
-    sources = zip(rule.sources, by_sources, strict=True)
-    lost_ones = {graphs.identity_of(s) for s, is_lost in sources if is_lost}
-    inputs = list(map(ancestry.names_of, xs))
-    if lost_ones <= set().union(*inputs):
-        return [bool(names & lost_ones) for names in inputs]
-    return [True] * len(xs)  # as for a variable
-
-
-class _Lost(NamedTuple):
-    """With respect to what TensorFlow loses the derivative of a gradient.
-
-    Attributes:
-        points: Whether it does, for each of the inputs.
-        upstream: Whether it does with respect to the upstream gradients.
-    """
-
-    points: Sequence[bool]
-    upstream: bool
-
-
-def _loses(rule: Rule, pulled: _Pulled, xs: Sequence[Tensor]) -> Callable[[], _Lost]:
-    """Returns what TensorFlow loses.
-
-    In a graph, the operations show it. In eager execution it takes a backward pass, so it is only
-    found out when it matters.
-    """
-    if rule.lost is not None:
-        known = _Lost([rule.lost] * len(xs), rule.cut)
-        return lambda: known
-    at, parts = pulled.at, pulled.parts
-    is_linear = callable(rule.push)  # its transpose
-    if pulled.tape is None:
-        others = [*at, *rule.others]
-        by_parts = [lost.are_lost(part, rule.sources, others) for part in parts]
-        known = _Lost(
-            _by_inputs(xs, rule, list(map(any, zip(*by_parts, strict=True)))),
-            not is_linear and any(lost.is_cut(part, at) for part in parts),
-        )
-        return lambda: known
-    tape, n = pulled.tape, len(rule.sources)
-
-    @functools.cache
-    def ask() -> _Lost:
-        by_sources, by_upstream = [False] * n, False
-        traced = lost.traced_rule(rule, pulled.us)
-        us, again = traced or ([], [])
-        if len(again) != len(parts):
-            again = [None] * len(parts)
-        with loud.not_raising():  # the caller has not requested these gradients
-            for part, gradient in zip(parts, again, strict=True):
-                if any(part is u for u in at):
-                    continue
-                found = tape.gradient(part, [*rule.sources, *at])
-                missing = [d is None for d in found]
-                are_lost = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
-                by_sources = list(map(any, zip(by_sources, are_lost, strict=True)))
-                if not is_linear:
-                    cut = all(missing[n:]) if gradient is None else lost.is_cut(gradient, us)
-                    by_upstream = by_upstream or cut
-        return _Lost(_by_inputs(xs, rule, by_sources), by_upstream)
-
-    return ask
-
-
 def _with_errors(
     rule: Rule,
-    pulled: _Pulled,
+    pulled: losses.Pulled,
     xs: Sequence[Tensor],
-    loses: Callable[[], _Lost],
+    loses: Callable[[], losses.Lost],
     *,
     by_graph: bool,
 ) -> list[Tensor]:
