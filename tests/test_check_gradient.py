@@ -399,6 +399,33 @@ class TestPrecision:
         assert found.worst.verdict == "cannot tell"
         assert check_gradient(lambda x: 1e6 + tf.sin(x), tf.constant(0.5)).passed  # in float64
 
+    @pytest.mark.parametrize("mode", ["full", "random"])
+    @pytest.mark.parametrize("x", [[1.5], [1.5, -2.0]])
+    def test_rounding_of_float32_is_told_from_errors(self, x, mode):
+        """Where tanh is almost 1, its gradient in float32 has few digits, but only there."""
+
+        def slope(x):
+            return 5 * (1 - tf.tanh(5 * x) ** 2)
+
+        def off_by(error, dtypes):
+            def grad(x):
+                return slope(x) + (error(x) if x.dtype in dtypes else 0 * x)
+
+            return sgtrick.with_gradient(lambda x: tf.tanh(5 * x), grad, batch_ndims=1)
+
+        x = tf.constant(x)
+        for dtypes in ([tf.float32], [tf.float32, tf.float64]):
+            for error, verdict in [
+                (lambda x: 0 * x, "ok"),
+                (lambda x: 1e-4 * tf.ones_like(x), "wrong"),  # more than rounding of a value of 1
+            ]:
+                found = report(off_by(error, dtypes), x, mode=mode)
+                assert found.worst.verdict == verdict
+        in_both = off_by(lambda x: 0.5 * slope(x), [tf.float32, tf.float64])
+        assert report(in_both, x, mode=mode).worst.verdict == "wrong"
+        with_atol = report(off_by(lambda x: 0 * x, []), x, mode=mode, atol=0.0)
+        assert with_atol.worst.verdict == "wrong"  # the caller's tolerance is not widened
+
     @pytest.mark.parametrize(
         ("f", "why"),
         [

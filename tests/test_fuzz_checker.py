@@ -23,6 +23,26 @@ def test_a_kink_in_a_function_that_is_rough_at_larger_steps(dtype):
     check_checker(Check((-0.3, -1.5, 1.8), terms, size_x=1e-3, size_y=1e-5, dtype=dtype, kink=1))
 
 
+SATURATED = [
+    # Rounded to something else in float32, where 1 - tanh(x)^2 cancels.
+    Check((2.0,), (("tanh", 5.0, 1.0),), size_y=1e3, dtype="float32"),
+    Check((-1.4,), (("tanh", 5.0, 1.0),), dtype="float32", order=2),
+    Check((1.8,), (("softplus", 5.0, -0.4),), size_x=1e-3, dtype="float32", order=2),
+    Check((-1.6,), (("tanh", 5.0, -0.4),), size_x=1e4, dtype="float32", mode="random"),
+    # Visible only between steps at which it is flat and steps at which it is noise.
+    Check((-0.8, -0.3), (("bell", 5.0, -0.4),), "number", 1, 1e-3, 1e3, 1e3, "narrow"),
+    Check((1.4, 0.8), (("tanh", 5.0, -0.4),), "number", 2, 1e-3, 1e-5, 0.0, "narrow",
+          mode="random", order=2),
+    # Of float64, but computed in float32.
+    Check((0.0, 0.6, 1.0), (("sin", 1.0, -0.4),), "number", 1, 1e4, 1.0, 1e3, "narrow", order=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("drawn", SATURATED, ids=range(len(SATURATED)))
+def test_rounding_is_not_wrong(drawn):
+    check_checker(drawn)
+
+
 @given(
     st.lists(st.floats(-2, 2), min_size=1, max_size=3),
     st.sampled_from(["complex64", "complex128"]),

@@ -103,6 +103,9 @@ def _choose(
     # Finer differences decide: far from x, a function may look like another one. Differences of
     # zero decide nothing, since they may be rounded away.
     slack = np.where(np.isfinite(central) & (central != 0), 4 * (moved + noise), np.inf)
+    # Where two finer ones agree with each other, but not with the estimate, its error is at least
+    # the distance: noise keeps them from deciding.
+    following = np.abs(np.diff(central, axis=0, append=np.nan)) + noise
     level = central
     for m in range(1, LEVELS + 1):
         if len(level) < 2:
@@ -114,6 +117,9 @@ def _choose(
         for k, (estimate, total) in enumerate(zip(level, spread + noise[m:], strict=True)):
             finer = slice(k + m + 1, None)
             off = np.abs(estimate - central[finer]) - slack[finer]
+            away = np.abs(estimate - central[finer])
+            doubted = (away > following[finer]) & (central[finer] != 0)
+            total = np.maximum(total, np.where(doubted, away, 0).max(0, initial=0))
             total_cost = total + penalty[k + m] + np.fmax(off, 0).max(0, initial=0)
             better = total_cost < cost
             best = np.where(better, estimate, best)
