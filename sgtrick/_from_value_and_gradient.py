@@ -117,8 +117,9 @@ def _from_value_and_gradient(
                 return jacobians(call(f)[1], y)
 
             known = _differentiable(call, at, jacobians(gradients, y), evaluated)
-            y = call.embed(y, at, known, evaluated)
-            return (y, aux) if has_aux else y
+            # Not named y: the Jacobians are those of the value that is not embedded.
+            embedded = call.embed(y, at, known, evaluated)
+            return (embedded, aux) if has_aux else embedded
 
     return autograph.form(call)
 

@@ -29,6 +29,7 @@ from fuzz.pieces import (
     custom_vjp_on_host,
     from_numpy,
     from_value_and_gradient,
+    from_value_and_gradient_with_aux,
     in_part_on_host,
     jacobian,
     lite,
@@ -97,6 +98,13 @@ FOUND = [
         (3,),
     ),
     Program(Asinh, closed_form, with_gradient_in_a_branch, (tape, twice_in_reverse), (3,)),
+    Program(
+        LogSoftmax,
+        closed_form,
+        from_value_and_gradient_with_aux,
+        (vectorized_map, tape, pieces.function_of_unknown_rank),
+        (2,),
+    ),
 ]
 
 

@@ -88,6 +88,7 @@ class Program:
             frames = traceback.extract_tb(error.__traceback__)
             is_ours = "sgtrick" in pathlib.Path(frames[-1].filename).parts[-3:]
             slipped = is_ours and isinstance(error, SLIPS) and type(error) is not LookupError
+            slipped |= "RecursionError" in str(error)  # AutoGraph raises others by it
             return f"{type(error).__name__}: {error}" if slipped else "loud"
         if y is None:
             return "right" if not expected.any() else f"None, expected {expected}"
