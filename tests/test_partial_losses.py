@@ -205,6 +205,26 @@ def test_beside_the_gradient_of_a_variable(cut, outer, wrap):
     assert verdict(run, exact(2)) in {"raises", "NaN"}
 
 
+@sgtrick.custom_vjp
+def of_two(x, w):
+    return hidden(x) * w, lambda upstream: (upstream * host_slope(x) * w, upstream * slope(x))
+
+
+@EVERY_WAY_TO_ASK
+def test_one_of_two_gradients_of_another_form_is_right(where):
+    """The other one is lost."""
+
+    def rule(x):
+        w = tf.ones_like(x)
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = of_two(x, w)
+        return tape.gradient(y, w)
+
+    form = sgtrick.with_gradient(hidden, rule)
+    assert verdict(TWICE[where](form), exact(2)) == "right"
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 def test_of_the_upstream_gradient(wrap):
     """A pullback that is passed to the host in part loses a term of the Hessian of a function."""

@@ -21,33 +21,31 @@ class Pulled(NamedTuple):
         gradients: The result.
         us: The upstream gradients that the pullback was called with.
         tape: A persistent tape that recorded the pullback, in eager execution.
+        traced: Traces the pullback, to see what the tape does not.
     """
 
     gradients: list[Gradient]
     us: list[Tensor | None]
     tape: Tape | None
+    traced: Callable[[], lost.Traced | None]
 
     @property
     def at(self) -> list[Tensor]:
         """The upstream gradients that are not None."""
         return present(self.us)
 
-    @property
-    def parts(self) -> list[Tensor]:
-        """The numbers of those gradients that are not None."""
-        return [lost.values_of(g) for g in self.gradients if g is not None]
-
 
 def recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> Pulled:
     """Calls the pullback, and records what the gradients depend on."""
     us = [None if u is None else tf.identity(u) for u in upstream]
+    traced = functools.cache(lambda: lost.traced_rule(rule, us))
     if not tf.executing_eagerly():
-        return Pulled(list(rule.pull(*us)), us, None)
+        return Pulled(list(rule.pull(*us)), us, None, traced)
     tape = rule.tape or tf.GradientTape(persistent=True, watch_accessed_variables=False)
     with tape:
         tape.watch(rule.sources)
         tape.watch(present(us))
-        return Pulled(list(rule.pull(*us)), us, tape)
+        return Pulled(list(rule.pull(*us)), us, tape, traced)
 
 
 class Lost(NamedTuple):
@@ -62,46 +60,44 @@ class Lost(NamedTuple):
     upstream: bool
 
 
-def of(rule: Rule, pulled: Pulled, xs: Sequence[Tensor]) -> Callable[[], Lost]:
-    """Returns what TensorFlow loses.
+def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[], Lost]:
+    """Returns what TensorFlow loses of gradient `i`.
 
     In a graph, the operations show it. In eager execution it takes a backward pass, so it is only
     found out when it matters.
     """
     if rule.lost is not None:
-        known = Lost([rule.lost] * len(xs), rule.cut)
-        return lambda: known
-    at, parts = pulled.at, pulled.parts
-    is_linear = callable(rule.push)  # its transpose
-    if pulled.tape is None:
+        known = Lost([is_lost(rule, i)] * len(xs), rule.cut)
+    elif pulled.tape is None:
+        gradient, is_linear = pulled.gradients[i], callable(rule.push)  # its transpose
         known = Lost(
-            by_inputs(xs, rule, by_sources(rule, pulled.gradients, at)),
-            not is_linear and any(lost.is_cut(part, at) for part in parts),
+            by_inputs(xs, rule, by_sources(rule, [gradient], pulled.us)),
+            not is_linear and lost.is_cut(lost.values_of(gradient), pulled.at),
         )
-        return lambda: known
-    tape, n = pulled.tape, len(rule.sources)
+    else:
+        return functools.cache(lambda: _eagerly(rule, pulled, i, xs))
+    return lambda: known
 
-    @functools.cache
-    def ask() -> Lost:
-        of_sources, of_upstream = [False] * n, False
-        traced = lost.traced_rule(rule, pulled.us)
-        us, again = traced or ([], [])
-        if len(again) != len(parts):
-            again = [None] * len(parts)
-        with loud.not_raising():  # the caller has not requested these gradients
-            for part, gradient in zip(parts, again, strict=True):
-                if any(part is u for u in at):
-                    continue
-                found = tape.gradient(part, [*rule.sources, *at])
-                missing = [d is None for d in found]
-                are_lost = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
-                of_sources = list(map(operator.or_, of_sources, are_lost))
-                if not is_linear:
-                    cut = all(missing[n:]) if gradient is None else lost.is_cut(gradient, us)
-                    of_upstream = of_upstream or cut
-        return Lost(by_inputs(xs, rule, of_sources), of_upstream)
 
-    return ask
+def is_lost(rule: Rule, i: int) -> bool:
+    """Whether gradient `i` is lost, as far as it is known beforehand."""
+    return rule.lost if isinstance(rule.lost, bool) else rule.lost is not None and rule.lost[i]
+
+
+def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
+    part, n = lost.values_of(pulled.gradients[i]), len(rule.sources)
+    if any(part is u for u in pulled.at):
+        return Lost([False] * len(xs), False)
+    us, again = pulled.traced() or ([], [])
+    number = len(present(pulled.gradients[:i]))
+    gradient = again[number] if len(again) == len(present(pulled.gradients)) else None
+    with loud.not_raising():  # the caller has not requested these gradients
+        assert pulled.tape is not None
+        found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
+    missing = [d is None for d in found]
+    of_sources = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
+    is_cut = all(missing[n:]) if gradient is None else lost.is_cut(gradient, us)
+    return Lost(by_inputs(xs, rule, of_sources), not callable(rule.push) and is_cut)
 
 
 def by_sources(

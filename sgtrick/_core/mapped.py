@@ -11,7 +11,8 @@ import tensorflow as tf
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.lost import are_lost, is_cut, values_of
+from sgtrick._core.losses import by_sources
+from sgtrick._core.lost import is_cut, values_of
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tensor
 
@@ -31,16 +32,13 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    is_lost_by_member = is_cut_by_member = False
+    are_lost_by_member, is_cut_by_member = [False] * len(inputs), False
 
     def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
-        nonlocal is_lost_by_member, is_cut_by_member
+        nonlocal are_lost_by_member, is_cut_by_member
         gradients, at = rule.pull(*us), present(us)
-        parts = [values_of(g) for g in gradients if g is not None]
-        is_lost_by_member = any(
-            any(are_lost(part, rule.sources, [*at, *rule.others])) for part in parts
-        )
-        is_cut_by_member = any(is_cut(part, at) for part in parts)
+        are_lost_by_member = [any(by_sources(rule, [g], us)) for g in gradients]
+        is_cut_by_member = any(is_cut(values_of(g), at) for g in present(gradients))
         return gradients
 
     dense = Dense(pull_member, live)
@@ -69,7 +67,7 @@ def of_batch(
         return list(gradients)
 
     push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push, lost=is_lost_by_member, cut=is_cut_by_member)
+    return ys, xs, Rule(rule.name, pull, push, lost=are_lost_by_member, cut=is_cut_by_member)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

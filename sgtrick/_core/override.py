@@ -165,12 +165,13 @@ def _push(
         if tf.executing_eagerly() and rule.again is not None:
             by_sources = losses.before(rule, ys)
         moved = list(tracing.call_apart(dense, present(tangents)))
-        by_inputs = [bool(rule.lost)] * len(xs)
+        known = [losses.is_lost(rule, i) for i, t in enumerate(tangents) if t is not None]
+        by_inputs = [any(known)] * len(xs)
         if any(by_sources):
             by_inputs = losses.by_inputs(xs, rule, by_sources)
         points = [here(x) for x in itertools.compress(xs, by_inputs)]
         if points:
-            moved = _losing(rule.name, moved, points)
+            moved = [_losing(rule.name, t, points) for t in moved]
         return dense.restored(moved)
 
 
@@ -181,109 +182,109 @@ def _guarded(
     if callable(rule.push) and rule.lost is False:
         return list(rule.pull(*upstream))
     pulled = losses.recorded(rule, upstream)
-    if not pulled.parts:
-        return pulled.gradients
-    loses = losses.of(rule, pulled, xs)
-    xs = [here(x) for x in xs]
-    guarded = iter(_with_errors(rule, pulled, xs, loses, by_graph=by_graph))
-    return [None if g is None else lost.with_values(g, next(guarded)) for g in pulled.gradients]
+    near = [here(x) for x in xs]
+    return [
+        None
+        if g is None
+        else _with_errors(
+            rule, g, pulled.at, near, losses.of(rule, pulled, i, xs), by_graph=by_graph
+        )
+        for i, g in enumerate(pulled.gradients)
+    ]
 
 
 def _with_errors(
     rule: Rule,
-    pulled: losses.Pulled,
+    gradient: Tensor | tf.IndexedSlices,
+    at: Sequence[Tensor],
     xs: Sequence[Tensor],
     loses: Callable[[], losses.Lost],
     *,
     by_graph: bool,
-) -> list[Tensor]:
-    """The gradients that are not None, as outputs of an operation that adds errors.
+) -> Gradient:
+    """A gradient, as output of an operation that adds errors.
 
     The operation passes derivatives on, and only adds errors: with respect to inputs by which the
-    derivative of a gradient is lost; with respect to the upstream gradient, if it is cut off, or
-    if the pullback cannot be transposed. Forward mode around a function transposes, and
+    derivative of the gradient is lost; with respect to the upstream gradients `at`, if it is cut
+    off, or if the pullback cannot be transposed. Forward mode around a function transposes, and
     cannot be told from a second derivative.
     """
-    parts = pulled.parts
-    at = [] if callable(rule.push) else pulled.at
+    part = lost.values_of(gradient)
+    at = [] if callable(rule.push) else at
     transposable = by_graph and at
 
-    def pull(*z: Tensor) -> list[Gradient]:
+    def pull(z: Tensor) -> list[Gradient]:
         us: Sequence[Gradient] = [None] * len(at)
         points: Sequence[Gradient] = [None] * len(xs)
         by = loses()
-        is_of_function = _is_of_function(parts)
+        is_of_function = _is_of_function(part)
         with loud.not_raising() if is_of_function else contextlib.nullcontext():
             if by.upstream and not transposable:
-                us = loud.failures(at, lost.cut_message(rule.name), [*z, *xs])
-            known = [*z, *at, *xs]
+                us = loud.failures(at, lost.cut_message(rule.name), [z, *xs])
+            known = [z, *at, *xs]
             points = [
                 loud.failures([x], lost.message(rule.name), known)[0] if is_lost else None
                 for x, is_lost in zip(xs, by.points, strict=True)
             ]
-        # Forward over forward mode differentiates the results of z, and so do double VJPs.
+        # Forward over forward mode differentiates the result of z, and so do double VJPs.
         if any(by.points) and (by_graph or not is_of_function):
-            z = tuple(_losing(rule.name, list(z), list(itertools.compress(xs, by.points))))
+            z = _losing(rule.name, z, list(itertools.compress(xs, by.points)))
         if not transposable:
-            return [*z, *us, *points]
+            return [z, *us, *points]
         message = rule.push if isinstance(rule.push, str) else not_transposed(rule.name)
         fits = tf.constant(False)
         if not (by.upstream or isinstance(rule.push, str)):
-            found = tracing.gradients_in(parts[0].graph, parts, at, z)
-            fits = adjoint.holds(parts, z, found, at)
-        zero = loud.zero_if(fits, message, [*z, *at, *xs])
+            found = tracing.gradients_in(part.graph, [part], at, [z])
+            fits = adjoint.holds([part], [z], found, at)
+        zero = loud.zero_if(fits, message, [z, *at, *xs])
         # In both, since a pullback without a derivative would also lose the error.
-        moved = [z_i + tf.cast(zero, z_i.dtype) for z_i in z]
-        return [*moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
+        moved = z + tf.cast(zero, z.dtype)
+        return [moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        n = len(parts)
-        z, us = list(tangents[:n]), tangents[n : -len(xs)]
+        z, us = [tangents[0]], tangents[1 : -len(xs)]
         by = tapes.apart(loses)
         if by.upstream:
             z = loud.unless_moving(lost.cut_message(rule.name), z, present(us), at)
         points = present(list(itertools.compress(tangents[-len(xs) :], by.points)))
         return loud.unless_moving(lost.message(rule.name), z, points, xs) if points else z
 
-    return _pass_on(parts, [*at, *xs], pull, push)
+    return lost.with_values(gradient, _pass_on(part, [*at, *xs], pull, push))
 
 
-def _is_of_function(parts: Sequence[Tensor]) -> bool:
-    """Whether this traces the gradient of a whole function, namely the one with these tensors."""
-    if tf.executing_eagerly() or operation(parts[0]) is None:  # as where a Jacobian is traced
+def _is_of_function(part: Tensor) -> bool:
+    """Whether this traces the gradient of a whole function, namely the one with this tensor."""
+    if tf.executing_eagerly() or operation(part) is None:  # as where a Jacobian is traced
         return False
-    return parts[0].graph is not tf.compat.v1.get_default_graph()
+    return part.graph is not tf.compat.v1.get_default_graph()
 
 
-def _losing(name: str, parts: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """`parts`, with errors for their derivatives with respect to `xs`."""
+def _losing(name: str, part: Tensor, xs: Sequence[Tensor]) -> Tensor:
+    """The same tensor, with errors for its derivatives with respect to `xs`."""
 
-    def pull(*z: Tensor) -> list[Gradient]:
-        return [*z, *loud.failures(xs, lost.message(name), z)]
+    def pull(z: Tensor) -> list[Gradient]:
+        return [z, *loud.failures(xs, lost.message(name), [z])]
 
-    def push(*tangents: Tangent) -> list[Tangent]:
-        along, points = tangents[: len(parts)], present(tangents[len(parts) :])
-        return loud.unless_moving(lost.message(name), along, points, xs)
+    def push(along: Tangent, *points: Tangent) -> list[Tangent]:
+        return loud.unless_moving(lost.message(name), [along], present(points), xs)
 
-    return _pass_on(parts, xs, pull, push)
+    return _pass_on(part, xs, pull, push)
 
 
-def _pass_on(
-    parts: list[Tensor], xs: Sequence[Tensor], pull: Pullback, push: Pushforward
-) -> list[Tensor]:
-    """`parts`, with derivatives with respect to themselves and to `xs`."""
+def _pass_on(part: Tensor, xs: Sequence[Tensor], pull: Pullback, push: Pushforward) -> Tensor:
+    """The same tensor, with derivatives with respect to itself and to `xs`."""
     if tf.executing_eagerly():
         with tapes.not_recording():
-            outputs = [tf.identity(part) for part in parts]
-        tapes.record_override(outputs, [*parts, *xs], pull, push)
-        return outputs
-    parts, xs = [here(p) for p in parts], [here(x) for x in xs]
-    inputs = [*parts, *xs]
+            output = tf.identity(part)
+        tapes.record_override([output], [part, *xs], pull, push)
+        return output
+    part, xs = here(part), [here(x) for x in xs]
+    inputs = [part, *xs]
     rule = Rule("", pull, push, inputs)
-    meaning = overrides.Override(pull, lambda batch: _vectorized(rule, len(parts), batch))
-    outputs = overrides.override(parts, inputs, meaning)
-    tapes.record_override(outputs, inputs, pull, push)
-    return outputs
+    meaning = overrides.Override(pull, lambda batch: _vectorized(rule, 1, batch))
+    (output,) = overrides.override([part], inputs, meaning)
+    tapes.record_override([output], inputs, pull, push)
+    return output
 
 
 def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tensor]:

@@ -35,7 +35,6 @@ class _Overrides:
 
     def __init__(self, graph: Graph) -> None:
         self.by_name: dict[str, Override] = {}
-        self.counts: dict[str, int] = {}  # of the outputs
         self.operations: dict[str, str] = {}  # the names of the operations
         self.graph = weakref.ref(graph)
         # TensorFlow's registry never drops a gradient by itself.
@@ -85,7 +84,7 @@ def override(
     made = _MADE.get()
     if made is not None:
         made.append(name)
-    overrides.by_name[name], overrides.counts[name] = meaning, len(natural)
+    overrides.by_name[name] = meaning
     overrides.names.append(name)
     _register(name, len(natural), weakref.ref(overrides))
     with not_recording(), graph.gradient_override_map({"IdentityN": name}):
@@ -99,13 +98,11 @@ def override(
 def differentiated(op: Operation, output: int) -> list[Tensor]:
     """The inputs of an operation with respect to which one of its outputs has derivatives."""
     try:
-        name = op.get_attr("_gradient_op_type").decode()
+        op.get_attr("_gradient_op_type")
     except ValueError:
         return list(op.inputs)
-    overrides = _overrides_of(op)
-    if overrides is not None and name in overrides.counts:
-        return list(op.inputs[overrides.counts[name] :])
-    return [t for i, t in enumerate(op.inputs) if i != output]  # as `tf.custom_gradient` does it
+    # Outputs are the values of the first inputs, as `tf.custom_gradient` does it, too.
+    return [t for i, t in enumerate(op.inputs) if i != output]
 
 
 def _map(pfor_input: Any) -> list[Any]:
