@@ -71,9 +71,9 @@ def custom_jvp(
             of the output.
         LookupError: When TensorFlow cannot compute a derivative from the rule: in reverse mode, if
             the rule is not linear in the tangents or passes them to the host; for higher
-            derivatives, if the rule is not connected to the primals. In graphs this is a
-            `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
-            the derivative is NaN.
+            derivatives, if the rule, or a part of it, is not connected to the primals. In graphs
+            this is a `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function`
+            and in XLA, the derivative is NaN.
     """
     positions: Sequence[Any] = (
         nondiff_argnums if isinstance(nondiff_argnums, (list, tuple)) else (nondiff_argnums,)

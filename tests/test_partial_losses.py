@@ -225,6 +225,33 @@ def test_one_of_two_gradients_of_another_form_is_right(where):
     assert verdict(TWICE[where](form), exact(2)) == "right"
 
 
+def by_argument(i):
+    """The gradient of `of_two` by one of its arguments, while a tape watches both."""
+
+    def run(x):
+        w = tf.ones_like(x)
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            y = of_two(x, w)
+        return tape.gradient(y, [x, w])[i]
+
+    return run
+
+
+FIRST = {
+    "eager": lambda f: derivative(f),
+    "tf.function": lambda f: tf.function(derivative(f)),
+    "around tf.function": lambda f: derivative(tf.function(f)),
+    "mapped": lambda f: tf.function(derivative(mapped(f))),
+}
+
+
+@pytest.mark.parametrize("where", FIRST)
+def test_first_by_another_argument_is_right(where):
+    assert verdict(FIRST[where](by_argument(1)), exact(2)) == "right"
+    assert verdict(FIRST[where](by_argument(0)), exact(2)) in {"raises", "NaN"}
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 def test_of_the_upstream_gradient(wrap):
     """A pullback that is passed to the host in part loses a term of the Hessian of a function."""
