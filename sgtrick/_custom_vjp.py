@@ -68,8 +68,9 @@ def custom_vjp(f: Function | None = None) -> Function:
         ValueError: `grad_fn` returned the wrong number of gradients, or one of the wrong shape.
         LookupError: When TensorFlow cannot compute a derivative from `grad_fn`: in forward mode, if
             it is not linear or calls the host; for higher derivatives, if the gradient, or a part
-            of it, is not connected to the arguments. In graphs this is a `tf.errors.InvalidArgumentError` when
-            the graph runs; around a `tf.function` and in XLA, the derivative is NaN.
+            of it, is not connected to the arguments. In graphs this is a
+            `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
+            the derivative is NaN.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 

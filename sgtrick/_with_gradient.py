@@ -98,8 +98,9 @@ def with_gradient(
             missing or does not have the structure or shape of its argument or variable.
         LookupError: When a higher derivative is taken and a gradient, or a part of it, is not
             connected to the point: it came from the host or NumPy, was stopped, or is a constant
-            (in that case add `0 * x`). Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
-            function runs; around it and in XLA, where nothing can raise, the derivative is NaN.
+            (in that case add `0 * x`). Inside a `tf.function` this is a
+            `tf.errors.InvalidArgumentError` when the function runs; around it and in XLA, where
+            nothing can raise, the derivative is NaN.
     """
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
