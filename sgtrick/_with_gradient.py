@@ -141,7 +141,7 @@ def _with_gradient(
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(grad), y)
 
-            return call.embed(y, at, lambda: evaluated(at), evaluated)
+            return call.embed(y, at, None, evaluated)
 
     form = autograph.form(call)
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from sgtrick._core import structures, walk
 from sgtrick._core._tensorflow import graphs
-from sgtrick._core.types import Tape, Tensor
+from sgtrick._core.types import Graph, Tape, Tensor
 
 
 def is_connected(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
@@ -52,6 +52,41 @@ def paths(
         for paths_of_one in itertools.compress(found, begins):
             paths_of_one.add(crossed)
     return found
+
+
+def through(
+    tensor: Tensor, until: Sequence[Tensor], cuts: Collection[str], graph: Graph | None
+) -> list[Tensor]:
+    """The tensors from which a tensor is computed through operations without a derivative.
+
+    Paths end there: these tensors have derivatives, of which `tensor` lacks a part.
+
+    Args:
+        tensor: A tensor in a graph.
+        until: Where paths end without one.
+        cuts: The types of those operations.
+        graph: Where the tensors have to be in reach, None for eager execution. Handles stand for
+            the variables that are read out of reach.
+    """
+    near = graphs.in_reach(graph)
+
+    def is_in_reach(t: Tensor) -> bool:
+        return graphs.operation(t) is None or t.graph in near
+
+    def ends(visit: walk.Visit) -> bool:
+        return bool(visit.crossed) and not visit.calls and is_in_reach(visit.tensor)
+
+    found = {}
+    names = set().union(*map(names_of, until))
+    for visit in walk.back(tensor, differentiably=True, until=names, ends=ends, cuts=cuts):
+        t = visit.tensor
+        if graphs.identity_of(t) in names or not visit.crossed:
+            continue
+        if not ends(visit):
+            t = graphs.handle_read_by(t)
+        if t is not None and is_in_reach(t):
+            found[graphs.identity_of(t)] = t
+    return list(found.values())
 
 
 def names_of(tensor: Tensor) -> set[Hashable]:

@@ -45,7 +45,11 @@ def beside(rule: Rule, count: int = 1) -> Rule:
             for t, a in zip(tangents[:count], rule.push(*tangents[count:]), strict=True)
         ]
 
-    return rule._replace(pull=pull, push=push)
+    def again(*upstream: Tensor) -> list[Gradient]:
+        assert rule.again
+        return [*upstream, *rule.again(*upstream)]
+
+    return rule._replace(pull=pull, push=push, again=rule.again and again)
 
 
 def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:

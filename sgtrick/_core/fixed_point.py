@@ -32,7 +32,7 @@ class ValueAtPoint(NamedTuple):
         self,
         y: Tensor,
         at: calls.Call,
-        known: Callable[[], list[Leaf | None]],
+        known: Callable[[], list[Leaf | None]] | None,
         evaluated: Callable[[calls.Call], list[Leaf | None]],
     ) -> Tensor:
         """The value with its gradients; everything else that it depends on keeps autodiff.
@@ -40,13 +40,15 @@ class ValueAtPoint(NamedTuple):
         Args:
             y: The value.
             at: The call, with the values that variables had when it was made.
-            known: Returns the gradients of this call.
-            evaluated: Returns those of another call.
+            known: Returns the gradients that this call computed with the value, if it did.
+            evaluated: Returns the gradients of any call.
         """
         xs = self.point.xs
         if not xs:
             return y
-        rule = embedding.of_jacobians(self.name, y, known)
+        rule = embedding.of_jacobians(self.name, y, lambda: evaluated(at))
+        if known is not None:
+            rule = embedding.of_jacobians(self.name, y, known)._replace(again=rule.pull)
         if not tf.executing_eagerly() and not ancestry.has_sources(
             y, self.point.stopped_xs, self.closure.before
         ):

@@ -11,7 +11,7 @@ from sgtrick._core import ancestry, lost, loud, structures
 from sgtrick._core._tensorflow import graphs
 from sgtrick._core.absent import present
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Gradient, Tape, Tensor
+from sgtrick._core.types import Gradient, Graph, Tape, Tensor
 
 
 class Pulled(NamedTuple):
@@ -27,7 +27,7 @@ class Pulled(NamedTuple):
     gradients: list[Gradient]
     us: list[Tensor | None]
     tape: Tape | None
-    traced: Callable[[], lost.Traced | None]
+    traced: Callable[[], tuple[Sequence[Tensor], list[Tensor | None]]]
 
     @property
     def at(self) -> list[Tensor]:
@@ -54,10 +54,12 @@ class Lost(NamedTuple):
     Attributes:
         points: Whether it does, for each of the inputs.
         upstream: Whether it does with respect to the upstream gradients.
+        elsewhere: Other eager tensors with respect to which it does.
     """
 
     points: Sequence[bool]
     upstream: bool
+    elsewhere: Sequence[Tensor] = ()
 
 
 def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[], Lost]:
@@ -88,16 +90,34 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
     part, n = lost.values_of(pulled.gradients[i]), len(rule.sources)
     if any(part is u for u in pulled.at):
         return Lost([False] * len(xs), False)
-    us, again = pulled.traced() or ([], [])
-    number = len(present(pulled.gradients[:i]))
-    gradient = again[number] if len(again) == len(present(pulled.gradients)) else None
+    us, again = pulled.traced()
+    gradient = again[i] if again else None
     with loud.not_raising():  # the caller has not requested these gradients
         assert pulled.tape is not None
         found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
     missing = [d is None for d in found]
     of_sources = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
     is_cut = all(missing[n:]) if gradient is None else lost.is_cut(gradient, us)
-    return Lost(by_inputs(xs, rule, of_sources), not callable(rule.push) and is_cut)
+    elsewhere = by_host(rule, pulled, i)
+    ids = set(map(graphs.identity_of, elsewhere))
+    inputs = list(map(ancestry.names_of, xs))
+    points = [
+        is_lost or bool(names & ids)
+        for is_lost, names in zip(by_inputs(xs, rule, of_sources), inputs, strict=True)
+    ]
+    known = set().union(*inputs)
+    return Lost(
+        points,
+        not callable(rule.push) and is_cut,
+        [t for t in elsewhere if graphs.identity_of(t) not in known],
+    )
+
+
+def by_host(rule: Rule, pulled: Pulled, i: int) -> list[Tensor]:
+    """The eager tensors, other than those of the rule, that gradient `i` gets from the host."""
+    us, again = pulled.traced()
+    gradient = again[i] if again else None
+    return [] if gradient is None else lost.through_host(gradient, [*rule.sources, *us])
 
 
 def by_sources(
@@ -131,8 +151,20 @@ def by_inputs(xs: Sequence[Tensor], rule: Rule, by_sources: Sequence[bool]) -> l
     return [True] * len(xs)  # as for a variable
 
 
-def before(rule: Rule, ys: Sequence[Tensor]) -> list[bool]:
-    """With respect to which sources derivatives are lost in what a rule has computed eagerly."""
+def through_host(
+    rule: Rule, gradient: Gradient, at: Sequence[Tensor | None], graph: Graph | None
+) -> list[Tensor]:
+    """The tensors, other than those of `rule`, that a gradient gets from the host."""
+    return lost.through_host(lost.values_of(gradient), [*rule.sources, *present(at)], graph)
+
+
+def before(rule: Rule, ys: Sequence[Tensor]) -> tuple[list[bool], list[Tensor]]:
+    """With respect to which sources derivatives are lost in what a rule has computed eagerly.
+
+    And the other tensors that it gets from the host.
+    """
     us = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    _, gradients = lost.traced_rule(rule, us) or ([], [])
-    return [any(lost.is_cut(g, [source]) for g in gradients) for source in rule.sources]
+    at, gradients = lost.traced_rule(rule, us)
+    gradients = present(gradients)
+    through = [t for g in gradients for t in lost.through_host(g, [*rule.sources, *at])]
+    return [any(lost.is_cut(g, [source]) for g in gradients) for source in rule.sources], through

@@ -1,22 +1,23 @@
 """Whether TensorFlow can differentiate a gradient again, and the messages if it cannot."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import ancestry
+from sgtrick._core import ancestry, walk
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Gradient, Tape, Tensor
+from sgtrick._core.types import Gradient, Graph, Tape, Tensor, Variable
 
 
 def message(name: str) -> str:
     """The error for a gradient that cannot be differentiated again."""
     return (
         f"The gradient of {name} was differentiated again, but TensorFlow sees no connection from "
-        "the gradient to the point, or not all of it: the gradient, or a part of it, was computed "
+        "the gradient to the point, or to whatever else it was differentiated with respect to, or "
+        "not all of the connection: the gradient, or a part of it, was computed "
         "by a host call or by NumPy; or it was stopped, or does not depend on the point. If it "
         "really is a constant, add 0 * x to it. Otherwise compute it from TensorFlow ops, or give "
         "the host call its own gradient with one of sgtrick's functions."
@@ -60,6 +61,28 @@ def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
     return _is_lost(set().union(*ancestry.paths(gradient, us, cuts=_CUTS)))
 
 
+def through_host(
+    gradient: Tensor, known: Sequence[Tensor], graph: Graph | None = None
+) -> list[Tensor]:
+    """The tensors besides `known` that host calls make a gradient in a graph of, as far as known.
+
+    They are in the graph, or around it, or without one eager tensors.
+    """
+    return ancestry.through(gradient, known, graphs.HOST_CALLS, graph)
+
+
+def on_host(gradients: Sequence[Tensor], sources: Sequence[Tensor | Variable]) -> list[bool]:
+    """By which of `sources` host calls compute gradients in a graph, in part or wholly."""
+    names = set[Hashable]()
+    for gradient in gradients:
+        for t, _, crossed in walk.back(gradient, differentiably=True, cuts=graphs.HOST_CALLS):
+            if crossed:
+                handle = graphs.handle_read_by(t)
+                names.add(graphs.identity_of(t if handle is None else handle))
+    tensors = [s if isinstance(s, tf.Tensor) else s.handle for s in sources]
+    return [bool(ancestry.names_of(t) & names) for t in tensors]
+
+
 def _is_direct(paths: Collection[frozenset[str]]) -> bool:
     """Whether there is a path through nothing that cuts derivatives."""
     return frozenset() in paths
@@ -90,14 +113,19 @@ def traced(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Trac
     return Traced(graph.inputs[: len(inputs)], graph.outputs)
 
 
-def traced_rule(rule: Rule, us: Sequence[Tensor | None]) -> Traced | None:
-    """The same for a rule: the numbers of the gradients that are not None."""
-    pull = rule.again or rule.pull
+def traced_rule(
+    rule: Rule, us: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor], list[Tensor | None]]:
+    """The same for a rule: the upstream gradients, and the numbers of the gradients, if any."""
+    pulled: Sequence[Gradient] = []
 
     def gradients(*at: Tensor) -> list[Tensor]:
-        return list(map(values_of, present(pull(*spread(at, us)))))
+        nonlocal pulled
+        pulled = (rule.again or rule.pull)(*spread(at, us))
+        return list(map(values_of, present(pulled)))
 
-    return traced(gradients, present(us))
+    found = traced(gradients, present(us))
+    return ([], []) if found is None else (found.inputs, spread(found.outputs, pulled))
 
 
 def are_lost_eagerly(

@@ -19,12 +19,13 @@ that depend on `x` and on other tensors, now `w` and `u`, or `w` and `t`. So the
 repeats, to every order.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, loud
+from sgtrick._core import adjoint, lost, loud
 from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.absent import Dense, present, spread
@@ -83,7 +84,7 @@ class ByPoint(NamedTuple):
         Tapes only differentiate backwards, so this takes two: first `v -> (dG/dw)' v`, which is
         linear in `v`, so any `v` will do; then this with respect to `v`, for the cotangents `t`.
         """
-        vs = [adjoint.probe(x) for x in xs]
+        vs, points = [adjoint.probe(x) for x in xs], xs
         # A tensor that a graph has captured before is not recorded when it is used again, and equal
         # tensors have to be told apart.
         xs, passed = [tf.identity(x) for x in xs], [tf.identity(t) for t in passed]
@@ -105,10 +106,37 @@ class ByPoint(NamedTuple):
                 if p is not None and t is not None
             ]
         found = outer.gradient([p for p, _ in pairs], vs, [t for _, t in pairs])
-        return [
+        along = [
             tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
             for g, x in zip(found, xs, strict=True)
         ]
+        on_host = self._on_host(gs, us, xs, passed)
+        missed = present(list(itertools.compress(tangents, on_host)))
+        if not missed:
+            return along
+        still = tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(t, 0)) for t in missed]))
+        message, of = lost.message(self.name), [*present(us), *present(tangents)]
+        return [
+            g + loud.failure(x, message, of, unless=still)
+            for g, x in zip(along, points, strict=True)
+        ]
+
+    def _on_host(
+        self,
+        gs: Sequence[Tensor],
+        us: Sequence[Tensor | None],
+        xs: Sequence[Tensor],
+        passed: Sequence[Tensor],
+    ) -> list[bool]:
+        """By which of the others the host computes gradients `gs` at `us`, `xs` and `passed`."""
+        if tf.executing_eagerly():
+            like, m, n = [*us, *xs, *passed], len(us), len(us) + len(xs)
+            dense = Dense(lambda *ts: self.gradients(ts[:m], ts[m:n], ts[n:]), like)
+            traced = lost.traced(dense, present(like))
+            if traced is None:
+                return [False] * (len(passed) + len(self.others.closed))
+            passed, gs = spread(traced.inputs, like)[n:], traced.outputs
+        return lost.on_host(gs, [*passed, *map(graphs.as_used, self.others.closed)])
 
     def along_point(self, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tensor]:
         """Returns `df/dx [t]`: `G` transposed, from tangents of the point to those of values."""
@@ -211,8 +239,15 @@ def keep_own(
         return spread(kept, moved)
 
     if rule:
+        by_point = rule.again
+
+        def again(*us: Tensor | None) -> list[Gradient]:
+            assert by_point
+            return [*us, *by_point(*us), *[None] * (len(inputs) - len(ys) - len(xs))]
+
         known = [*others.passed, *(c for c in others.closed if isinstance(c, tf.Tensor))]
-        return keep(ys, inputs, rule._replace(pull=pull, push=push, others=known))
+        kept = rule._replace(pull=pull, push=push, again=by_point and again, others=known)
+        return keep(ys, inputs, kept)
     return keep(ys, inputs, Rule(point.name, pull, push, lost=False))
 
 

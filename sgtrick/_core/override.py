@@ -12,7 +12,7 @@ raises: that is what `_guarded` adds.
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -139,10 +139,13 @@ def _push(
     """The tangents of the outputs, with errors for derivatives that a JVP rule loses."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
-    by_sources = [False] * len(rule.sources)
+    by_sources, through = [False] * len(rule.sources), list[Tensor]()
+    around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def notice(gradients: Sequence[Gradient], at: Sequence[Tensor | None]) -> None:
         nonlocal by_sources
+        for gradient in present(gradients):
+            through.extend(losses.through_host(rule, gradient, at, around))
         if rule.lost is None:
             found = losses.by_sources(rule, gradients, at)
             by_sources = list(map(operator.or_, by_sources, found))
@@ -163,13 +166,13 @@ def _push(
     dense = Dense(push, tangents)
     with devices.of(ys[0]):
         if tf.executing_eagerly() and rule.again is not None:
-            by_sources = losses.before(rule, ys)
+            by_sources, through = losses.before(rule, ys)
         moved = list(tracing.call_apart(dense, present(tangents)))
         known = [losses.is_lost(rule, i) for i, t in enumerate(tangents) if t is not None]
         by_inputs = [any(known)] * len(xs)
         if any(by_sources):
             by_inputs = losses.by_inputs(xs, rule, by_sources)
-        points = [here(x) for x in itertools.compress(xs, by_inputs)]
+        points = [here(x) for x in (*itertools.compress(xs, by_inputs), *through)]
         if points:
             moved = [_losing(rule.name, t, points) for t in moved]
         return dense.restored(moved)
@@ -183,14 +186,29 @@ def _guarded(
         return list(rule.pull(*upstream))
     pulled = losses.recorded(rule, upstream)
     near = [here(x) for x in xs]
-    return [
-        None
-        if g is None
-        else _with_errors(
-            rule, g, pulled.at, near, losses.of(rule, pulled, i, xs), by_graph=by_graph
+
+    def guarded(i: int, gradient: Tensor | tf.IndexedSlices) -> Gradient:
+        through = []
+        if pulled.tape is None:
+            graph = tf.compat.v1.get_default_graph()
+            through = losses.through_host(rule, gradient, pulled.us, graph)
+        elif _must_be_traced(lost.values_of(gradient), [*pulled.at, *xs]):
+            through = losses.by_host(rule, pulled, i)
+        loses = losses.of(rule, pulled, i, xs)
+        return _with_errors(
+            rule, gradient, pulled.at, near, map(here, through), loses, by_graph=by_graph
         )
-        for i, g in enumerate(pulled.gradients)
-    ]
+
+    return [None if g is None else guarded(i, g) for i, g in enumerate(pulled.gradients)]
+
+
+def _must_be_traced(part: Tensor, known: Sequence[Tensor]) -> bool:
+    """Whether what tapes know of an eager gradient does not lead to errors where it is lost.
+
+    Nobody may have recorded it, but only because the host computed it. And accumulators do not tell
+    afterwards what else they know tangents of.
+    """
+    return tapes.is_pushed([part]) or not tapes.is_recorded([part, *known])
 
 
 def _with_errors(
@@ -198,6 +216,7 @@ def _with_errors(
     gradient: Tensor | tf.IndexedSlices,
     at: Sequence[Tensor],
     xs: Sequence[Tensor],
+    through: Iterable[Tensor],
     loses: Callable[[], losses.Lost],
     *,
     by_graph: bool,
@@ -205,11 +224,12 @@ def _with_errors(
     """A gradient, as output of an operation that adds errors.
 
     The operation passes derivatives on, and only adds errors: with respect to inputs by which the
-    derivative of the gradient is lost; with respect to the upstream gradients `at`, if it is cut
-    off, or if the pullback cannot be transposed. Forward mode around a function transposes, and
-    cannot be told from a second derivative.
+    derivative of the gradient is lost, and to all that it gets `through` the host; with respect to
+    the upstream gradients `at`, if it is cut off, or if the pullback cannot be transposed. Forward
+    mode around a function transposes, and cannot be told from a second derivative.
     """
-    part = lost.values_of(gradient)
+    part, through = lost.values_of(gradient), list(through)
+    xs = [*xs, *through]
     at = [] if callable(rule.push) else at
     transposable = by_graph and at
 
@@ -217,6 +237,9 @@ def _with_errors(
         us: Sequence[Gradient] = [None] * len(at)
         points: Sequence[Gradient] = [None] * len(xs)
         by = loses()
+        by_points = [*by.points, *[True] * len(through)]
+        if any(map(tapes.is_differentiating, by.elsewhere)):
+            raise LookupError(lost.message(rule.name))
         is_of_function = _is_of_function(part)
         with loud.not_raising() if is_of_function else contextlib.nullcontext():
             if by.upstream and not transposable:
@@ -224,11 +247,11 @@ def _with_errors(
             known = [z, *at, *xs]
             points = [
                 loud.failures([x], lost.message(rule.name), known)[0] if is_lost else None
-                for x, is_lost in zip(xs, by.points, strict=True)
+                for x, is_lost in zip(xs, by_points, strict=True)
             ]
         # Forward over forward mode differentiates the result of z, and so do double VJPs.
-        if any(by.points) and (by_graph or not is_of_function):
-            z = _losing(rule.name, z, list(itertools.compress(xs, by.points)))
+        if any(by_points) and (by_graph or not is_of_function):
+            z = _losing(rule.name, z, list(itertools.compress(xs, by_points)))
         if not transposable:
             return [z, *us, *points]
         message = rule.push if isinstance(rule.push, str) else not_transposed(rule.name)
@@ -246,7 +269,8 @@ def _with_errors(
         by = tapes.apart(loses)
         if by.upstream:
             z = loud.unless_moving(lost.cut_message(rule.name), z, present(us), at)
-        points = present(list(itertools.compress(tangents[-len(xs) :], by.points)))
+        by_points = [*by.points, *[True] * len(through)]
+        points = present(list(itertools.compress(tangents[-len(xs) :], by_points)))
         return loud.unless_moving(lost.message(rule.name), z, points, xs) if points else z
 
     return lost.with_values(gradient, _pass_on(part, [*at, *xs], pull, push))

@@ -1,6 +1,6 @@
 """The operations that a tensor in a graph was computed by, in loops, branches and functions too."""
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import NamedTuple
 
 from sgtrick._core._tensorflow import graphs, overrides
@@ -30,6 +30,7 @@ def back(
     *,
     differentiably: bool,
     until: Collection[Hashable] = (),
+    ends: Callable[[Visit], bool] | None = None,
     cuts: Collection[str] = (),
 ) -> Iterator[Visit]:
     """Yields a tensor and all that it depends on, also in called functions and outer graphs.
@@ -38,6 +39,7 @@ def back(
         tensor: Where the walk begins.
         differentiably: Whether to go only where TensorFlow takes derivatives.
         until: The identities of the tensors where the walk ends.
+        ends: Whether it ends at another tensor.
         cuts: Types of operations without a derivative that the walk passes all the same.
     """
     # Once for each call of the functions around a tensor: their arguments differ.
@@ -58,7 +60,7 @@ def back(
             continue
         yield visit
         op = graphs.operation(t)
-        if key in until or op is None:
+        if key in until or op is None or (ends is not None and ends(visit)):
             continue
         inside = _results(visit)
         outside = graphs.captured_from(t)

@@ -1,6 +1,6 @@
 """Properties of graphs, their operations and their tensors."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
@@ -105,11 +105,10 @@ def called_functions(op: Operation) -> list[Graph]:
 
 def _graph_of(function: str, graph: Graph | None) -> Graph | None:
     """The graph of a function that a graph knows by name, or a graph around it."""
-    while graph is not None:
-        found = graph._get_function(function)
+    for around in with_outer(graph):
+        found = around._get_function(function)
         if found is not None:
             return getattr(found, "graph", None)
-        graph = getattr(graph, "outer_graph", None)
     return None
 
 
@@ -134,6 +133,30 @@ def captured_from(tensor: Tensor) -> Tensor | None:
             outer = [t for op in operations for t in op.outputs if ops.tensor_id(t) == number]
             return outer[0] if outer else None
     return None
+
+
+def handle_read_by(t: Tensor) -> Tensor | None:
+    """The handle, outside of the graph, of the variable that a tensor is the value of, if any."""
+    op = operation(t)
+    if op is None or op.type != "ReadVariableOp":
+        return None
+    return captured_from(op.inputs[0])
+
+
+def with_outer(graph: Graph | None) -> Iterator[Graph]:
+    """Yields a graph and those around it."""
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
+
+
+def in_reach(graph: Graph | None) -> list[Graph]:
+    """The graphs whose tensors an operation of a graph can use: it captures those of others."""
+    found = list(with_outer(graph))
+    for g in found:
+        outer = (t for t, _ in getattr(g, "captures", ()) if operation(t) is not None)
+        found.extend({id(t.graph): t.graph for t in outer if t.graph not in found}.values())
+    return found
 
 
 def identity_of(tensor: Tensor) -> Hashable:

@@ -141,6 +141,12 @@ def has_recorded(recording: Any, x: Tensor) -> bool:
     return apart(look)
 
 
+def is_differentiating(x: Tensor) -> bool:
+    """Whether the tape that is calling a pullback may need the gradient with respect to `x`."""
+    recording = asked()
+    return is_recorded([x]) if recording is None else has_recorded(recording, x)
+
+
 def _request() -> dict[str, Any] | None:
     """The local variables of the `GradientTape.gradient` that is calling a pullback."""
     frame: Any = sys._getframe(1)
