@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import tensorflow as tf
 
 from sgtrick._core import adjoint, devices, losses, lost, loud, mapped, structures
-from sgtrick._core._tensorflow import mapping, overrides, tapes, tracing
+from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
 from sgtrick._core.absent import Dense, present
@@ -172,7 +172,7 @@ def _push(
         by_inputs = [any(known)] * len(xs)
         if any(by_sources):
             by_inputs = losses.by_inputs(xs, rule, by_sources)
-        points = [here(x) for x in (*itertools.compress(xs, by_inputs), *through)]
+        points = [*map(here, itertools.compress(xs, by_inputs)), *map(_as_input, through)]
         if points:
             moved = [_losing(rule.name, t, points) for t in moved]
         return dense.restored(moved)
@@ -196,10 +196,15 @@ def _guarded(
             through = losses.by_host(rule, pulled, i)
         loses = losses.of(rule, pulled, i, xs)
         return _with_errors(
-            rule, gradient, pulled.at, near, map(here, through), loses, by_graph=by_graph
+            rule, gradient, pulled.at, near, map(_as_input, through), loses, by_graph=by_graph
         )
 
     return [None if g is None else guarded(i, g) for i, g in enumerate(pulled.gradients)]
+
+
+def _as_input(t: Tensor) -> Tensor:
+    """A tensor, or the value of the variable with this handle, in the graph being traced."""
+    return graphs.read(t) if t.dtype == tf.resource else here(t)
 
 
 def _must_be_traced(part: Tensor, known: Sequence[Tensor]) -> bool:

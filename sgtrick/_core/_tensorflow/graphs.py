@@ -143,6 +143,12 @@ def handle_read_by(t: Tensor) -> Tensor | None:
     return captured_from(op.inputs[0])
 
 
+def read(handle: Tensor) -> Tensor:
+    """The value of the variable with this handle, as tapes know it."""
+    data = handle._handle_data.shape_and_type[0]
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(data.dtype))
+
+
 def with_outer(graph: Graph | None) -> Iterator[Graph]:
     """Yields a graph and those around it."""
     while graph is not None:
