@@ -12,7 +12,7 @@ raises: that is what `_guarded` adds.
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -139,16 +139,17 @@ def _push(
     """The tangents of the outputs, with errors for derivatives that a JVP rule loses."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
-    by_sources, through = [False] * len(rule.sources), list[Tensor]()
+    by_sources, through = [False] * len(rule.sources), dict[Hashable, Tensor]()
     around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def notice(gradients: Sequence[Gradient], at: Sequence[Tensor | None]) -> None:
         nonlocal by_sources
         for gradient in present(gradients):
-            through.extend(losses.through_host(rule, gradient, at, around))
+            found = losses.through_host(rule, gradient, at, around)
+            through.update((graphs.identity_of(t), t) for t in found)
         if rule.lost is None:
-            found = losses.by_sources(rule, gradients, at)
-            by_sources = list(map(operator.or_, by_sources, found))
+            are_lost = losses.by_sources(rule, gradients, at)
+            by_sources = list(map(operator.or_, by_sources, are_lost))
 
     def pull(*us: Tensor | None) -> Sequence[Gradient]:
         gradients = rule.pull(*us)
@@ -166,13 +167,14 @@ def _push(
     dense = Dense(push, tangents)
     with devices.of(ys[0]):
         if tf.executing_eagerly() and rule.again is not None:
-            by_sources, through = losses.before(rule, ys)
+            by_sources, found = losses.before(rule, ys)
+            through.update((graphs.identity_of(t), t) for t in found)
         moved = list(tracing.call_apart(dense, present(tangents)))
         known = [losses.is_lost(rule, i) for i, t in enumerate(tangents) if t is not None]
         by_inputs = [any(known)] * len(xs)
         if any(by_sources):
             by_inputs = losses.by_inputs(xs, rule, by_sources)
-        points = [*map(here, itertools.compress(xs, by_inputs)), *map(_as_input, through)]
+        points = [*map(here, itertools.compress(xs, by_inputs)), *map(_as_input, through.values())]
         if points:
             moved = [_losing(rule.name, t, points) for t in moved]
         return dense.restored(moved)
@@ -244,7 +246,8 @@ def _with_errors(
         by = loses()
         by_points = [*by.points, *[True] * len(through)]
         if any(map(tapes.is_differentiating, by.elsewhere)):
-            raise LookupError(lost.message(rule.name))
+            unknown = loud.zero_if(tf.constant(False), lost.message(rule.name), [z, *xs])
+            z += tf.cast(unknown, z.dtype)
         is_of_function = _is_of_function(part)
         with loud.not_raising() if is_of_function else contextlib.nullcontext():
             if by.upstream and not transposable:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import sgtrick
 from fuzz.pieces.functions import Asinh, conj, hess, hessian, hessian_times
-from fuzz.pieces.rules import is_near
+from fuzz.pieces.rules import copied_by_host, is_near
 
 
 def misled(function, x):
@@ -26,6 +26,33 @@ def with_gradient_in_part(function, rule):
         return misled(function, x) * scale
 
     return lambda x: form(x, tf.exp(tf.reduce_mean(x))) * tf.exp(-tf.reduce_mean(x))
+
+
+def with_gradient_scaled_by_host(function, rule):
+    """Of which the gradient gets a half of the other argument."""
+
+    @sgtrick.with_gradient(
+        grad=lambda x, scale: rule(function, x) * (scale + copied_by_host(scale)) / 2
+    )
+    def form(x, scale):
+        return misled(function, x) * scale
+
+    return lambda x: form(x, tf.exp(tf.reduce_mean(x))) * tf.exp(-tf.reduce_mean(x))
+
+
+def with_gradient_closing_over_what_host_scales(function, rule):
+    def run(x):
+        scale = tf.exp(tf.reduce_mean(x))
+
+        @sgtrick.with_gradient(
+            grad=lambda x: rule(function, x) * (scale + copied_by_host(scale)) / 2
+        )
+        def form(x):
+            return misled(function, x) * scale
+
+        return form(x) / scale
+
+    return run
 
 
 def from_value_and_gradient(function, rule):
@@ -434,7 +461,9 @@ def magic_box(function, rule):
 
 
 FORMS = (
-    with_gradient, with_gradient_in_part, with_gradient_by_keyword, with_gradient_of_a_variable,
+    with_gradient, with_gradient_in_part, with_gradient_scaled_by_host,
+    with_gradient_closing_over_what_host_scales, with_gradient_by_keyword,
+    with_gradient_of_a_variable,
     from_value_and_gradient, from_value_and_gradient_with_aux, custom_jvp, custom_jvp_of_objects,
     custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
     custom_vjp_that_clips, custom_vjp_on_host, custom_vjp_of_a_variable, custom_gradient,
