@@ -103,8 +103,8 @@ def _choose(
     # Finer differences decide: far from x, a function may look like another one. Differences of
     # zero decide nothing, since they may be rounded away.
     slack = np.where(np.isfinite(central) & (central != 0), 4 * (moved + noise), np.inf)
-    # Where two finer ones agree with each other, but not with the estimate, its error is at least
-    # the distance: noise keeps them from deciding.
+    # Where two finer ones agree with each other, but not at all with the estimate, its error is at
+    # least the distance: noise keeps them from deciding.
     following = np.abs(np.diff(central, axis=0, append=np.nan)) + noise
     level = central
     for m in range(1, LEVELS + 1):
@@ -118,7 +118,8 @@ def _choose(
             finer = slice(k + m + 1, None)
             off = np.abs(estimate - central[finer]) - slack[finer]
             away = np.abs(estimate - central[finer])
-            doubted = (away > following[finer]) & (central[finer] != 0)
+            size = np.fmax(np.abs(estimate), np.abs(central[finer]))
+            doubted = (away > following[finer]) & (central[finer] != 0) & (away > 0.01 * size)
             total = np.maximum(total, np.where(doubted, away, 0).max(0, initial=0))
             total_cost = total + penalty[k + m] + np.fmax(off, 0).max(0, initial=0)
             better = total_cost < cost
