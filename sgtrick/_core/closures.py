@@ -5,8 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, structures
+from sgtrick._core import adjoint, ancestry, loud, structures
 from sgtrick._core._tensorflow import graphs, tapes, tracing
+from sgtrick._core.absent import present
 from sgtrick._core.calls import Selection
 from sgtrick._core.mixed import Others
 from sgtrick._core.types import Structure, Tangent, Tape, Tensor, Variable
@@ -141,7 +142,7 @@ def _besides(variables: Sequence[Variable], closed_over: Sequence[Tensor]) -> li
 
 
 def _is_zero(us: Sequence[Tensor | None], _: Sequence[Tensor]) -> Tensor:
-    return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(u, 0)) for u in us if u is not None]))
+    return loud.are_zero(present(us))
 
 
 def _never(_: Any | None) -> bool:

@@ -34,6 +34,11 @@ class Pulled(NamedTuple):
         """The upstream gradients that are not None."""
         return present(self.us)
 
+    def again(self, i: int) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The upstream gradients and gradient `i` in a graph of their own, if it can be traced."""
+        us, gradients = self.traced()
+        return us, gradients[i] if gradients else None
+
 
 def recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> Pulled:
     """Calls the pullback, and records what the gradients depend on."""
@@ -90,8 +95,7 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
     part, n = lost.values_of(pulled.gradients[i]), len(rule.sources)
     if any(part is u for u in pulled.at):
         return Lost([False] * len(xs), False)
-    us, again = pulled.traced()
-    gradient = again[i] if again else None
+    us, gradient = pulled.again(i)
     with loud.not_raising():  # the caller has not requested these gradients
         assert pulled.tape is not None
         found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
@@ -115,8 +119,7 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
 
 def by_host(rule: Rule, pulled: Pulled, i: int) -> list[Tensor]:
     """The eager tensors, other than those of the rule, that gradient `i` gets from the host."""
-    us, again = pulled.traced()
-    gradient = again[i] if again else None
+    us, gradient = pulled.again(i)
     return [] if gradient is None else lost.through_host(gradient, [*rule.sources, *us])
 
 

@@ -98,9 +98,13 @@ def unless_moving(
         points: Tangents of `xs`.
         xs: What the unknown part depends on.
     """
-    still = [tf.reduce_all(tf.equal(t, 0)) for t in points]
-    zero = zero_if(tf.reduce_all(tf.stack(still)), message, [*points, *xs])
+    zero = zero_if(are_zero(points), message, [*points, *xs])
     return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
+
+
+def are_zero(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all entries of some tensors are zero."""
+    return tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(t, 0)) for t in tensors]))
 
 
 def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:

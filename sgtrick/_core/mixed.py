@@ -72,6 +72,14 @@ class ByPoint(NamedTuple):
     xs: Sequence[Tensor]
     others: Others
 
+    def dense(
+        self, us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+    ) -> Dense:
+        """`G` as a function of the tensors among such arguments, to be traced."""
+        m, n = len(us), len(us) + len(xs)
+        like = [*us, *xs, *passed]
+        return Dense(lambda *ts: self.gradients(ts[:m], ts[m:n], ts[n:]), like)
+
     def along_others(
         self,
         us: Sequence[Tensor | None],
@@ -114,7 +122,7 @@ class ByPoint(NamedTuple):
         missed = present(list(itertools.compress(tangents, on_host)))
         if not missed:
             return along
-        still = tf.reduce_all(tf.stack([tf.reduce_all(tf.equal(t, 0)) for t in missed]))
+        still = loud.are_zero(missed)
         message, of = lost.message(self.name), [*present(us), *present(tangents)]
         return [
             g + loud.failure(x, message, of, unless=still)
@@ -130,12 +138,11 @@ class ByPoint(NamedTuple):
     ) -> list[bool]:
         """By which of the others the host computes gradients `gs` at `us`, `xs` and `passed`."""
         if tf.executing_eagerly():
-            like, m, n = [*us, *xs, *passed], len(us), len(us) + len(xs)
-            dense = Dense(lambda *ts: self.gradients(ts[:m], ts[m:n], ts[n:]), like)
-            traced = lost.traced(dense, present(like))
+            live = [*present(us), *xs, *passed]
+            traced = lost.traced(self.dense(us, xs, passed), live)
             if traced is None:
                 return [False] * (len(passed) + len(self.others.closed))
-            passed, gs = spread(traced.inputs, like)[n:], traced.outputs
+            passed, gs = traced.inputs[len(live) - len(passed) :], traced.outputs
         return lost.on_host(gs, [*passed, *map(graphs.as_used, self.others.closed)])
 
     def along_point(self, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tensor]:
@@ -331,9 +338,8 @@ def _within_reach(point: ByPoint, us: Sequence[Tensor | None]) -> ByPoint:
         graphs.operation(x) is not None and x.graph is graph for x in xs
     ):
         return point
-    like, m, n = [*us, *xs, *passed], len(us), len(us) + len(xs)
-    dense = Dense(lambda *ts: point.gradients(ts[:m], ts[m:n], ts[n:]), like)
-    traced = tracing.Traced(dense, tracing.specs_of(present(like)))
+    dense = point.dense(us, xs, passed)
+    traced = tracing.Traced(dense, tracing.specs_of([*present(us), *xs, *passed]))
     captured = [here(t) for t in traced.captured]
     tensors = [c for c in closed if isinstance(c, tf.Tensor)]
     # Their positions among the tensors that the gradients capture.
