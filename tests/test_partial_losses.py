@@ -225,7 +225,7 @@ def test_one_of_two_gradients_of_another_form_is_right(where):
     assert verdict(TWICE[where](form), exact(2)) == "right"
 
 
-def by_argument(i):
+def by_argument(i, of_two=of_two):
     """The gradient of `of_two` by one of its arguments, while a tape watches both."""
 
     def run(x):
@@ -250,6 +250,16 @@ FIRST = {
 def test_first_by_another_argument_is_right(where):
     assert verdict(FIRST[where](by_argument(1)), exact(2)) == "right"
     assert verdict(FIRST[where](by_argument(0)), exact(2)) in {"raises", "NaN"}
+
+
+def test_first_by_another_argument_around_a_map_is_right():
+    def of_members(x, w):
+        return tf.vectorized_map(lambda m: of_two(*m), (x, w))
+
+    run = tf.function(derivative(by_argument(1, of_members)))
+    assert verdict(run, exact(2)) == "right"
+    run = tf.function(derivative(by_argument(0, of_members)))
+    assert verdict(run, exact(2)) in {"raises", "NaN"}
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
