@@ -116,6 +116,14 @@ def implicit_reparameterize(
         ValueError: `distribution_cdf` does not return the shape of `sample` or does not depend on
             it, or `event_ndims` is not a number of dimensions of `sample`.
     """
+    distribution_cdf = autograph.as_caller(distribution_cdf)
+    return _reparameterized(distribution_cdf, sample, params, event_ndims)
+
+
+@autograph.unconverted
+def _reparameterized(
+    distribution_cdf: Function, sample: Structure, params: Structure, event_ndims: int
+) -> Structure:
     sample = _floating(sample, "sample")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
     if not shapes.is_int(event_ndims) or event_ndims < 0:
@@ -128,7 +136,6 @@ def implicit_reparameterize(
             f"sample has shape {shape}, fewer dimensions than event_ndims={event_ndims}."
         )
     names = ("distribution_cdf", "sample")
-    distribution_cdf = autograph.as_caller(distribution_cdf)
     return _root(distribution_cdf, sample, params, rank - event_ndims, names)
 
 

@@ -17,11 +17,15 @@ def pytest_configure(config):
 
 
 def _prepare():
+    import tensorflow as tf
     from tensorflow.python.util import tf_stack
 
     import matrix
 
     matrix.configure()
+    # AutoGraph takes a seventh of the time of all tests, and few need it.
+    without = functools.partial(tf.function, autograph=False)
+    tf.function = functools.wraps(tf.function)(without)
     # TensorFlow keeps the Python stack of every operation, for messages. With pytest's frames at
     # the bottom of each, that is an eighth of the time of all tests. So all share one, whose frames
     # are looked up here: where TensorFlow looks for them later, it may crash.
@@ -57,6 +61,14 @@ def pytest_runtest_teardown(item, nextitem):
 def _freeze():
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _autograph(request, monkeypatch):
+    if request.node.get_closest_marker("autograph"):
+        import tensorflow as tf
+
+        monkeypatch.setattr(tf, "function", tf.function.__wrapped__)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled
+from forms import compiled, spread
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
 
@@ -132,6 +132,13 @@ def came(run, *args):
     return "None" if y is None else float(y)
 
 
+def in_words(part):
+    """The id of a parameter: modes by their names."""
+    if isinstance(part, str) or isinstance(part[0], int):
+        return str(part)
+    return " then ".join(mode.__name__ for mode in part)
+
+
 MODES = list(itertools.product([reverse, forward], repeat=2))
 ORDERS = [(1, 0), (0, 1)]
 THIRD = [(1, 1, 0), (1, 0, 0), (1, 0, 1), (0, 1, 0)]
@@ -150,15 +157,16 @@ class TestVariables:
 
 # What the others close over is passed as with_gradient passes it, by _core/closures.py.
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        (name, way)
-        for name, way in itertools.product(FORMS, WAYS)
-        if way in ("eager", "in tf.function") or (way != "XLA" and name == "with_gradient")
-    ],
+    ("name", "way", "modes", "by"),
+    spread(
+        FORMS,
+        ["eager", "in tf.function", "around tf.function", "around the inner"],
+        MODES[1:],
+        ORDERS,
+        valid=lambda name, way, *_: not way.startswith("around") or name == "with_gradient",
+    ),
+    ids=in_words,
 )
-@pytest.mark.parametrize("modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms))
-@pytest.mark.parametrize("by", ORDERS, ids=str)
 def test_of_variables_with_forward_mode(name, way, modes, by):
     v = tf.Variable(A)
     form = closing_over(v, name)
@@ -198,12 +206,11 @@ class TestPassed:
         run = WAYS[way](squared(PASSED[name]), (reverse,) * 3, by)
         np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
 
-    @pytest.mark.parametrize("name", PASSED)
-    @pytest.mark.parametrize("way", ["eager", "in tf.function"])
     @pytest.mark.parametrize(
-        "modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms)
+        ("name", "way", "modes", "by"),
+        spread(PASSED, ["eager", "in tf.function"], MODES[1:], ORDERS, together=3),
+        ids=in_words,
     )
-    @pytest.mark.parametrize("by", ORDERS, ids=str)
     def test_with_forward_mode(self, name, way, modes, by):
         run = WAYS[way](squared(PASSED[name]), modes, by)
         np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
@@ -273,12 +280,15 @@ class TestTensors:
         np.testing.assert_allclose(came, expected((1, 0)), rtol=1e-12)
 
     @pytest.mark.parametrize(
-        "modes", MODES[1:], ids=lambda ms: " then ".join(m.__name__ for m in ms)
-    )
-    @pytest.mark.parametrize("by", ORDERS, ids=str)
-    @pytest.mark.parametrize(
-        ("name", "beside"),
-        [*((name, "variable") for name in FORMS), ("with_gradient", "nothing")],
+        ("name", "by", "modes", "beside"),
+        spread(
+            FORMS,
+            ORDERS,
+            MODES[1:],
+            ["variable", "nothing"],
+            valid=lambda name, *case: case[-1] == "variable" or name == "with_gradient",
+        ),
+        ids=in_words,
     )
     def test_in_eager_by_forward_mode(self, name, by, modes, beside):
         one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1

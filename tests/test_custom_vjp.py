@@ -303,6 +303,7 @@ def test_host_calls_in_forward_mode():
             differentiate(hosted, X)
 
 
+@pytest.mark.autograph
 @honoured
 def test_errors_of_grad_fn_wait_for_a_gradient(wrap):
     @custom_vjp

@@ -12,6 +12,8 @@ import pytest
 
 from pages import PAGES, ROOT, blocks, blocks_and_lines, is_for, is_installed, section
 
+pytestmark = pytest.mark.autograph  # as users run it
+
 OPTIONAL = ["numba", "numpyro", "pymc", "stan"]
 
 

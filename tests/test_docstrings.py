@@ -10,6 +10,8 @@ import sgtrick
 import sgtrick.keras
 import sgtrick.tfp
 
+pytestmark = pytest.mark.autograph  # as users run it
+
 NEEDS = {
     "sgtrick._host.frameworks": ("jax", "torch"),
     "sgtrick._host.jax": ("jax",),

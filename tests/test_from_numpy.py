@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
+from tensorflow.python.autograph.pyct import transpiler
 
 import engines
 import sgtrick
@@ -1084,3 +1085,19 @@ def test_the_example_of_the_docstring():
     failed, attempted = doctest.testmod(sgtrick._host.from_numpy)
     assert not failed
     assert attempted
+
+
+@pytest.mark.autograph
+def test_autograph_rewrites_no_more_than_the_call(monkeypatch):
+    """It takes a second to rewrite all that an engine's forward pass calls."""
+    rewritten = []
+    transform = transpiler.PyToPy.transform_function
+
+    def noticed(self, f, context):
+        rewritten.append(f.__qualname__)
+        return transform(self, f, context)
+
+    monkeypatch.setattr(transpiler.PyToPy, "transform_function", noticed)
+    h = sgtrick.from_numpy(engines.normal)
+    np.testing.assert_allclose(tf.function(lambda x: h(x))(POINTS[0]), h(POINTS[0]))
+    assert [name for name in rewritten if "lambda" not in name] == ["HostFunction.__call__"]

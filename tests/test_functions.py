@@ -297,6 +297,7 @@ class TestWithGradient:
         x = tf.reshape(tf.range(12.0), [2, 2, 3])
         np.testing.assert_allclose(gradient(wrap(h), x)[0], 3 * x)
 
+    @pytest.mark.autograph
     def test_autograph_converts_the_functions_and_not_the_form(self):
         def f(x):
             return x**2 if tf.reduce_sum(x) > 0 else -(x**2)

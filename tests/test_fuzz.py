@@ -49,6 +49,8 @@ from fuzz.pieces import (
 from fuzz.program import Program
 from fuzz.strategies import SETTINGS, check, programs
 
+pytestmark = pytest.mark.autograph  # with everything that users meet
+
 
 @given(programs())
 @settings(SETTINGS, max_examples=40, derandomize=True)

@@ -46,9 +46,9 @@ CASES = [
 ]
 
 
-# A sample is a root with another equation. Structures of coupled ones take TensorFlow ten times as
-# long; test_kept_overrides.py has a root in every nesting of the modes.
-PAIRS = pairs(CASES, everywhere=set(), twice={"sample"})
+# test_kept_overrides.py has a root in every nesting of the modes. A sample is a root with another
+# equation.
+PAIRS = pairs(CASES, everywhere=set())
 
 
 @pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
@@ -136,6 +136,7 @@ def test_every_order(wrap):
     np.testing.assert_allclose(wrap(derivatives)(a), exact, rtol=1e-10)
 
 
+@pytest.mark.autograph
 def test_autograph_converts_the_residual():
     def residual(x, a):
         if a > 0:

@@ -1,5 +1,6 @@
 """What a kept override promises: the value of `f`, and the rule's derivatives everywhere."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -23,6 +24,7 @@ from forms import (
     mapped_with_loops,
     on_host,
     slope,
+    spread,
     true,
     verdict,
     vjp_form,
@@ -406,14 +408,7 @@ class TestLoopsAndBranches:
 
     @pytest.mark.parametrize(
         ("name", "inside", "mode"),
-        [
-            (name, inside, mode)
-            for name in ALL
-            for inside in (looped, branched)
-            for mode in (derivative, forward_derivative)
-            # A rule that calls the host is copied as another one is.
-            if name not in CALLS_HOST - {"from_numpy"} or (inside is looped) == (mode is derivative)
-        ],
+        spread(ALL, (looped, branched), (derivative, forward_derivative)),
     )
     def test_first_derivatives(self, name, inside, mode):
         twice = tf.asinh(POINTS)
@@ -449,23 +444,24 @@ def is_run(name, where, outer, inner):
     return not (name == "implicit_root" and where in LONG and "forward" in (outer, inner))
 
 
+@functools.cache
+def native(where, outer, inner):
+    return verdict(SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])(true), exact(2))
+
+
 class TestHigherDerivatives:
     """By any nesting, those of the rule."""
 
     @pytest.mark.parametrize(
         ("name", "where", "outer", "inner"),
-        [
-            case
-            for case in itertools.product(EVERY_ORDER, SECOND, DERIVATIVES, DERIVATIVES)
-            if is_run(*case)
-        ],
+        spread(EVERY_ORDER, SECOND, DERIVATIVES, DERIVATIVES, together=3, valid=is_run),
     )
     def test_of_second_order(self, name, where, outer, inner):
         way = SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])
         came = verdict(way(EVERY_ORDER[name]), exact(2))
         if came != "right":  # TensorFlow cannot do it with native code either
             assert came in LOUD
-            assert verdict(way(true), exact(2)) in LOUD
+            assert native(where, outer, inner) in LOUD
 
     @pytest.mark.parametrize(
         ("name", "wrap"),
@@ -529,9 +525,9 @@ class TestRulesThatCallFunctions:
         "around vectorized_map": lambda f: derivative(derivative(mapped(f))),
     }
 
-    @pytest.mark.parametrize("make", [sgtrick.with_gradient, vjp_form, jvp_form])
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize(
+        ("rule", "way", "make"), spread(RULES, WAYS, [sgtrick.with_gradient, vjp_form, jvp_form])
+    )
     def test_of_second_order(self, rule, way, make):
         assert verdict(self.WAYS[way](make(hidden, self.RULES[rule])), exact(2)) == "right"
 

@@ -240,6 +240,7 @@ class TestJvp:
         )
         np.testing.assert_array_equal(wrap(derivative(mapped(double)))(x), [2, 2])
 
+    @pytest.mark.autograph
     def test_in_an_if_of_autograph(self):
         @sgtrick.custom_jvp
         def double(x):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 import tensorflow as tf
 
 from sgtrick._core import calls, embedding, structures
+from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.hessian import symmetric
 from sgtrick._core.types import Args, DTypeLike, Kwargs, Structure, Tensor
@@ -177,9 +178,13 @@ class HostFunction:
         )
         return f"<host engine {', '.join([self._name, *stated])}: {counts}>"
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
         """The value with the gradient that the engine returned, or `(value, aux)`."""
+        # AutoGraph rewrites the __call__ of an object even if it is told not to.
+        return self._evaluate(args, kwargs)
+
+    @unconverted
+    def _evaluate(self, args: Args, kwargs: Kwargs) -> Structure:
         if args and isinstance(args[0], self._owner):  # a method called on its class
             method = self.__get__(args[0], type(args[0]))
             if method is not self:

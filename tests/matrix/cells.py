@@ -288,7 +288,7 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("tape around `tf.while_loop`", "control flow")
 def _(f: Function, p: Problem) -> Outcome:
-    @tf.function
+    @tf.function(autograph=True)
     def looped(*args: Any) -> Any:
         y = tf.zeros(p.upstream.shape, tf.float64)
         for _ in tf.range(3):

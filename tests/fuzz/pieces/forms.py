@@ -40,19 +40,24 @@ def with_gradient_scaled_by_host(function, rule):
     return lambda x: form(x, tf.exp(tf.reduce_mean(x))) * tf.exp(-tf.reduce_mean(x))
 
 
-def with_gradient_closing_over_what_host_scales(function, rule):
+def with_gradient_closing_over_a_scale(function, rule, in_gradient=tf.identity):
     def run(x):
         scale = tf.exp(tf.reduce_mean(x))
 
-        @sgtrick.with_gradient(
-            grad=lambda x: rule(function, x) * (scale + copied_by_host(scale)) / 2
-        )
+        @sgtrick.with_gradient(grad=lambda x: rule(function, x) * in_gradient(scale))
         def form(x):
             return misled(function, x) * scale
 
         return form(x) / scale
 
     return run
+
+
+def with_gradient_closing_over_what_host_scales(function, rule):
+    """Of which the gradient gets a half from the host."""
+    return with_gradient_closing_over_a_scale(
+        function, rule, lambda scale: (scale + copied_by_host(scale)) / 2
+    )
 
 
 def from_value_and_gradient(function, rule):
@@ -461,8 +466,8 @@ def magic_box(function, rule):
 
 
 FORMS = (
-    with_gradient, with_gradient_in_part, with_gradient_scaled_by_host,
-    with_gradient_closing_over_what_host_scales, with_gradient_by_keyword,
+    with_gradient, with_gradient_in_part, with_gradient_scaled_by_host, with_gradient_by_keyword,
+    with_gradient_closing_over_a_scale, with_gradient_closing_over_what_host_scales,
     with_gradient_of_a_variable,
     from_value_and_gradient, from_value_and_gradient_with_aux, custom_jvp, custom_jvp_of_objects,
     custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
