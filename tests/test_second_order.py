@@ -199,12 +199,13 @@ class TestLoud:
         def form(x):
             return hidden(x), lambda upstream: tf.reshape(cut(upstream), x.shape) * slope(x)
 
-        def twice(f):
-            return wrap(derivative(derivative(around(f))))
+        def twice(f, outer=derivative):
+            return wrap(outer(derivative(around(f))))
 
         x = tf.constant(POINTS)
         square = derivative(derivative(lambda x: true(x) ** 2))(x)
-        assert verdict(twice(lambda x: form(x) ** 2), square) in LOUD
+        for outer in (derivative, forward_derivative):
+            assert verdict(twice(lambda x: form(x) ** 2, outer), square) in LOUD
         if around is not mapped:  # around which nothing tells this from forward mode
             assert verdict(twice(form), exact(2)) == "right"
 
