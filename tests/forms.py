@@ -5,8 +5,7 @@ have rules that TensorFlow can differentiate as often as it likes, those in `FIR
 of them.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,23 +13,6 @@ import tensorflow as tf
 
 import sgtrick
 from matrix.functions import misled
-
-
-def spread(
-    *factors: Iterable[Any],
-    together: int = 2,
-    valid: Callable[..., bool] = lambda *case: True,
-) -> list[tuple[Any, ...]]:
-    """Some of all combinations, in which any values of so many factors come together at least once."""
-    cases = [case for case in itertools.product(*factors) if valid(*case)]
-    groups = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
-    missing, chosen = set().union(*groups.values()), set()
-    while missing:
-        best = max(cases, key=lambda case: len(groups[case] & missing))
-        missing -= groups[best]
-        chosen.add(best)
-    return [case for case in cases if case in chosen]
-
 
 POINTS = np.array([-1.3, 0.4, 2.1])
 

@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, spread
+from forms import compiled
+from matrix import spread
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
 

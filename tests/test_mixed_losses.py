@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import POINTS, on_host, slope, spread, verdict
+from forms import POINTS, on_host, slope, verdict
+from matrix import spread
 
 X = tf.constant(POINTS)
 W = tf.constant(1.5 + 0 * POINTS)

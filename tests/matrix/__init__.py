@@ -6,7 +6,7 @@ eager tape per member. `complaint` compares the two, for the tests as for the ta
 """
 
 from matrix.cells import CELLS, Cell, judge, promised
-from matrix.pairs import pairs
+from matrix.pairs import pairs, spread
 from matrix.problem import Case, Problem, complaint, configure
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "judge",
     "pairs",
     "promised",
+    "spread",
 ]

@@ -1,6 +1,8 @@
-"""Which cases run in which cells."""
+"""Which cases run in which cells, and which combinations of other things are tried."""
 
-from collections.abc import Iterable, Set
+import itertools
+from collections.abc import Callable, Iterable, Set
+from typing import Any
 
 from matrix.cells import CELLS, Cell
 from matrix.problem import Case
@@ -42,3 +44,19 @@ def pairs(
         or cell.name in TELLING
         or (case.name in twice and cell.order == 2)
     ]
+
+
+def spread(
+    *factors: Iterable[Any],
+    together: int = 2,
+    valid: Callable[..., bool] = lambda *case: True,
+) -> list[tuple[Any, ...]]:
+    """Some of all combinations, in which any values of so many factors come together at least once."""
+    cases = [case for case in itertools.product(*factors) if valid(*case)]
+    groups = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
+    missing, chosen = set().union(*groups.values()), set()
+    while missing:
+        best = max(cases, key=lambda case: len(groups[case] & missing))
+        missing -= groups[best]
+        chosen.add(best)
+    return [case for case in cases if case in chosen]

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
+from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.mapping import Vectorized, convert
 from sgtrick._core._tensorflow.tapes import not_recording
 from sgtrick._core._tensorflow.tracing import Traced, specs_of
@@ -116,7 +117,7 @@ def _map(pfor_input: Any) -> list[Any]:
 
 def _register(name: str, count: int, reference: Callable[[], _Overrides | None]) -> None:
     @tf.RegisterGradient(name)  # type: ignore[untyped-decorator]
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @unconverted
     def gradient(op: Operation, *upstream: Tensor) -> list[Gradient]:
         overrides = reference()
         if overrides is None:

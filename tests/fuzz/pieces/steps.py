@@ -462,8 +462,8 @@ OVER_MEMBERS = (
 # What has found the most.
 OFTEN = (
     *4 * [(vectorized_map, tape)], *2 * [(tape, tape)], *2 * [(tape, vectorized_map)],
-    *2 * [(vectorized_map, tape, tape)], (tape, tape, tape), (function, tape), (tape, accumulator), (accumulator,),
-    (vectorized_map,), (tape,), (batch_jacobian, function),
+    *2 * [(vectorized_map, tape, tape)], (tape, tape, tape), (function, tape), (tape, accumulator),
+    (accumulator,), (vectorized_map,), (tape,), (batch_jacobian, function),
 )  # fmt: skip
 
 
