@@ -1,6 +1,7 @@
 """Which cases run in which cells, and which combinations of other things are tried."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from typing import Any
 
@@ -55,8 +56,14 @@ def spread(
     cases = [case for case in itertools.product(*factors) if valid(*case)]
     groups = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
     missing, chosen = set().union(*groups.values()), set()
+    uses = Counter[tuple[int, Any]]()  # of each value, so that none of them takes most places
+
+    def gain(case: tuple[Any, ...]) -> tuple[int, int]:
+        return len(groups[case] & missing), -sum(uses[value] for value in enumerate(case))
+
     while missing:
-        best = max(cases, key=lambda case: len(groups[case] & missing))
+        best = max(cases, key=gain)
         missing -= groups[best]
+        uses.update(enumerate(best))
         chosen.add(best)
     return [case for case in cases if case in chosen]
