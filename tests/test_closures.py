@@ -164,7 +164,10 @@ class TestVariables:
         ["eager", "in tf.function", "around tf.function", "around the inner"],
         MODES[1:],
         ORDERS,
-        valid=lambda name, way, *_: not way.startswith("around") or name == "with_gradient",
+        valid=lambda name, way, *case: (
+            not way.startswith("around")
+            or (name == "with_gradient" and case != ((forward, forward), (0, 1)))  # takes long
+        ),
     ),
     ids=in_words,
 )
@@ -173,7 +176,8 @@ def test_of_variables_with_forward_mode(name, way, modes, by):
     form = closing_over(v, name)
     y = came(WAYS[way](squared(lambda x, _: form(x)), modes, by), X, v)
     if isinstance(y, str):  # TensorFlow has no forward mode around functions for variables
-        assert y in ("TypeError", "NotImplementedError", "ValueError")
+        assert way.startswith("around")
+        assert y in ("TypeError", "ValueError")
     else:
         np.testing.assert_allclose(y, expected(by), rtol=1e-12)
 

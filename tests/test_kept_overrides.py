@@ -512,6 +512,64 @@ class TestHigherDerivatives:
         assert verdict(way(EVERY_ORDER[name]), exact(3)) == "right"
 
 
+class TestTapesAroundForwardMode:
+    """They are asked for derivatives of a JVP, whose rule was traced apart."""
+
+    @staticmethod
+    def of_jvp(form, x, *sources, tangent=None):
+        """By each of the sources, those of the sum of the derivative at `x`."""
+        with tf.GradientTape() as tape:
+            tape.watch([s for s in sources if isinstance(s, tf.Tensor)])
+            tangent = tf.ones_like(x) if tangent is None else tangent
+            with tf.autodiff.ForwardAccumulator(x, tangent) as accumulator:
+                y = form(x)
+            moved = accumulator.jvp(y)
+        return tape.gradient(moved, sources)
+
+    @WRAPS
+    def test_see_variables_that_the_rule_reads(self, wrap):
+        v = tf.Variable(0.7, dtype=tf.float64)
+        form = jvp_form(lambda x: hidden(x) * v, lambda x: slope(x) * v)
+        (by_v,) = wrap(lambda x: self.of_jvp(form, x, v))(tf.constant(POINTS))
+        np.testing.assert_allclose(by_v, exact(1).sum(), rtol=1e-12)
+
+    @WRAPS
+    def test_see_rows_that_the_rule_gathers(self, wrap):
+        table = tf.Variable(np.arange(8.0).reshape(4, 2))
+
+        def factor():
+            return tf.reduce_sum(tf.gather(table, [2, 0]) ** 2)
+
+        form = jvp_form(lambda x: x**3 * factor(), lambda x: 3 * x**2 * factor())
+        (by_table,) = wrap(lambda x: self.of_jvp(form, x, table))(constant(1.5))
+        expected = 3 * 1.5**2 * 2 * np.array([[0, 1], [0, 0], [4, 5], [0, 0]])
+        np.testing.assert_allclose(tf.convert_to_tensor(by_table), expected, rtol=1e-12)
+
+    @WRAPS
+    @pytest.mark.parametrize("cut", [tf.stop_gradient, on_host(np.copy)], ids=["stopped", "host"])
+    def test_are_not_told_of_losses_that_nobody_asks_for(self, cut, wrap):
+        form = sgtrick.custom_jvp(lambda x, w: hidden(x) * w)
+        form.defjvp(
+            lambda xs, ts: (None, 0 if ts[0] is None else cut(slope(xs[0])) * xs[1] * ts[0])
+        )
+
+        def run(x, w, source):
+            return self.of_jvp(lambda x: form(x, w), x, (x, w)[source])
+
+        x, w = tf.constant(POINTS), constant(np.full(3, 2.0))
+        (by_w,) = wrap(functools.partial(run, source=1))(x, w)
+        np.testing.assert_allclose(by_w, exact(1), rtol=1e-12)
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="no connection"):
+            wrap(functools.partial(run, source=0))(x, w)
+
+    @WRAPS
+    @pytest.mark.parametrize("name", EVERY_ORDER)
+    def test_where_the_point_is_its_own_tangent(self, name, wrap):
+        form = EVERY_ORDER[name]
+        (by_x,) = wrap(lambda x: self.of_jvp(form, x, x, tangent=x))(tf.constant(POINTS))
+        np.testing.assert_allclose(by_x, exact(1) + POINTS * exact(2), rtol=1e-9)
+
+
 _one_more = tf.function(lambda x: 1 + x)
 _true = tf.function(true)
 

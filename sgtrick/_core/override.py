@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, devices, losses, lost, loud, mapped, structures
+from sgtrick._core import adjoint, apart, devices, losses, lost, loud, mapped, structures
 from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
@@ -169,7 +169,7 @@ def _push(
         if tf.executing_eagerly() and rule.again is not None:
             by_sources, found = losses.before(rule, ys)
             through.update((graphs.identity_of(t), t) for t in found)
-        moved = list(tracing.call_apart(dense, present(tangents)))
+        moved = apart.call(dense, present(tangents))
         known = [losses.is_lost(rule, i) for i, t in enumerate(tangents) if t is not None]
         by_inputs = [any(known)] * len(xs)
         if any(by_sources):

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record, tape
+from tensorflow.python.ops import resource_variable_ops
 
-from sgtrick._core.types import Pullback, Pushforward, Tensor
+from sgtrick._core.types import Pullback, Pushforward, Tensor, Variable
 
 T = TypeVar("T")
 
@@ -66,6 +67,12 @@ def record_override(
             or None for each output.
     """
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
+
+
+def note_accesses(variables: Sequence[Variable]) -> None:
+    """Tells all tapes that these variables have been read, as by the call of a function."""
+    for variable in variables:
+        resource_variable_ops.variable_accessed(variable)
 
 
 def apart(f: Callable[[], T]) -> T:

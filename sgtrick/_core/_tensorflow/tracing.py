@@ -5,12 +5,11 @@ import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.ops import gradients_util
 
-from sgtrick._core._tensorflow.graphs import as_used, here, operation
-from sgtrick._core._tensorflow.tapes import apart, not_recording, recording
-from sgtrick._core.types import ConcreteFunction, Function, Gradient, Graph, Spec, Structure, Tensor
+from sgtrick._core._tensorflow.graphs import here, operation
+from sgtrick._core._tensorflow.tapes import not_recording, recording
+from sgtrick._core.types import ConcreteFunction, Function, Gradient, Graph, Spec, Tensor, Variable
 
 
 def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
@@ -29,6 +28,7 @@ class Traced:
 
     Attributes:
         captured: The outer tensors that it uses.
+        variables: The variables that it uses.
         inputs: The placeholders of its arguments.
         outputs: The tensors that it returns.
     """
@@ -37,6 +37,7 @@ class Traced:
         with contextlib.nullcontext() if graph is None else graph.as_default():
             self._function = trace(f, specs)
         self.captured = list(self._function.captured_inputs)
+        self.variables: list[Variable] = list(self._function.graph.variables)
         self.inputs = self._function.graph.inputs[: len(specs)]
         self.outputs = self._function.graph.outputs
 
@@ -66,43 +67,6 @@ def carried(f: Function, specs: Sequence[Spec], owner: Tensor) -> Function:
     traced = Traced(f, specs)
     captured = list(map(here, traced.captured))
     return lambda *arguments: traced(arguments, captured)
-
-
-def call_apart(f: Function, arguments: Sequence[Tensor]) -> Structure:
-    """Returns `f(*arguments)`, traced in another thread and recorded here as one call."""
-    specs = specs_of(arguments)
-
-    def run() -> tuple[ConcreteFunction, list[Tensor], list[Tensor]]:
-        traced = Traced(f, specs)
-        variables = [t for t in traced.captured if t.dtype == tf.resource]
-        moving = [t for t in traced.captured if t.dtype not in (tf.resource, tf.variant)]
-
-        # Forward mode over a function fails if a captured tensor has a tangent.
-        def explicit(*tensors: Tensor) -> list[Tensor]:
-            some = iter(tensors[len(specs) :])
-            captured = [
-                t if t.dtype in (tf.resource, tf.variant) else next(some) for t in traced.captured
-            ]
-            return traced(tensors[: len(specs)], captured)
-
-        return (
-            trace(explicit, [*specs, *specs_of(moving)]),
-            moving,
-            variables,
-        )
-
-    function, moving, variables = apart(run)
-    if forwardprop_util.pack_tangents([as_used(t) for t in variables]).tangents:
-        raise NotImplementedError(_VARIABLES_MOVE)
-    return function(*arguments, *moving)
-
-
-# TensorFlow would silently omit the tangents of variables.
-_VARIABLES_MOVE = (
-    "Forward mode with respect to a variable, over forward mode through a rule that reads the "
-    "variable, is not supported. Pass the variable as an argument, or use tf.GradientTape for one "
-    "of the two."
-)
 
 
 def as_one(f: Function, *tensors: Tensor) -> Tensor:
