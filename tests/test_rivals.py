@@ -48,6 +48,8 @@ RAISE_WITHOUT_HESSIAN = [  # TensorFlow has no place for an error in the other c
     "nested tapes over a square in `tf.function`",
     "forward over reverse",
     "forward over reverse in `tf.function`",
+    "forward over forward",
+    "forward over forward in `tf.function`",
     "`vectorized_map` around nested tapes",
 ]
 ONE_AT_A_TIME = {name for name, cell in CELLS.items() if cell.takes_members}
