@@ -33,7 +33,8 @@ WRAPS = pytest.mark.parametrize("wrap", EXECUTED.values(), ids=EXECUTED)
 LOUD = {"raises", "NaN"}
 FORMS = pytest.mark.parametrize("name", FIRST_ORDER)
 
-NESTINGS = list(itertools.product([derivative, forward_derivative], repeat=2))
+MODES = (derivative, forward_derivative)
+NESTINGS = list(itertools.product(MODES, repeat=2))
 
 
 def looped(f):
@@ -98,9 +99,10 @@ class TestLoud:
         "in mapped": lambda f, twice: mapped(twice(f)),
     }
 
-    @pytest.mark.parametrize(("name", "where", "nesting"), spread(FIRST_ORDER, WHERE, NESTINGS))
-    def test_in_every_nesting(self, name, where, nesting):
-        outer, inner = nesting
+    @pytest.mark.parametrize(
+        ("name", "where", "outer", "inner"), spread(FIRST_ORDER, WHERE, MODES, MODES, together=3)
+    )
+    def test_in_every_nesting(self, name, where, outer, inner):
         run = self.WHERE[where](FIRST_ORDER[name], lambda f: outer(inner(f)))
         assert verdict(run, exact(2)) in LOUD
 
