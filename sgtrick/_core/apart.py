@@ -1,9 +1,9 @@
 """Functions called where TensorFlow has silenced tapes, and recorded as one operation.
 
 While an accumulator computes a JVP, no tape that is started then records anything, and a rule may
-need one. So a function is traced in another thread. TensorFlow could differentiate the call, but
-derives all that might be asked for, and forward mode from the gradient of the gradient: a hundred
-times the work. Here each derivative is traced when it is asked for, by its own mode.
+need one. So a function is traced in another thread. TensorFlow could differentiate the call, but it
+derives all that might be asked for, and forward mode as the gradient of a gradient, which takes
+several times as long. Here each derivative is traced when it is asked for, by its own mode.
 """
 
 import types
