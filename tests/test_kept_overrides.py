@@ -12,12 +12,14 @@ from forms import (
     ALL,
     CALLS_HOST,
     EVERY_ORDER,
+    FIRST_ORDER,
     POINTS,
     compiled,
     derivative,
     exact,
     forward_derivative,
     hidden,
+    host_slope,
     jvp_form,
     map_of,
     mapped,
@@ -545,22 +547,28 @@ class TestTapesAroundForwardMode:
         expected = 3 * 1.5**2 * 2 * np.array([[0, 1], [0, 0], [4, 5], [0, 0]])
         np.testing.assert_allclose(tf.convert_to_tensor(by_table), expected, rtol=1e-12)
 
+    SLOPES = {
+        "stopped": lambda x: tf.stop_gradient(slope(x)),
+        "host": host_slope,
+        "by a form": derivative(FIRST_ORDER["custom_gradient"]),
+    }
+
     @WRAPS
-    @pytest.mark.parametrize("cut", [tf.stop_gradient, on_host(np.copy)], ids=["stopped", "host"])
-    def test_are_not_told_of_losses_that_nobody_asks_for(self, cut, wrap):
+    @pytest.mark.parametrize("slope", SLOPES.values(), ids=SLOPES)
+    def test_are_not_told_of_losses_that_nobody_asks_for(self, slope, wrap):
         form = sgtrick.custom_jvp(lambda x, w: hidden(x) * w)
-        form.defjvp(
-            lambda xs, ts: (None, 0 if ts[0] is None else cut(slope(xs[0])) * xs[1] * ts[0])
-        )
+        form.defjvp(lambda xs, ts: (None, 0 if ts[0] is None else slope(xs[0]) * xs[1] * ts[0]))
 
-        def run(x, w, source):
-            return self.of_jvp(lambda x: form(x, w), x, (x, w)[source])
+        w = constant(np.full(3, 2.0))
 
-        x, w = tf.constant(POINTS), constant(np.full(3, 2.0))
-        (by_w,) = wrap(functools.partial(run, source=1))(x, w)
-        np.testing.assert_allclose(by_w, exact(1), rtol=1e-12)
-        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="no connection"):
-            wrap(functools.partial(run, source=0))(x, w)
+        def by_w(x):
+            return self.of_jvp(lambda x: form(x, w), x, w)[0]
+
+        def by_x(x):
+            return self.of_jvp(lambda x: form(x, w), x, x)[0]
+
+        assert verdict(wrap(by_w), exact(1)) == "right"
+        assert verdict(wrap(by_x), 2 * exact(2)) in LOUD
 
     @WRAPS
     @pytest.mark.parametrize("name", EVERY_ORDER)
