@@ -529,9 +529,10 @@ class TestTapesAroundForwardMode:
         return tape.gradient(moved, sources)
 
     @WRAPS
-    def test_see_variables_that_the_rule_reads(self, wrap):
+    @pytest.mark.parametrize("alone", [False, True], ids=["and the function", "alone"])
+    def test_see_variables_that_the_rule_reads(self, alone, wrap):
         v = tf.Variable(0.7, dtype=tf.float64)
-        form = jvp_form(lambda x: hidden(x) * v, lambda x: slope(x) * v)
+        form = jvp_form(lambda x: hidden(x) * (1 if alone else v), lambda x: slope(x) * v)
         (by_v,) = wrap(lambda x: self.of_jvp(form, x, v))(tf.constant(POINTS))
         np.testing.assert_allclose(by_v, exact(1).sum(), rtol=1e-12)
 
