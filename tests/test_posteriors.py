@@ -131,7 +131,7 @@ def test_a_log_density_with_a_bijector():
 
 LYNX_HARE = Path(__file__).parents[1] / "examples" / "data" / "hudson_lynx_hare.json"
 PELTS = json.loads(LYNX_HARE.read_text())
-STEPS = 4  # a year
+STEPS = 2  # a year
 
 
 @sgtrick.from_numpy(vectorized=True, on_error=-np.inf)

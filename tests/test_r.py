@@ -52,22 +52,31 @@ def run_r():
     return run
 
 
-ONE_BY_ONE = """
-for (script in commandArgs(TRUE)) {
-  source(script, local = new.env(), print.eval = TRUE)
-  cat("\\n<end of a script>\\n")
-}
-"""
+@pytest.fixture(scope="module")
+def run_one_by_one(run_r):
+    """The same for several scripts: it takes longer to start TensorFlow in R than to run them."""
+    program = """
+        for (script in commandArgs(TRUE)) {
+          source(script, local = new.env(), print.eval = TRUE)
+          cat("\\n<end of a script>\\n")
+        }
+    """
+
+    def run(*scripts, quiet=False):
+        *printed, _ = run_r("-e", program, *scripts, quiet=quiet).split("\n<end of a script>\n")
+        return printed
+
+    return run
 
 
-def test_of_scripts(run_r, tmp_path):
-    """In one process, since it takes longer to start TensorFlow in R than to run them."""
+def test_of_scripts(run_one_by_one, tmp_path):
     code, outputs = blocks_of_the_docs_page()
     page = tmp_path / "page.R"
     page.write_text("\n".join(code))
     scripts = ROOT / "tests" / "r"
-    command = ["-e", ONE_BY_ONE, scripts / "engines.R", scripts / "trouble_in_chain.R", page]
-    engines, trouble, printed, _ = run_r(*command).split("\n<end of a script>\n")
+    engines, trouble, printed = run_one_by_one(
+        scripts / "engines.R", scripts / "trouble_in_chain.R", page
+    )
     check_values_and_gradients(json.loads(engines))
     check_trouble_in_mid_chain(json.loads(trouble))
     assert [output for output in outputs if output.strip() not in printed] == []
@@ -139,8 +148,16 @@ def check_trouble_in_mid_chain(results):
     }
 
 
-def test_log1pexp(run_r):
-    header, *rows = run_r(ROOT / "examples" / "r" / "log1pexp.R", quiet=True).splitlines()
+@pytest.fixture(scope="module")
+def examples(run_one_by_one):
+    """What each of the examples prints."""
+    names = ["log1pexp", "infert"]
+    scripts = [ROOT / "examples" / "r" / f"{name}.R" for name in names]
+    return dict(zip(names, run_one_by_one(*scripts, quiet=True), strict=True))
+
+
+def test_log1pexp(examples):
+    header, *rows = examples["log1pexp"].splitlines()
     assert header.split() == ["x", "autodiff", "sgtrick", "sgtrick,", "mapped", "plogis"]
     for row in rows:
         x, autodiff, *others = map(float, row.split())
@@ -148,9 +165,8 @@ def test_log1pexp(run_r):
         assert math.isnan(autodiff) == (x == 100)
 
 
-def test_draws_of_an_r_posterior_agree_with_glm(run_r):
-    printed = run_r(ROOT / "examples" / "r" / "infert.R", quiet=True)
-    rows = re.findall(r"^(\S+)((?: +-?\d\.\d{3}){5})$", printed, re.MULTILINE)
+def test_draws_of_an_r_posterior_agree_with_glm(examples):
+    rows = re.findall(r"^(\S+)((?: +-?\d\.\d{3}){5})$", examples["infert"], re.MULTILINE)
     table = {name: [float(number) for number in numbers.split()] for name, numbers in rows}
     glm = {"(Intercept)": -1.708, "spontaneous": 1.197, "induced": 0.418}  # in any R
     assert {name: estimate for name, (_, estimate, *_) in table.items()} == glm

@@ -16,18 +16,18 @@ def misled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def scalar(x: Any) -> Any:
     """`[..., 3]` to `[...]`."""
-    a, b, c = x[..., 0], x[..., 1], x[..., 2]
+    a, b, c = tf.unstack(x, 3, -1)
     return tf.sin(a) * tf.exp(b / 2) + a * c**2
 
 
 def scalar_gradient(x: Any) -> Any:
-    a, b, c = x[..., 0], x[..., 1], x[..., 2]
+    a, b, c = tf.unstack(x, 3, -1)
     e = tf.exp(b / 2)
     return tf.stack([tf.cos(a) * e + c**2, tf.sin(a) * e / 2, 2 * a * c], -1)
 
 
 def scalar_hessian(x: Any) -> Any:
-    a, b, c = x[..., 0], x[..., 1], x[..., 2]
+    a, b, c = tf.unstack(x, 3, -1)
     e, zero = tf.exp(b / 2), tf.zeros_like(a)
     rows = [
         [-tf.sin(a) * e, tf.cos(a) * e / 2, 2 * c],
@@ -39,12 +39,12 @@ def scalar_hessian(x: Any) -> Any:
 
 def vector(x: Any) -> Any:
     """`[..., 3]` to `[..., 2]`."""
-    a, b, c = x[..., 0], x[..., 1], x[..., 2]
+    a, b, c = tf.unstack(x, 3, -1)
     return tf.stack([a * tf.sin(b), b * c**2], -1)
 
 
 def vector_jacobian(x: Any) -> Any:
-    a, b, c = x[..., 0], x[..., 1], x[..., 2]
+    a, b, c = tf.unstack(x, 3, -1)
     zero = tf.zeros_like(a)
     rows = [[tf.sin(b), a * tf.cos(b), zero], [zero, c**2, 2 * b * c]]
     return tf.stack([tf.stack(row, -1) for row in rows], -2)
@@ -52,7 +52,7 @@ def vector_jacobian(x: Any) -> Any:
 
 def vector_hessian(x: Any) -> Any:
     """`[..., 2, 3, 3]`."""
-    a, b, c = x[..., 0], x[..., 1], x[..., 2]
+    a, b, c = tf.unstack(x, 3, -1)
     zero = tf.zeros_like(a)
     first = [[zero, tf.cos(b), zero], [tf.cos(b), -a * tf.sin(b), zero], [zero] * 3]
     second = [[zero] * 3, [zero, zero, 2 * c], [zero, 2 * c, 2 * b]]

@@ -1,4 +1,4 @@
-"""The comparison tables of the docs: runs every cell and prints Markdown.
+"""The comparison tables of the docs: runs every cell, compares with the facts, and prints Markdown.
 
 Run it in tests/: python -m matrix.table
 """
@@ -6,11 +6,13 @@ Run it in tests/: python -m matrix.table
 import importlib.metadata
 import itertools
 import platform
+import sys
 import warnings
 
 import tensorflow as tf
 
 from matrix import CELLS, configure, judge
+from matrix.facts import FACTS
 from matrix.values import comparison_cases
 
 # Told apart by shape and word, not by colour.
@@ -66,6 +68,16 @@ def main() -> None:
         }
         for name, cell in CELLS.items()
     }
+
+    changed = [
+        f"{library}, {problem}, {name}: {verdict}, expected {FACTS[library](CELLS[name], problem)}"
+        for name, of in verdicts.items()
+        for library, by_problem in of.items()
+        for problem, verdict in by_problem.items()
+        if verdict != FACTS[library](CELLS[name], problem)
+    ]
+    if changed:
+        sys.exit("\n".join(["matrix/facts.py no longer tells what the libraries do:", *changed]))
 
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
     print(f"Run on {versions}, Python {platform.python_version()}.\n")
