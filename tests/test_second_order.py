@@ -208,6 +208,22 @@ class TestLoud:
         if around is not mapped:  # around which nothing tells this from forward mode
             assert verdict(twice(form), exact(2)) == "right"
 
+    @pytest.mark.parametrize(
+        ("outer", "message"),
+        [
+            (derivative, "gradient of form was .* with respect to the upstream gradient.*or stops"),
+            (forward_derivative, "gradient function of form by .* a part of it .* is stopped"),
+        ],
+    )
+    def test_what_is_said_of_an_upstream_gradient_that_is_stopped(self, outer, message):
+        @sgtrick.custom_vjp
+        def form(x):
+            return hidden(x), lambda upstream: tf.stop_gradient(upstream) * slope(x)
+
+        run = tf.function(outer(derivative(lambda x: form(x) ** 2)))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"(?s){message}"):
+            run(tf.constant(POINTS))
+
     @FORMS
     @pytest.mark.parametrize("inner", [derivative, forward_derivative])
     def test_where_only_the_derivative_of_what_is_unknown_is_computed(self, name, inner):

@@ -16,22 +16,6 @@ from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Gradient, Tangent, Tensor
 
 
-def embed(
-    name: str, y: Tensor, xs: Sequence[Tensor], jacobians: Callable[[], Sequence[Leaf | None]]
-) -> Tensor:
-    """Returns `y`, which keeps its own derivatives, with Jacobians with respect to `xs`.
-
-    Args:
-        name: The function's name in errors.
-        y: The value, shape `B + R`.
-        xs: The points, which `y` itself does not depend on.
-        jacobians: Returns a leaf for each of `xs`, None where there is no gradient. Called when a
-            gradient is requested.
-    """
-    rule = beside(of_jacobians(name, y, jacobians))
-    return keep([y], [y, *xs], rule._replace(sources=xs))[0]
-
-
 def beside(rule: Rule, count: int = 1) -> Rule:
     """The rule of `count` values that keep their own derivatives in addition to those of `rule`."""
 
