@@ -108,6 +108,7 @@ RIGHT = {
     ),
     "float16": (tf.sin, tf.constant([0.5, 2.0], tf.float16)),
     "bfloat16": (tf.sin, tf.constant([0.5, 2.0], tf.bfloat16)),
+    "one bfloat16": (tf.sin, tf.constant(0.5, tf.bfloat16)),
     "no entries in one leaf": (
         lambda a, b: tf.reduce_sum(a) + b,
         (tf.zeros([0]), tf.constant(1.0)),
@@ -232,6 +233,23 @@ class TestWrong:
         with pytest.raises(sgtrick.GradientCheckError, match="The gradient is wrong") as caught:
             check_gradient(f, x, mode=mode)
         assert caught.value.report.worst.verdict == "wrong"
+
+    @MODES
+    @pytest.mark.parametrize(
+        ("dtype", "size", "verdicts"),
+        [
+            ("float64", 1e-300, {"wrong"}),
+            ("float32", 1e-30, {"wrong"}),
+            ("float16", 1e-4, {"wrong"}),
+            ("float16", 1e-6, {"wrong", "cannot tell"}),  # of which it holds one digit
+        ],
+    )
+    def test_of_a_tiny_function_is_found(self, dtype, size, verdicts, mode):
+        f = sgtrick.with_gradient(
+            lambda x: tf.constant(size, dtype) * tf.reduce_sum(x),
+            lambda x: tf.constant(2 * size, dtype) * tf.ones_like(x),
+        )
+        assert report(f, tf.constant([1.0, 2.0], dtype), mode=mode).worst.verdict in verdicts
 
     @MODES
     @pytest.mark.parametrize("how", ["1 % off", "one entry", "another member's"])

@@ -71,7 +71,8 @@ def check_gradient(
             root of the rounding unit, 3e-4 for float32, but at least 1e-6.
         atol: The absolute tolerance, added to the relative one. None: 16 rounding units of the
             largest derivative of the same value with respect to the same leaf, about the rounding
-            error of autodiff.
+            error of autodiff; plus the smallest normal number of the dtype, since TensorFlow takes
+            smaller ones for zero.
         seed: The seed of the random directions.
         raise_exception: Whether to raise if an entry is wrong, refused or cannot be decided.
 

@@ -11,8 +11,10 @@ from sgtrick._check import finite_differences
 from sgtrick._check.leaves import (
     Named,
     OfLeaves,
+    array,
     concatenate,
     entries_of,
+    least_normal,
     random_signs,
     show_index,
     tape_gradients,
@@ -90,11 +92,12 @@ class Comparison:
         self._recorded = Recorded(self._call, inputs)
         self._widened: Recorded | None = None
         self._xs, self._ys = self._recorded.xs, self._recorded.ys
-        self._unit = max(unit_roundoff(t) for t in [*self._xs, *(y for _, y in self._ys)])
+        tensors = [*self._xs, *(y for _, y in self._ys)]
+        self._unit, self._least = max(map(unit_roundoff, tensors)), max(map(least_normal, tensors))
         self._rtol = max(1e-6, self._unit**0.5) if rtol is None else rtol
         self._atol = atol
         self._names = [name for name, _ in inputs]
-        self._point = [np.asarray(x) for x in self._xs]
+        self._point = [array(x) for x in self._xs]
         self._value = concatenate(self._ys)
         self._check_finite()
         self._magnitude = np.fmax(np.abs(self._value), 0.0 if magnitude is None else magnitude)
@@ -160,9 +163,12 @@ class Comparison:
         for i in range(DIRECTIONS):
             signs = random_signs(random, list(zip(self._names, self._xs, strict=True)))
             direction = [s / largest * v for s, v in zip(sizes, signs, strict=True)]
-            # Weighted, so that large values do not hide small ones.
-            weights = [np.abs(wide(y)).max(initial=0.0) or 1.0 for _, y in self._ys]
-            u = [v / w for v, w in zip(random_signs(random, self._ys), weights, strict=True)]
+            # Weighted, so that large values do not hide small ones, by what their dtype can hold.
+            weights = [
+                min(1 / (np.abs(wide(y)).max(initial=0.0) or 1.0), float(y.dtype.max))
+                for _, y in self._ys
+            ]
+            u = [v * w for v, w in zip(random_signs(random, self._ys), weights, strict=True)]
             terms, connected, refusal = self._recorded.along(direction, u)
             widened = terms if self._widened is None else self._widened.along(direction, u)[0]
             reached = [r or c for r, c in zip(reached, connected, strict=True)]
@@ -216,8 +222,7 @@ class Comparison:
         """
         larger = np.fmax(np.abs(embedded), np.abs(estimate.derivative))
         size = np.fmax(larger, of_terms)
-        atol = 16 * self._unit * scale if self._atol is None else self._atol
-        tolerance = self._rtol * size + atol
+        tolerance = self._rtol * size + self._absolute(scale)
         visible = np.fmax(tolerance, VISIBLE * np.fmax(np.fmax(size, scale), 1e-6 * value))
         if self._atol is None:
             # Rounding alone, as of 1 - tanh(x)^2 where tanh is almost 1: in float64 they agree.
@@ -252,6 +257,10 @@ class Comparison:
                     differences=estimate.differences[:, i],
                 )
             )
+
+    def _absolute(self, scale: Any) -> Any:
+        """The absolute tolerance, for derivatives of which the largest are of this size."""
+        return 16 * self._unit * scale + self._least if self._atol is None else self._atol
 
     def _along_entry(self, leaf: int, index: tuple[int, ...]) -> finite_differences.Estimate:
         """The derivatives of all values with respect to one entry of `x`."""
@@ -319,7 +328,7 @@ class Comparison:
                 why = "its value in float64 differs"
             else:
                 self._widened = recorded
-                self._point, self._value = [np.asarray(x) for _, x in inputs], value
+                self._point, self._value = [array(x) for _, x in inputs], value
                 self._roundoff = np.full_like(self._roundoff, np.finfo(np.float64).eps)
                 self.notes.append(
                     f"embedded gradient in {narrow}, differences in float64 (rtol {self._rtol:.1g})"
@@ -332,9 +341,9 @@ class Comparison:
         if self._narrow is None:
             return
         errors = [
-            e.uncertainty / max(abs(e.numerical), abs(e.embedded))
+            e.uncertainty / size
             for e in self.entries
-            if np.isfinite(e.uncertainty) and (e.numerical or e.embedded)
+            if np.isfinite(e.uncertainty) and (size := np.fmax(abs(e.numerical), abs(e.embedded)))
         ]
         seen = f"; the median error of the differences is {np.median(errors):.0e}" if errors else ""
         self.notes.append(f"{self._narrow}{seen} (rtol {self._rtol:.1g})")
@@ -350,8 +359,8 @@ class Comparison:
         n = hessian.shape[1]
         hessians = hessian.reshape(-1, n, n)  # of each entry of the value
         size = np.fmax(np.abs(hessians), np.abs(np.swapaxes(hessians, 1, 2)))
-        atol = 16 * self._unit * size.max(initial=0.0) if self._atol is None else self._atol
-        excess = np.abs(hessians - np.swapaxes(hessians, 1, 2)) - self._rtol * size - atol
+        tolerance = self._rtol * size + self._absolute(size.max(initial=0.0))
+        excess = np.abs(hessians - np.swapaxes(hessians, 1, 2)) - tolerance
         if not np.any(excess > 0):  # NaN entries have their own verdict
             return
         k, i, j = np.unravel_index(np.nanargmax(excess), excess.shape)

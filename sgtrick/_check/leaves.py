@@ -12,9 +12,14 @@ Named = list[tuple[str, Any]]  # leaves with their paths
 OfLeaves = Callable[[Named], Named]
 
 
+def array(tensor: Tensor) -> Array:
+    """A tensor or array as an array: NumPy itself does not convert a single bfloat16."""
+    return np.asarray(tensor.numpy() if tf.is_tensor(tensor) else tensor)
+
+
 def wide(tensor: Tensor) -> Array:
     """A tensor or array as a float64 array."""
-    return np.asarray(tensor).astype(np.float64)
+    return array(tensor).astype(np.float64)
 
 
 def tape_gradients(
@@ -60,3 +65,14 @@ def concatenate(named: Named) -> Array:
 def unit_roundoff(tensor: Tensor) -> float:
     """The distance from 1 to the next number of the tensor's dtype."""
     return float(np.spacing(np.ones((), tensor.dtype.as_numpy_dtype)))
+
+
+def least_normal(tensor: Tensor) -> float:
+    """The size below which TensorFlow's kernels take numbers of the tensor's dtype for zero.
+
+    It is the smallest normal number, or for float16, which they compute in float32, the smallest
+    number of all.
+    """
+    dtype = tensor.dtype.as_numpy_dtype
+    computed = np.float64 if tensor.dtype == tf.float64 else np.float32
+    return max(float(np.spacing(np.zeros((), dtype))), float(np.finfo(computed).tiny))
