@@ -10,7 +10,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from forms import derivative
+from forms import derivative, forward_derivative
 from matrix import functions as fn
 
 NAN, INF = np.nan, np.inf
@@ -585,15 +585,36 @@ class TestSecondOrder:
         blocks = [[[1.0, 2.0], [4.0, 5.0]], [7.0, 8.0], [9.0, 0.0], 6.0]
         dtypes = 2 * [tf.float32] + 2 * [tf.float64]
         a, b, c, d = (constant(h, dtype) for h, dtype in zip(blocks, dtypes, strict=True))
-        with tf.GradientTape() as outer:
-            outer.watch(x)
+
+        def gradient():
             with tf.GradientTape() as inner:
                 inner.watch(x)
                 h = sgtrick.custom_gradient(constant(1.0), [1.0, 1.0], x, hx=[[a, b], [c, d]])
-            g = inner.gradient(h, x)
-        by_first, by_second = outer.gradient(g, x, output_gradients=u)
-        np.testing.assert_array_equal(by_first, [1 + 30 + 800, 3 + 50 + 400])
-        np.testing.assert_array_equal(by_second, 8 + 40 + 600)
+            return inner.gradient(h, x)
+
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            g = gradient()
+        with tf.autodiff.ForwardAccumulator(x, u) as accumulator:
+            pushed = accumulator.jvp(gradient())
+        for by_first, by_second in (outer.gradient(g, x, output_gradients=u), pushed):
+            np.testing.assert_array_equal(by_first, [1 + 30 + 800, 3 + 50 + 400])
+            np.testing.assert_array_equal(by_second, 8 + 40 + 600)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @pytest.mark.parametrize("middle", [derivative, forward_derivative])
+    @pytest.mark.parametrize("outer", [derivative, forward_derivative])
+    def test_third_ones_are_refused(self, outer, middle, wrap):
+        def cube(x):
+            return sgtrick.custom_gradient(x**3, 3 * x**2, x, hx=6 * x)
+
+        second, x = middle(derivative(cube)), constant(2.0)
+        assert second(x) == 12
+        if (outer, middle) == (derivative, forward_derivative):  # where nothing can raise
+            assert np.isnan(wrap(outer(second))(x))
+            return
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="third derivative"):
+            wrap(outer(second))(x)
 
     @pytest.mark.parametrize("hx", [-4.0, lambda v: -4.0 * v])
     def test_of_a_number(self, hx):
