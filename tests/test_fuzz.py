@@ -100,6 +100,8 @@ FOUND = [
         (3,),
     ),
     Program(Asinh, closed_form, with_gradient_in_a_branch, (tape, twice_in_reverse), (3,)),
+    Program(Sum, closed_form, with_gradient_in_a_branch, (twice_in_reverse, tape), ()),
+    Program(Sum, closed_form, with_gradient_in_a_branch, 2 * (twice_in_reverse,), ()),
     Program(
         LogSoftmax,
         closed_form,

@@ -208,7 +208,7 @@ def keep_own(
 
         # The part of (df/dw)' u that varies with x. Its value is zero.
         zeros = [tf.zeros_like(_as_tensor(t)) for t in (*near.others.passed, *near.others.closed)]
-        missing = _gap(point, covers, complete)
+        missing = gap.beyond(us) if gap else _gap(point, covers, complete)
         kept = keep_own(near.again(gradients, live), [*live, *zeros], gap=missing)
         return [*spread(kept[:n], us), *by_xs, *kept[n:]]
 
@@ -295,6 +295,10 @@ class _Gap(NamedTuple):
 
         inputs = [*gradients, *through]
         return keep(gradients, inputs, Rule(self.name, pull, push, lost=False))
+
+    def beyond(self, us: Sequence[Tensor | None]) -> "_Gap":
+        """The gap of what is computed from `us`: theirs, since they were computed at the point."""
+        return self._replace(covers=lambda *_: self.covers(*us))
 
     def pushed(
         self, along: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]
