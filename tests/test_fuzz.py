@@ -36,6 +36,7 @@ from fuzz.pieces import (
     loop,
     map_fn,
     on_host,
+    pullback_by_accumulator,
     recompute,
     square,
     stopped,
@@ -45,6 +46,7 @@ from fuzz.pieces import (
     with_gradient,
     with_gradient_in_a_branch,
     with_gradient_in_part,
+    with_gradient_only_in_eager,
 )
 from fuzz.program import Program
 from fuzz.strategies import SETTINGS, check, programs
@@ -108,6 +110,16 @@ FOUND = [
         from_value_and_gradient_with_aux,
         (vectorized_map, tape, pieces.function_of_unknown_rank),
         (2,),
+    ),
+    *(
+        Program(
+            Asinh,
+            closed_form,
+            with_gradient_only_in_eager,
+            (pullback_by_accumulator, step),
+            (3,),
+        )
+        for step in (tape, pullback_by_accumulator)
     ),
 ]
 

@@ -96,10 +96,13 @@ class Closure:
             found = [None if g is None else tf.constant(g.numpy()) for g in found]
         with tapes.not_recording():
             fits = adjoint.holds(probes, us, found, ts)
-        if not tf.executing_eagerly() or fits:
+        if tf.executing_eagerly() and fits:
             return fits
-        closed_over = self._closed_over(point)
-        return closed_over is not None and not any(map(structures.has_derivatives, closed_over))
+        with tf.init_scope():
+            closed_over = self._closed_over(point)
+        if closed_over is None or any(map(structures.has_derivatives, closed_over)):
+            return fits
+        return True
 
     def _is_complete(
         self, variables: Sequence[Variable], point: Sequence[Tensor], recording: Any | None

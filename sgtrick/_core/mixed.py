@@ -241,7 +241,7 @@ def keep_own(
             assert others.complete
             return others.complete(None)
 
-        missing = _gap(point, covers, complete)
+        missing = gap.along(moved) if gap else _gap(point, covers, complete)
         kept = keep_own(near.again(gradients, live), present(moved), gap=missing)
         return spread(kept, moved)
 
@@ -299,6 +299,10 @@ class _Gap(NamedTuple):
     def beyond(self, us: Sequence[Tensor | None]) -> "_Gap":
         """The gap of what is computed from `us`: theirs, since they were computed at the point."""
         return self._replace(covers=lambda *_: self.covers(*us))
+
+    def along(self, tangents: Sequence[Tangent]) -> "_Gap":
+        """The gap of such tangents: theirs depend on the point as what they are tangents of."""
+        return self._replace(covers=lambda *us: self.covers(*spread(us, tangents)))
 
     def pushed(
         self, along: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]

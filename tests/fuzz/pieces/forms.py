@@ -40,17 +40,27 @@ def with_gradient_scaled_by_host(function, rule):
     return lambda x: form(x, tf.exp(tf.reduce_mean(x))) * tf.exp(-tf.reduce_mean(x))
 
 
-def with_gradient_closing_over_a_scale(function, rule, in_gradient=tf.identity):
+def with_gradient_closing_over_a_scale(function, rule, in_gradient=tf.identity, value=misled):
     def run(x):
         scale = tf.exp(tf.reduce_mean(x))
 
         @sgtrick.with_gradient(grad=lambda x: rule(function, x) * in_gradient(scale))
         def form(x):
-            return misled(function, x) * scale
+            return value(function, x) * scale
 
         return form(x) / scale
 
     return run
+
+
+def misled_only_in_eager(function, x):
+    """As code that looks at numbers: nobody can trace it."""
+    x.numpy()
+    return misled(function, x)
+
+
+def with_gradient_only_in_eager(function, rule):
+    return with_gradient_closing_over_a_scale(function, rule, value=misled_only_in_eager)
 
 
 def with_gradient_closing_over_what_host_scales(function, rule):
@@ -75,6 +85,17 @@ def from_value_and_gradient_with_aux(function, rule):
         scale = tf.exp(tf.reduce_mean(x))
         y, n = form(scale, x)
         return y * tf.cast(n + 1, x.dtype) / tf.cast(tf.size(x) + 1, x.dtype) / scale
+
+    return run
+
+
+def from_value_and_gradient_closing_over_a_scale(function, rule):
+    def run(x):
+        scale = tf.exp(tf.reduce_mean(x))
+        form = sgtrick.from_value_and_gradient(
+            lambda x: (misled(function, x) * scale, rule(function, x) * scale)
+        )
+        return form(x) / scale
 
     return run
 
@@ -468,8 +489,9 @@ def magic_box(function, rule):
 FORMS = (
     with_gradient, with_gradient_in_part, with_gradient_scaled_by_host, with_gradient_by_keyword,
     with_gradient_closing_over_a_scale, with_gradient_closing_over_what_host_scales,
-    with_gradient_of_a_variable,
-    from_value_and_gradient, from_value_and_gradient_with_aux, custom_jvp, custom_jvp_of_objects,
+    with_gradient_only_in_eager, with_gradient_of_a_variable,
+    from_value_and_gradient, from_value_and_gradient_with_aux,
+    from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_jvp_of_objects,
     custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
     custom_vjp_that_clips, custom_vjp_on_host, custom_vjp_of_a_variable, custom_gradient,
     custom_gradient_with_hx, custom_gradient_with_a_function_hx,

@@ -139,6 +139,24 @@ def twice_in_reverse(f):
 twice_in_reverse_by_tapes = accumulator_by_tapes = twice_in_reverse
 
 
+def pullback_by_accumulator(f):
+    """The pullback of weights, as their tangent: it is linear in what it pulls back."""
+
+    def run(x):
+        with tf.GradientTape() as t:
+            t.watch(x)
+            y = f(x)
+        u = 1 + weights(y)
+        with tf.autodiff.ForwardAccumulator(u, weights(y)) as a:
+            g = t.gradient(y, x, u)
+        return a.jvp(g)
+
+    return run
+
+
+pullback_by_accumulator_by_tapes = tape
+
+
 def unrelated_tape(f):
     """That watches, and is asked for something else."""
 
@@ -451,8 +469,8 @@ batch_jacobian_by_a_loop_by_tapes = batch_jacobian_by_tapes
 
 STEPS = (
     tape, persistent_tape, jacobian, jacobian_by_a_loop, symbolic, graph_and_session, accumulator,
-    twice_in_reverse, unrelated_tape, function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
-    xla, recompute, native_rule, threads, replica, replicas, saved_model,
+    twice_in_reverse, pullback_by_accumulator, unrelated_tape, function, function_of_unknown_shape,
+    function_of_unknown_rank, at_a_variable, xla, recompute, native_rule, threads, replica, replicas, saved_model,
     saved_model_without_gradients, lite, loop, loop_in_autograph, branch, square, plus_native,
     at_a_scaled_point,
 )  # fmt: skip
