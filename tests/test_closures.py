@@ -78,6 +78,21 @@ def forward(f, k):
     return run
 
 
+def by_upstream(f, k):
+    """The pullback of one, as its tangent: it is linear in what it pulls back."""
+
+    def run(*args):
+        with tf.GradientTape() as tape:
+            tape.watch(args[k])
+            y = f(*args)
+        u = tf.zeros_like(y)
+        with tf.autodiff.ForwardAccumulator(u, tf.ones_like(u)) as accumulator:
+            g = tape.gradient(y, args[k], u)
+        return accumulator.jvp(g)
+
+    return run
+
+
 def chain(modes, by):
     """The derivative with respect to arguments of these numbers, the first first."""
 
@@ -180,6 +195,22 @@ def test_of_variables_with_forward_mode(name, way, modes, by):
         assert y in ("TypeError", "ValueError")
     else:
         np.testing.assert_allclose(y, expected(by), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "which"),
+    [
+        *itertools.product(FORMS, ORDERS, [0, 1]),
+        *(("with_gradient", by, 1) for by in THIRD[:2]),  # takes long
+    ],
+    ids=str,
+)
+def test_of_variables_with_forward_mode_by_the_upstream_gradient(name, by, which):
+    v = tf.Variable(A)
+    form = closing_over(v, name)
+    modes = [by_upstream if i == which else reverse for i in range(len(by))]
+    run = WAYS["eager"](squared(lambda x, _: form(x)), modes, by)
+    np.testing.assert_allclose(run(X, v), expected(by), rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", FORMS)
