@@ -288,6 +288,9 @@ class TestTensors:
         np.testing.assert_allclose(reverse(f, 1)(X, A), expected((1,)), rtol=1e-12)
         with pytest.raises(LookupError, match=r"closes over.*Pass what it closes over as an arg"):
             reverse(reverse(f, 1), 0)(X, A)
+        for modes in itertools.product([reverse, by_upstream], repeat=2):
+            y = came(chain(modes, (1, 0))(f), X, A)
+            assert y in ("LookupError", "InvalidArgumentError") or np.isnan(y), modes
 
     @pytest.mark.parametrize("persistent", [False, True])
     @pytest.mark.parametrize("beside", ["nothing", "variable"])

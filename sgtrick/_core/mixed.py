@@ -308,7 +308,7 @@ class _Gap(NamedTuple):
         self, along: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]
     ) -> Sequence[Tangent]:
         """Tangents along those of the point, or errors if a part is missing."""
-        if not self.unknown:
+        if not self.unknown and self.complete():
             return along
         return loud.unless_moving(_ELSEWHERE.format(self.name), along, present(tangents), xs)
 
