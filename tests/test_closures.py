@@ -202,6 +202,7 @@ def test_of_variables_with_forward_mode(name, way, modes, by):
     [
         *itertools.product(FORMS, ORDERS, [0, 1]),
         *(("with_gradient", by, 1) for by in THIRD[:2]),  # takes long
+        ("with_gradient", THIRD[0], 0),
     ],
     ids=str,
 )
@@ -288,7 +289,7 @@ class TestTensors:
         np.testing.assert_allclose(reverse(f, 1)(X, A), expected((1,)), rtol=1e-12)
         with pytest.raises(LookupError, match=r"closes over.*Pass what it closes over as an arg"):
             reverse(reverse(f, 1), 0)(X, A)
-        for modes in itertools.product([reverse, by_upstream], repeat=2):
+        for modes in [(reverse, by_upstream), (by_upstream, reverse), (by_upstream, by_upstream)]:
             y = came(chain(modes, (1, 0))(f), X, A)
             assert y in ("LookupError", "InvalidArgumentError") or np.isnan(y), modes
 

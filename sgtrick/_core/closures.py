@@ -98,11 +98,7 @@ class Closure:
             fits = adjoint.holds(probes, us, found, ts)
         if tf.executing_eagerly() and fits:
             return fits
-        with tf.init_scope():
-            closed_over = self._closed_over(point)
-        if closed_over is None or any(map(structures.has_derivatives, closed_over)):
-            return fits
-        return True
+        return self._is_complete((), point, recording=None) or fits
 
     def _is_complete(
         self, variables: Sequence[Variable], point: Sequence[Tensor], recording: Any | None
