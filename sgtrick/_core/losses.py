@@ -5,10 +5,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from sgtrick._core import ancestry, lost, loud, structures
-from sgtrick._core._tensorflow import graphs
+from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core.absent import present
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Graph, Tape, Tensor
@@ -20,12 +21,14 @@ class Pulled(NamedTuple):
     Attributes:
         gradients: The result.
         us: The upstream gradients that the pullback was called with.
+        still: Which of those that are not None are zero.
         tape: A persistent tape that recorded the pullback, in eager execution.
         traced: Traces the pullback, to see what the tape does not.
     """
 
     gradients: list[Gradient]
     us: list[Tensor | None]
+    still: list[bool]
     tape: Tape | None
     traced: Callable[[], tuple[Sequence[Tensor], list[Tensor | None]]]
 
@@ -43,14 +46,15 @@ class Pulled(NamedTuple):
 def recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> Pulled:
     """Calls the pullback, and records what the gradients depend on."""
     us = [None if u is None else tf.identity(u) for u in upstream]
+    still = are_still(present(upstream))
     traced = functools.cache(lambda: lost.traced_rule(rule, us))
     if not tf.executing_eagerly():
-        return Pulled(list(rule.pull(*us)), us, None, traced)
+        return Pulled(list(rule.pull(*us)), us, still, None, traced)
     tape = rule.tape or tf.GradientTape(persistent=True, watch_accessed_variables=False)
     with tape:
         tape.watch(rule.sources)
         tape.watch(present(us))
-        return Pulled(list(rule.pull(*us)), us, tape, traced)
+        return Pulled(list(rule.pull(*us)), us, still, tape, traced)
 
 
 class Lost(NamedTuple):
@@ -78,7 +82,7 @@ def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[],
     elif pulled.tape is None:
         gradient, is_linear = pulled.gradients[i], callable(rule.push)  # its transpose
         known = Lost(
-            by_inputs(xs, rule, by_sources(rule, [gradient], pulled.us)),
+            by_inputs(xs, rule, by_sources(rule, [gradient], pulled.us, pulled.still)),
             not is_linear and lost.is_cut(lost.values_of(gradient), pulled.at),
         )
     else:
@@ -100,7 +104,7 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
         assert pulled.tape is not None
         found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
     missing = [d is None for d in found]
-    of_sources = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
+    of_sources = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n], pulled.still)
     is_cut = all(missing[n:]) if gradient is None else lost.is_cut(gradient, us)
     elsewhere = by_host(rule, pulled, i)
     ids = set(map(graphs.identity_of, elsewhere))
@@ -124,7 +128,10 @@ def by_host(rule: Rule, pulled: Pulled, i: int) -> list[Tensor]:
 
 
 def by_sources(
-    rule: Rule, gradients: Sequence[Gradient], at: Sequence[Tensor | None]
+    rule: Rule,
+    gradients: Sequence[Gradient],
+    at: Sequence[Tensor | None],
+    still: Sequence[bool] = (),
 ) -> list[bool]:
     """With respect to which sources the derivatives of gradients in a graph are lost.
 
@@ -132,14 +139,29 @@ def by_sources(
         rule: The rule.
         gradients: What it computed.
         at: The upstream gradients, or the tangents, that it computed this from.
+        still: Which of those that are not None are zero.
     """
-    others = [*present(at), *rule.others]
-    found = [False] * len(rule.sources)
+    us, found = present(at), [False] * len(rule.sources)
     for gradient in present(gradients):
         part = lost.values_of(gradient)
-        are_lost = lost.are_lost(part, rule.sources, others, rule.tape)
+        are_lost = lost.are_lost(part, rule.sources, us, rule.others, rule.tape, still=still)
         found = list(map(operator.or_, found, are_lost))
     return found
+
+
+def are_still(tensors: Sequence[Tensor]) -> list[bool]:
+    """Which of several upstream gradients or tangents are zero, and not because of their values.
+
+    For an output that nobody uses, and for an input that does not move, TensorFlow makes zeros.
+    """
+    if len(tensors) < 2:
+        return [False] * len(tensors)
+    return [_is_zero(t) and not tapes.is_recorded([t]) for t in tensors]
+
+
+def _is_zero(t: Tensor) -> bool:
+    value = tf.get_static_value(t)
+    return value is not None and not np.any(value)
 
 
 def by_inputs(xs: Sequence[Tensor], rule: Rule, by_sources: Sequence[bool]) -> list[bool]:

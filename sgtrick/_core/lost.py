@@ -1,11 +1,12 @@
 """Whether TensorFlow can differentiate a gradient again, and the messages if it cannot."""
 
+import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import ancestry, walk
+from sgtrick._core import adjoint, ancestry, loud, walk
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
@@ -42,18 +43,65 @@ _CUTS = (*graphs.HOST_CALLS, _STOP)
 def are_lost(
     gradient: Tensor,
     sources: Sequence[Tensor],
-    others: Sequence[Tensor],
+    at: Sequence[Tensor],
+    others: Sequence[Tensor] = (),
     tape: Tape | None = None,
+    *,
+    still: Sequence[bool] = (),
 ) -> list[bool]:
     """With respect to which of `sources` the derivative of a gradient in a graph is lost.
 
-    With respect to all, if it is not connected to any of them but depends on more than `others`.
-    It may also depend on eager tensors that `tape` has recorded.
+    With respect to all, if it is not connected to any of them but depends on more than `at` and
+    `others`. It may also depend on eager tensors that `tape` has recorded.
+
+    Args:
+        gradient: The gradient.
+        sources: Tensors.
+        at: What the gradient is linear in: upstream gradients, or tangents.
+        others: Tensors with derivatives of their own.
+        tape: A persistent tape.
+        still: Which of `at` are zero.
     """
-    paths = ancestry.paths(gradient, sources, others, cuts=_CUTS, tape=tape)
+    ends = [*at, *others]
+    paths = ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape)
     if not any(map(_is_direct, paths)):
-        return [not ancestry.is_made_of(gradient, others)] * len(sources)
-    return list(map(_is_lost, paths))
+        return [not ancestry.is_made_of(gradient, ends)] * len(sources)
+    in_terms = _are_stopped_in_a_term(gradient, sources, at, others, paths, still)
+    return [_is_lost(p) or is_stopped for p, is_stopped in zip(paths, in_terms, strict=True)]
+
+
+def _are_stopped_in_a_term(
+    gradient: Tensor,
+    sources: Sequence[Tensor],
+    at: Sequence[Tensor],
+    others: Sequence[Tensor],
+    paths: Sequence[Collection[frozenset[str]]],
+    still: Sequence[bool] = (),
+) -> list[bool]:
+    """By which sources the derivative of a term `c_i u_i` of a gradient is lost, for one of `at`.
+
+    What is stopped in one term was not meant to be because another term is not stopped: that may be
+    another output, which nobody uses, or the tangent of another argument, which may be zero.
+    """
+    is_mixed = any(_is_direct(p) and any(_STOP in path for path in p) for p in paths)
+    moving = [u for u, is_zero in itertools.zip_longest(at, still, fillvalue=False) if not is_zero]
+    if len(at) < 2 or not is_mixed:
+        return [False] * len(sources)
+
+    def terms() -> list[Tensor]:
+        graph, probe = gradient.graph, adjoint.probe(gradient)
+        hidden = graphs.hidden_in(graph)
+        found = tracing.gradients_in(graph, [gradient], moving, [probe], hidden)
+        return [tf.convert_to_tensor(c) for c in present(found)]
+
+    # In a graph of their own, which is never run.
+    with gradient.graph.as_default(), loud.not_raising():
+        coefficients = tracing.trace(terms, []).graph.outputs
+    stopped = [False] * len(sources)
+    for c in coefficients:
+        of_term = ancestry.paths(c, sources, [*at, *others], cuts=_CUTS)
+        stopped = [s or _is_lost(p) for s, p in zip(stopped, of_term, strict=True)]
+    return stopped
 
 
 def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
@@ -133,6 +181,7 @@ def are_lost_eagerly(
     sources: Sequence[Tensor],
     us: Sequence[Tensor],
     missing: Sequence[bool],
+    still: Sequence[bool] = (),
 ) -> list[bool]:
     """`are_lost` in eager execution, where tapes have found which derivatives are missing.
 
@@ -141,6 +190,7 @@ def are_lost_eagerly(
         sources: Eager tensors.
         us: The upstream gradients in that graph.
         missing: Whether tapes find no derivative, for each of the sources.
+        still: Which of the upstream gradients are zero.
     """
     if all(missing):  # a linear function has a gradient that is constant
         is_constant = gradient is not None and ancestry.is_made_of(gradient, us)
@@ -148,7 +198,11 @@ def are_lost_eagerly(
     if gradient is None:
         return [False] * len(sources)
     paths = ancestry.paths(gradient, sources, us, cuts=_CUTS)
-    return [_is_lost(p) or (m and bool(p)) for p, m in zip(paths, missing, strict=True)]
+    in_terms = _are_stopped_in_a_term(gradient, sources, us, (), paths, still)
+    return [
+        _is_lost(p) or (is_missing and bool(p)) or is_stopped
+        for p, is_missing, is_stopped in zip(paths, missing, in_terms, strict=True)
+    ]
 
 
 def values_of(gradient: Gradient) -> Tensor:

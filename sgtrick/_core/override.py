@@ -20,7 +20,7 @@ from sgtrick._core import adjoint, apart, devices, losses, lost, loud, mapped, s
 from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
-from sgtrick._core.absent import Dense, present
+from sgtrick._core.absent import Dense, present, spread
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import not_transposed, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
@@ -141,27 +141,34 @@ def _push(
         raise NotImplementedError(rule.push)
     by_sources, through = [False] * len(rule.sources), dict[Hashable, Tensor]()
     around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    still = losses.are_still(present(tangents))
+    are_moving = [
+        t is not None and not zero
+        for t, zero in zip(tangents, spread(still, tangents), strict=True)
+    ]
 
-    def notice(gradients: Sequence[Gradient], at: Sequence[Tensor | None]) -> None:
+    def notice(
+        gradients: Sequence[Gradient], at: Sequence[Tensor | None], still: Sequence[bool] = ()
+    ) -> None:
         nonlocal by_sources
         for gradient in present(gradients):
             found = losses.through_host(rule, gradient, at, around)
             through.update((graphs.identity_of(t), t) for t in found)
         if rule.lost is None:
-            are_lost = losses.by_sources(rule, gradients, at)
+            are_lost = losses.by_sources(rule, gradients, at, still)
             by_sources = list(map(operator.or_, by_sources, are_lost))
 
     def pull(*us: Tensor | None) -> Sequence[Gradient]:
         gradients = rule.pull(*us)
         # One by one: their sum would show what is stopped beside what is not.
-        notice([g for g, t in zip(gradients, tangents, strict=True) if t is not None], us)
+        notice(list(itertools.compress(gradients, are_moving)), us)
         return gradients
 
     def push(*ts: Tangent) -> Sequence[Tangent]:
         if not callable(rule.push):  # not a message either, as seen above
             return transposed(rule._replace(pull=pull), ys, ts)
         pushed = rule.push(*ts)
-        notice(pushed, ts)
+        notice(pushed, ts, still)
         return pushed
 
     dense = Dense(push, tangents)
@@ -170,7 +177,7 @@ def _push(
             by_sources, found = losses.before(rule, ys)
             through.update((graphs.identity_of(t), t) for t in found)
         moved = apart.call(dense, present(tangents))
-        known = [losses.is_lost(rule, i) for i, t in enumerate(tangents) if t is not None]
+        known = [losses.is_lost(rule, i) for i, is_moving in enumerate(are_moving) if is_moving]
         by_inputs = [any(known)] * len(xs)
         if any(by_sources):
             by_inputs = losses.by_inputs(xs, rule, by_sources)
@@ -273,13 +280,19 @@ def _with_errors(
         return [moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        z, us = [tangents[0]], tangents[1 : -len(xs)]
+        along, us = [tangents[0]], tangents[1 : -len(xs)]
         by = tapes.apart(loses)
         if by.upstream:
-            z = loud.unless_moving(lost.cut_message(rule.name), z, present(us), at)
+            along = loud.unless_moving(lost.cut_message(rule.name), along, present(us), at)
         by_points = [*by.points, *[True] * len(through)]
+        lost_ones = list(itertools.compress(xs, by_points))
         points = present(list(itertools.compress(tangents[-len(xs) :], by_points)))
-        return loud.unless_moving(lost.message(rule.name), z, points, xs) if points else z
+        if points:
+            along = loud.unless_moving(lost.message(rule.name), along, points, xs)
+        # What is lost of the gradient is lost of its tangents, along the upstream gradients too.
+        return [
+            t if t is None or not lost_ones else _losing(rule.name, t, lost_ones) for t in along
+        ]
 
     return lost.with_values(gradient, _pass_on(part, [*at, *xs], pull, push))
 
@@ -298,7 +311,8 @@ def _losing(name: str, part: Tensor, xs: Sequence[Tensor]) -> Tensor:
         return [z, *loud.failures(xs, lost.message(name), [z])]
 
     def push(along: Tangent, *points: Tangent) -> list[Tangent]:
-        return loud.unless_moving(lost.message(name), [along], present(points), xs)
+        (moved,) = loud.unless_moving(lost.message(name), [along], present(points), xs)
+        return [moved if moved is None else _losing(name, moved, xs)]
 
     return _pass_on(part, xs, pull, push)
 
