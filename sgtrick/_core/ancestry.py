@@ -26,6 +26,7 @@ def paths(
     *,
     cuts: Collection[str] = (),
     tape: Tape | None = None,
+    beside: Collection[Hashable] = (),
 ) -> list[set[frozenset[str]]]:
     """The paths from each of the sources to a tensor, by which of `cuts` they lead through.
 
@@ -37,11 +38,14 @@ def paths(
         others: Where they must not begin.
         cuts: Types of operations without a derivative that paths may lead through.
         tape: A persistent tape that recorded eager tensors that paths may lead through.
+        beside: The keys of visits that paths must not lead through.
     """
     names = list(map(names_of, sources))
     found: list[set[frozenset[str]]] = [set() for _ in sources]
     until = {*map(graphs.identity_of, others)}.union(*names)
-    for t, _, crossed in walk.back(tensor, differentiably=True, until=until, cuts=cuts):
+    for t, _, crossed in walk.back(
+        tensor, differentiably=True, until=until, cuts=cuts, beside=beside
+    ):
         name = graphs.identity_of(t)
         if name in until:
             begins = [name in own for own in names]

@@ -1,12 +1,11 @@
 """Whether TensorFlow can differentiate a gradient again, and the messages if it cannot."""
 
-import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, loud, walk
+from sgtrick._core import ancestry, walk
 from sgtrick._core._tensorflow import graphs, tracing
 from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
@@ -66,42 +65,34 @@ def are_lost(
     paths = ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape)
     if not any(map(_is_direct, paths)):
         return [not ancestry.is_made_of(gradient, ends)] * len(sources)
-    in_terms = _are_stopped_in_a_term(gradient, sources, at, others, paths, still)
-    return [_is_lost(p) or is_stopped for p, is_stopped in zip(paths, in_terms, strict=True)]
+    in_terms = _are_lost_in_a_term(gradient, sources, at, others, tape, still)
+    return [_is_lost(p) or is_lost for p, is_lost in zip(paths, in_terms, strict=True)]
 
 
-def _are_stopped_in_a_term(
+def _are_lost_in_a_term(
     gradient: Tensor,
     sources: Sequence[Tensor],
     at: Sequence[Tensor],
-    others: Sequence[Tensor],
-    paths: Sequence[Collection[frozenset[str]]],
+    others: Sequence[Tensor] = (),
+    tape: Tape | None = None,
     still: Sequence[bool] = (),
 ) -> list[bool]:
-    """By which sources the derivative of a term `c_i u_i` of a gradient is lost, for one of `at`.
+    """With respect to which of `sources` the derivative of a term `c_i u_i` of a gradient is lost.
 
     What is stopped in one term was not meant to be because another term is not stopped: that may be
     another output, which nobody uses, or the tangent of another argument, which may be zero.
     """
-    is_mixed = any(_is_direct(p) and any(_STOP in path for path in p) for p in paths)
-    moving = [u for u, is_zero in itertools.zip_longest(at, still, fillvalue=False) if not is_zero]
-    if len(at) < 2 or not is_mixed:
-        return [False] * len(sources)
-
-    def terms() -> list[Tensor]:
-        graph, probe = gradient.graph, adjoint.probe(gradient)
-        hidden = graphs.hidden_in(graph)
-        found = tracing.gradients_in(graph, [gradient], moving, [probe], hidden)
-        return [tf.convert_to_tensor(c) for c in present(found)]
-
-    # In a graph of their own, which is never run.
-    with gradient.graph.as_default(), loud.not_raising():
-        coefficients = tracing.trace(terms, []).graph.outputs
-    stopped = [False] * len(sources)
-    for c in coefficients:
-        of_term = ancestry.paths(c, sources, [*at, *others], cuts=_CUTS)
-        stopped = [s or _is_lost(p) for s, p in zip(stopped, of_term, strict=True)]
-    return stopped
+    found = [False] * len(sources)
+    if len(at) < 2:
+        return found
+    terms = walk.leading_to(gradient, list(map(ancestry.names_of, at)), _CUTS)
+    for term, is_zero in zip(terms, still or [False] * len(at), strict=True):
+        if not term or is_zero:
+            continue
+        beside, ends = set().union(*terms) - term, [*at, *others]
+        paths = ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape, beside=beside)
+        found = [known or _is_lost(p) for known, p in zip(found, paths, strict=True)]
+    return found
 
 
 def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
@@ -198,10 +189,10 @@ def are_lost_eagerly(
     if gradient is None:
         return [False] * len(sources)
     paths = ancestry.paths(gradient, sources, us, cuts=_CUTS)
-    in_terms = _are_stopped_in_a_term(gradient, sources, us, (), paths, still)
+    in_terms = _are_lost_in_a_term(gradient, sources, us, still=still)
     return [
-        _is_lost(p) or (is_missing and bool(p)) or is_stopped
-        for p, is_missing, is_stopped in zip(paths, missing, in_terms, strict=True)
+        _is_lost(p) or (is_missing and bool(p)) or in_a_term
+        for p, is_missing, in_a_term in zip(paths, missing, in_terms, strict=True)
     ]
 
 

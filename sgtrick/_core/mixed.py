@@ -215,13 +215,15 @@ def keep_own(
     def push(*tangents: Tangent) -> list[Tangent]:
         # of_ys are the tangents along the others, which TensorFlow computed at the fixed point.
         of_ys, of_xs = tangents[: len(ys)], tangents[len(ys) : len(ys) + len(xs)]
-        of_others = tangents[len(ys) + len(xs) :]
         along = rule.push(*of_xs) if rule and callable(rule.push) else point.along_point(ys, of_xs)
         if gap:
             along = gap.pushed(along, of_xs, xs)
-        moved = [
+        return [
             a if t is None else t if a is None else t + a for t, a in zip(of_ys, along, strict=True)
         ]
+
+    def complete_tangents(moved: Sequence[Tangent], tangents: Sequence[Tangent]) -> list[Tangent]:
+        of_ys, of_others = tangents[: len(ys)], tangents[len(ys) + len(xs) :]
         like_moved = [None if t is None else y for t, y in zip(moved, ys, strict=True)]
         near = _within_reach(point, like_moved)
         live = present(of_others)
@@ -254,8 +256,9 @@ def keep_own(
 
         known = [*others.passed, *(c for c in others.closed if isinstance(c, tf.Tensor))]
         kept = rule._replace(pull=pull, push=push, again=by_point and again, others=known)
-        return keep(ys, inputs, kept)
-    return keep(ys, inputs, Rule(point.name, pull, push, lost=False))
+    else:
+        kept = Rule(point.name, pull, push, lost=False)
+    return keep(ys, inputs, kept._replace(finish=complete_tangents))
 
 
 class _Gap(NamedTuple):

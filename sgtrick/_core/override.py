@@ -169,7 +169,7 @@ def _push(
             return transposed(rule._replace(pull=pull), ys, ts)
         pushed = rule.push(*ts)
         notice(pushed, ts, still)
-        return pushed
+        return rule.finish(pushed, ts) if rule.finish else pushed
 
     dense = Dense(push, tangents)
     with devices.of(ys[0]):
@@ -326,7 +326,7 @@ def _pass_on(part: Tensor, xs: Sequence[Tensor], pull: Pullback, push: Pushforwa
         return output
     part, xs = here(part), [here(x) for x in xs]
     inputs = [part, *xs]
-    rule = Rule("", pull, push, inputs)
+    rule = Rule("", pull, push, sources=inputs)
     meaning = overrides.Override(pull, lambda batch: _vectorized(rule, 1, batch))
     (output,) = overrides.override([part], inputs, meaning)
     tapes.record_override([output], inputs, pull, push)

@@ -1,9 +1,9 @@
 """The derivative of outputs with respect to inputs, as a form defines it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sgtrick._core.types import Pullback, Pushforward, Tape, Tensor
+from sgtrick._core.types import Pullback, Pushforward, Tangent, Tape, Tensor
 
 
 class Rule(NamedTuple):
@@ -15,6 +15,8 @@ class Rule(NamedTuple):
             gradient or None for each input.
         push: From one tangent for each input to one tangent for each output; or the message of the
             error in forward mode; or None to transpose `pull`, with a test.
+        finish: Adds to the result of `push`, given its arguments, derivatives that the rule does
+            not cover. None if there are none.
         sources: The tensors that the gradients may depend on. Only used if `lost` is not known.
         others: Tensors with derivatives of their own that the gradients may depend on. That they in
             turn depend on the sources is no derivative of the gradients.
@@ -30,6 +32,7 @@ class Rule(NamedTuple):
     name: str
     pull: Pullback
     push: Pushforward | str | None = None
+    finish: Callable[[Sequence[Tangent], Sequence[Tangent]], Sequence[Tangent]] | None = None
     sources: Sequence[Tensor] = ()
     others: Sequence[Tensor] = ()
     tape: Tape | None = None

@@ -1,6 +1,6 @@
 """The operations that a tensor in a graph was computed by, in loops, branches and functions too."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from sgtrick._core._tensorflow import graphs, overrides
@@ -20,6 +20,11 @@ class Visit(NamedTuple):
     calls: tuple[Operation, ...] = ()
     crossed: frozenset[str] = frozenset()
 
+    @property
+    def key(self) -> Hashable:
+        """The same for all visits of one tensor that come through the same calls and operations."""
+        return graphs.identity_of(self.tensor), self.calls, self.crossed
+
     def to(self, tensor: Tensor) -> "Visit":
         """The same for another tensor in the same function."""
         return self._replace(tensor=tensor)
@@ -32,6 +37,8 @@ def back(
     until: Collection[Hashable] = (),
     ends: Callable[[Visit], bool] | None = None,
     cuts: Collection[str] = (),
+    beside: Collection[Hashable] = (),
+    edges: list[tuple[Hashable, Hashable]] | None = None,
 ) -> Iterator[Visit]:
     """Yields a tensor and all that it depends on, also in called functions and outer graphs.
 
@@ -41,40 +48,72 @@ def back(
         until: The identities of the tensors where the walk ends.
         ends: Whether it ends at another tensor.
         cuts: Types of operations without a derivative that the walk passes all the same.
+        beside: The keys of visits that are left out.
+        edges: A list for the keys of any two visits of which the first led to the second.
     """
     # Once for each call of the functions around a tensor: their arguments differ.
-    seen: set[tuple[Hashable, tuple[Operation, ...], frozenset[str]]] = set()
+    seen = set(beside)
     stack = [Visit(tensor)]
     while stack:
         visit = stack.pop()
-        t = visit.tensor
-        key = graphs.identity_of(t)
-        if (key, visit.calls, visit.crossed) in seen:
+        if visit.key in seen or (differentiably and not graphs.carries_derivatives(visit.tensor)):
             continue
-        if differentiably and not graphs.carries_derivatives(t):
-            continue
-        seen.add((key, visit.calls, visit.crossed))
-        arguments = _arguments(visit)
-        if arguments is not None:
-            stack.extend(arguments)
-            continue
-        yield visit
-        op = graphs.operation(t)
-        if key in until or op is None or (ends is not None and ends(visit)):
-            continue
-        inside = _results(visit)
-        outside = graphs.captured_from(t)
-        if inside is not None:
-            stack.extend(inside)
-        elif outside is not None:
-            stack.append(visit.to(outside))
-        elif not differentiably:
-            stack.extend(map(visit.to, op.inputs))
-        elif not graphs.has_no_gradient(op):
-            stack.extend(map(visit.to, overrides.differentiated(op, t.value_index)))
-        elif op.type in cuts:
-            crossed = visit.crossed | {op.type}
-            stack.extend(visit.to(i)._replace(crossed=crossed) for i in op.inputs)
+        seen.add(visit.key)
+        found = _arguments(visit)
+        if found is None:
+            yield visit
+            is_end = graphs.identity_of(visit.tensor) in until or (ends is not None and ends(visit))
+            found = [] if is_end else _inputs(visit, differentiably, cuts)
+        if edges is not None:
+            edges.extend((visit.key, v.key) for v in found)
+        stack.extend(found)
+
+
+def leading_to(
+    tensor: Tensor, ends: Sequence[Collection[Hashable]], cuts: Collection[str]
+) -> list[set[Hashable]]:
+    """The keys of the visits on the way back to tensors with these identities, for each of `ends`.
+
+    The walk goes where TensorFlow takes derivatives, and through `cuts`.
+    """
+    edges: list[tuple[Hashable, Hashable]] = []
+    until = set().union(*ends)
+    visits = list(back(tensor, differentiably=True, until=until, cuts=cuts, edges=edges))
+    before = dict[Hashable, list[Hashable]]()
+    for first, second in edges:
+        before.setdefault(second, []).append(first)
+    found = []
+    for names in ends:
+        leading = set[Hashable]()
+        stack = [v.key for v in visits if graphs.identity_of(v.tensor) in names]
+        while stack:
+            key = stack.pop()
+            if key not in leading:
+                leading.add(key)
+                stack.extend(before.get(key, []))
+        found.append(leading)
+    return found
+
+
+def _inputs(visit: Visit, differentiably: bool, cuts: Collection[str]) -> list[Visit]:
+    """What a tensor is computed from in one step."""
+    t, op = visit.tensor, graphs.operation(visit.tensor)
+    if op is None:
+        return []
+    inside = _results(visit)
+    if inside is not None:
+        return inside
+    outside = graphs.captured_from(t)
+    if outside is not None:
+        return [visit.to(outside)]
+    if not differentiably:
+        return list(map(visit.to, op.inputs))
+    if not graphs.has_no_gradient(op):
+        return list(map(visit.to, overrides.differentiated(op, t.value_index)))
+    if op.type in cuts:
+        crossed = visit._replace(crossed=visit.crossed | {op.type})
+        return list(map(crossed.to, op.inputs))
+    return []
 
 
 def _results(visit: Visit) -> list[Visit] | None:

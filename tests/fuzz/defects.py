@@ -82,7 +82,7 @@ DEFECTS = (
         "forward mode over forward mode loses what the rule loses",
         "programs",
         "_core/override.py",
-        (("        if points:\n", "        if False:\n"),),
+        (("if points:\n            moved =", "if False:\n            moved ="),),
     ),
     Defect(
         "the mean over the members, and not the sum, for what they share",

@@ -67,11 +67,6 @@ def hide(t: Tensor) -> None:
         setattr(op, _HIDDEN, True)
 
 
-def hidden_in(graph: Graph) -> list[Tensor]:
-    """What has been hidden in a graph."""
-    return [op.outputs[0] for op in graph.get_operations() if hasattr(op, _HIDDEN)]
-
-
 def has_no_gradient(op: Operation) -> bool:
     """Whether TensorFlow treats an operation as one without a derivative."""
     if op.type in ("StopGradient", "PreventGradient") or hasattr(op, _HIDDEN):

@@ -95,20 +95,12 @@ def _one(f: Function, specs: tuple[Spec, ...]) -> ConcreteFunction:
 
 
 def gradients_in(
-    graph: Graph,
-    ys: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    grad_ys: Sequence[Tensor],
-    stopped: Sequence[Tensor] = (),
+    graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor]
 ) -> list[Gradient]:
     """`tf.gradients` of tensors of a graph that need not be the one that is being traced."""
     with recording():
         return list(
             gradients_util._GradientsHelper(
-                list(ys),
-                list(xs),
-                grad_ys=list(grad_ys),
-                stop_gradients=list(stopped),
-                src_graph=graph,
+                list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph
             )
         )
