@@ -121,6 +121,31 @@ def forward_derivative(f: Form) -> Form:
     return run
 
 
+def linear_in_upstream(f: Form) -> Form:
+    """The derivative entry by entry, as the tangent of a pullback: it is linear in what it pulls.
+
+    The upstream gradient is none of those for which TensorFlow knows that they are zero.
+    """
+
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        u = 2 * tf.ones_like(y)
+        with tf.autodiff.ForwardAccumulator(u, tf.ones_like(u)) as accumulator:
+            gradient = tape.gradient(y, x, u)
+        return accumulator.jvp(gradient)
+
+    return run
+
+
+MODES: dict[str, Callable[[Form], Form]] = {
+    "reverse": derivative,
+    "forward": forward_derivative,
+    "forward by the upstream gradient": linear_in_upstream,
+}
+
+
 def mapped(f: Form) -> Form:
     return lambda x: tf.vectorized_map(f, x, fallback_to_while_loop=False)
 

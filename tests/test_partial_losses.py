@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import sgtrick
 from forms import (
+    MODES,
     POINTS,
     derivative,
     exact,
@@ -13,6 +14,7 @@ from forms import (
     hidden,
     host_slope,
     jvp_form,
+    linear_in_upstream,
     mapped,
     slope,
     verdict,
@@ -284,3 +286,29 @@ def test_what_is_stopped_in_part_was_meant_to_be(wrap):
 
     x = tf.constant(POINTS)
     np.testing.assert_array_equal(wrap(derivative(derivative(form)))(x), x)
+
+
+def stopped(x):
+    return tf.stop_gradient(slope(x))
+
+
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("cut", [in_part, host_slope, stopped])
+@pytest.mark.parametrize("form", FORMS)
+def test_after_forward_mode_by_the_upstream_gradient(form, cut, outer):
+    run = MODES[outer](linear_in_upstream(FORMS[form](cut)))
+    assert verdict(run, exact(2)) in {"raises", "NaN"}
+    if form == "custom_jvp":
+        assert verdict(tf.function(run), exact(2)) in {"raises", "NaN"}
+
+
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("trick", ["clip_gradient", "magic_box"])
+def test_of_tricks_after_forward_mode_by_the_upstream_gradient(trick, outer):
+    form = sgtrick.with_gradient(hidden, in_part)
+    around = {
+        "clip_gradient": lambda x: form(sgtrick.clip_gradient(x, -1e9, 1e9)),
+        "magic_box": lambda x: form(x) * sgtrick.magic_box(tf.zeros_like(x)),
+    }[trick]
+    run = MODES[outer](linear_in_upstream(around))
+    assert verdict(run, exact(2)) in {"raises", "NaN"}

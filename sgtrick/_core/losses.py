@@ -1,7 +1,7 @@
 """With respect to what TensorFlow loses the derivatives of the gradients that a rule returns."""
 
 import functools
-import operator
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,14 +21,14 @@ class Pulled(NamedTuple):
     Attributes:
         gradients: The result.
         us: The upstream gradients that the pullback was called with.
-        still: Which of those that are not None are zero.
+        moving: Which of those are not zero.
         tape: A persistent tape that recorded the pullback, in eager execution.
         traced: Traces the pullback, to see what the tape does not.
     """
 
     gradients: list[Gradient]
     us: list[Tensor | None]
-    still: list[bool]
+    moving: list[bool]
     tape: Tape | None
     traced: Callable[[], tuple[Sequence[Tensor], list[Tensor | None]]]
 
@@ -46,15 +46,15 @@ class Pulled(NamedTuple):
 def recorded(rule: Rule, upstream: Sequence[Tensor | None]) -> Pulled:
     """Calls the pullback, and records what the gradients depend on."""
     us = [None if u is None else tf.identity(u) for u in upstream]
-    still = are_still(present(upstream))
+    moving = are_moving(upstream)
     traced = functools.cache(lambda: lost.traced_rule(rule, us))
     if not tf.executing_eagerly():
-        return Pulled(list(rule.pull(*us)), us, still, None, traced)
+        return Pulled(list(rule.pull(*us)), us, moving, None, traced)
     tape = rule.tape or tf.GradientTape(persistent=True, watch_accessed_variables=False)
     with tape:
         tape.watch(rule.sources)
         tape.watch(present(us))
-        return Pulled(list(rule.pull(*us)), us, still, tape, traced)
+        return Pulled(list(rule.pull(*us)), us, moving, tape, traced)
 
 
 class Lost(NamedTuple):
@@ -78,11 +78,13 @@ def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[],
     found out when it matters.
     """
     if rule.lost is not None:
-        known = Lost([is_lost(rule, i)] * len(xs), rule.cut)
+        known = Lost(
+            [any(is_lost(rule, i, k) for k, m in enumerate(pulled.moving) if m)] * len(xs), rule.cut
+        )
     elif pulled.tape is None:
         gradient, is_linear = pulled.gradients[i], callable(rule.push)  # its transpose
         known = Lost(
-            by_inputs(xs, rule, by_sources(rule, [gradient], pulled.us, pulled.still)),
+            by_inputs(xs, rule, in_some(by_terms(rule, gradient, pulled.us), pulled.moving)),
             not is_linear and lost.is_cut(lost.values_of(gradient), pulled.at),
         )
     else:
@@ -90,9 +92,9 @@ def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[],
     return lambda: known
 
 
-def is_lost(rule: Rule, i: int) -> bool:
-    """Whether gradient `i` is lost, as far as it is known beforehand."""
-    return rule.lost if isinstance(rule.lost, bool) else rule.lost is not None and rule.lost[i]
+def is_lost(rule: Rule, i: int, k: int) -> bool:
+    """Whether the term of output `k` in gradient `i` is lost, as far as it is known beforehand."""
+    return rule.lost if isinstance(rule.lost, bool) else rule.lost is not None and rule.lost[i][k]
 
 
 def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
@@ -104,8 +106,13 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
         assert pulled.tape is not None
         found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
     missing = [d is None for d in found]
-    of_sources = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n], pulled.still)
-    is_cut = all(missing[n:]) if gradient is None else lost.is_cut(gradient, us)
+    if gradient is None:
+        of_sources, is_cut = [all(missing[:n])] * n, all(missing[n:])
+    else:
+        of_terms = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
+        moving = [m for m, u in zip(pulled.moving, pulled.us, strict=True) if u is not None]
+        of_sources = in_some(of_terms, moving)
+        is_cut = lost.is_cut(gradient, us)
     elsewhere = by_host(rule, pulled, i)
     ids = set(map(graphs.identity_of, elsewhere))
     inputs = list(map(ancestry.names_of, xs))
@@ -127,36 +134,34 @@ def by_host(rule: Rule, pulled: Pulled, i: int) -> list[Tensor]:
     return [] if gradient is None else lost.through_host(gradient, [*rule.sources, *us])
 
 
-def by_sources(
-    rule: Rule,
-    gradients: Sequence[Gradient],
-    at: Sequence[Tensor | None],
-    still: Sequence[bool] = (),
-) -> list[bool]:
-    """With respect to which sources the derivatives of gradients in a graph are lost.
+def by_terms(rule: Rule, gradient: Gradient, at: Sequence[Tensor | None]) -> list[Sequence[bool]]:
+    """With respect to which sources the derivatives of the terms of a gradient are lost.
 
     Args:
         rule: The rule.
-        gradients: What it computed.
-        at: The upstream gradients, or the tangents, that it computed this from.
-        still: Which of those that are not None are zero.
+        gradient: What it computed, in a graph.
+        at: The upstream gradients, or the tangents, that it computed this from: in one term each.
     """
-    us, found = present(at), [False] * len(rule.sources)
-    for gradient in present(gradients):
-        part = lost.values_of(gradient)
-        are_lost = lost.are_lost(part, rule.sources, us, rule.others, rule.tape, still=still)
-        found = list(map(operator.or_, found, are_lost))
-    return found
+    part, us = lost.values_of(gradient), present(at)
+    found = iter(lost.are_lost(part, rule.sources, us, rule.others, rule.tape))
+    return [[False] * len(rule.sources) if u is None else next(found) for u in at]
 
 
-def are_still(tensors: Sequence[Tensor]) -> list[bool]:
-    """Which of several upstream gradients or tangents are zero, and not because of their values.
+def in_some(terms: Sequence[Sequence[bool]], which: Sequence[bool]) -> list[bool]:
+    """Whether something holds in one of the terms that are chosen, for each of the sources."""
+    chosen = list(itertools.compress(terms, which))
+    return [any(term[i] for term in chosen) for i in range(len(terms[0]))]
+
+
+def are_moving(tensors: Sequence[Tensor | None]) -> list[bool]:
+    """Which of several upstream gradients or tangents are not zero, other than by their values.
 
     For an output that nobody uses, and for an input that does not move, TensorFlow makes zeros.
     """
-    if len(tensors) < 2:
-        return [False] * len(tensors)
-    return [_is_zero(t) and not tapes.is_recorded([t]) for t in tensors]
+    is_alone = len(present(tensors)) < 2
+    return [
+        t is not None and (is_alone or not _is_zero(t) or tapes.is_recorded([t])) for t in tensors
+    ]
 
 
 def _is_zero(t: Tensor) -> bool:

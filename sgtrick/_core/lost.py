@@ -45,54 +45,51 @@ def are_lost(
     at: Sequence[Tensor],
     others: Sequence[Tensor] = (),
     tape: Tape | None = None,
-    *,
-    still: Sequence[bool] = (),
-) -> list[bool]:
-    """With respect to which of `sources` the derivative of a gradient in a graph is lost.
+) -> list[list[bool]]:
+    """With respect to which of `sources` the derivatives of the terms of a gradient are lost.
 
     With respect to all, if it is not connected to any of them but depends on more than `at` and
     `others`. It may also depend on eager tensors that `tape` has recorded.
 
     Args:
-        gradient: The gradient.
+        gradient: A gradient in a graph.
         sources: Tensors.
-        at: What the gradient is linear in: upstream gradients, or tangents.
+        at: What the gradient is linear in, with a term for each: upstream gradients or tangents.
         others: Tensors with derivatives of their own.
         tape: A persistent tape.
-        still: Which of `at` are zero.
+
+    Returns:
+        For each of `at`, and for each of the sources, whether the derivative is lost.
     """
-    ends = [*at, *others]
-    paths = ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape)
-    if not any(map(_is_direct, paths)):
-        return [not ancestry.is_made_of(gradient, ends)] * len(sources)
-    in_terms = _are_lost_in_a_term(gradient, sources, at, others, tape, still)
-    return [_is_lost(p) or is_lost for p, is_lost in zip(paths, in_terms, strict=True)]
+    by_term = _paths_by_term(gradient, sources, at, others, tape)
+    if not any(_is_direct(p) for paths in by_term for p in paths):
+        is_known = ancestry.is_made_of(gradient, [*at, *others])
+        return [[not is_known] * len(sources) for _ in at]
+    return [list(map(_is_lost, paths)) for paths in by_term]
 
 
-def _are_lost_in_a_term(
+def _paths_by_term(
     gradient: Tensor,
     sources: Sequence[Tensor],
     at: Sequence[Tensor],
     others: Sequence[Tensor] = (),
     tape: Tape | None = None,
-    still: Sequence[bool] = (),
-) -> list[bool]:
-    """With respect to which of `sources` the derivative of a term `c_i u_i` of a gradient is lost.
+) -> list[list[set[frozenset[str]]]]:
+    """`ancestry.paths` from sources to a gradient, for each of its terms `c_i u_i` alone.
 
     What is stopped in one term was not meant to be because another term is not stopped: that may be
     another output, which nobody uses, or the tangent of another argument, which may be zero.
     """
-    found = [False] * len(sources)
-    if len(at) < 2:
-        return found
-    terms = walk.leading_to(gradient, list(map(ancestry.names_of, at)), _CUTS)
-    for term, is_zero in zip(terms, still or [False] * len(at), strict=True):
-        if not term or is_zero:
-            continue
-        beside, ends = set().union(*terms) - term, [*at, *others]
-        paths = ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape, beside=beside)
-        found = [known or _is_lost(p) for known, p in zip(found, paths, strict=True)]
-    return found
+    ends = [*at, *others]
+    paths = ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape)
+    if not any(crossed for p in paths for crossed in p):
+        return [paths] * len(at)
+    leading = walk.leading_to(gradient, list(map(ancestry.names_of, at)), _CUTS)
+    in_some = set().union(*leading)
+    return [
+        ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape, beside=in_some - to_one)
+        for to_one in leading
+    ]
 
 
 def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
@@ -168,31 +165,24 @@ def traced_rule(
 
 
 def are_lost_eagerly(
-    gradient: Tensor | None,
-    sources: Sequence[Tensor],
-    us: Sequence[Tensor],
-    missing: Sequence[bool],
-    still: Sequence[bool] = (),
-) -> list[bool]:
+    gradient: Tensor, sources: Sequence[Tensor], us: Sequence[Tensor], missing: Sequence[bool]
+) -> list[list[bool]]:
     """`are_lost` in eager execution, where tapes have found which derivatives are missing.
 
     Args:
-        gradient: In a graph of its own; None if it cannot be traced.
+        gradient: The gradient in a graph of its own.
         sources: Eager tensors.
         us: The upstream gradients in that graph.
         missing: Whether tapes find no derivative, for each of the sources.
-        still: Which of the upstream gradients are zero.
     """
     if all(missing):  # a linear function has a gradient that is constant
-        is_constant = gradient is not None and ancestry.is_made_of(gradient, us)
-        return [not is_constant] * len(sources)
-    if gradient is None:
-        return [False] * len(sources)
-    paths = ancestry.paths(gradient, sources, us, cuts=_CUTS)
-    in_terms = _are_lost_in_a_term(gradient, sources, us, still=still)
+        return [[not ancestry.is_made_of(gradient, us)] * len(sources) for _ in us]
     return [
-        _is_lost(p) or (is_missing and bool(p)) or in_a_term
-        for p, is_missing, in_a_term in zip(paths, missing, in_terms, strict=True)
+        [
+            _is_lost(p) or (is_missing and bool(p))
+            for p, is_missing in zip(paths, missing, strict=True)
+        ]
+        for paths in _paths_by_term(gradient, sources, us)
     ]
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.losses import by_sources
+from sgtrick._core.losses import by_terms
 from sgtrick._core.lost import is_cut, values_of
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tensor
@@ -32,12 +32,14 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    are_lost_by_member, is_cut_by_member = [False] * len(inputs), False
+    by_member, is_cut_by_member = [[False] * len(live) for _ in inputs], False
 
     def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
-        nonlocal are_lost_by_member, is_cut_by_member
+        nonlocal by_member, is_cut_by_member
         gradients, at = rule.pull(*us), present(us)
-        are_lost_by_member = [any(by_sources(rule, [g], us)) for g in gradients]
+        for i, g in enumerate(gradients):
+            if g is not None:
+                by_member[i] = list(map(any, by_terms(rule, g, us)))
         is_cut_by_member = any(is_cut(values_of(g), at) for g in present(gradients))
         return gradients
 
@@ -67,7 +69,7 @@ def of_batch(
         return list(gradients)
 
     push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push, lost=are_lost_by_member, cut=is_cut_by_member)
+    return ys, xs, Rule(rule.name, pull, push, lost=by_member, cut=is_cut_by_member)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

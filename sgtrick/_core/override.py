@@ -20,7 +20,7 @@ from sgtrick._core import adjoint, apart, devices, losses, lost, loud, mapped, s
 from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
-from sgtrick._core.absent import Dense, present, spread
+from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import not_transposed, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
@@ -139,52 +139,51 @@ def _push(
     """The tangents of the outputs, with errors for derivatives that a JVP rule loses."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
-    by_sources, through = [False] * len(rule.sources), dict[Hashable, Tensor]()
+    by_output, through = [[False] * len(rule.sources) for _ in ys], dict[Hashable, Tensor]()
     around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    still = losses.are_still(present(tangents))
-    are_moving = [
-        t is not None and not zero
-        for t, zero in zip(tangents, spread(still, tangents), strict=True)
-    ]
+    moving = losses.are_moving(tangents)
 
-    def notice(
-        gradients: Sequence[Gradient], at: Sequence[Tensor | None], still: Sequence[bool] = ()
-    ) -> None:
-        nonlocal by_sources
-        for gradient in present(gradients):
-            found = losses.through_host(rule, gradient, at, around)
-            through.update((graphs.identity_of(t), t) for t in found)
-        if rule.lost is None:
-            are_lost = losses.by_sources(rule, gradients, at, still)
-            by_sources = list(map(operator.or_, by_sources, are_lost))
+    def notice(gradient: Gradient, at: Sequence[Tensor | None]) -> Sequence[Sequence[bool]]:
+        found = losses.through_host(rule, gradient, at, around)
+        through.update((graphs.identity_of(t), t) for t in found)
+        return losses.by_terms(rule, gradient, at) if rule.lost is None else []
+
+    def add(k: int, by_sources: Sequence[bool]) -> None:
+        by_output[k] = list(map(operator.or_, by_output[k], by_sources))
 
     def pull(*us: Tensor | None) -> Sequence[Gradient]:
         gradients = rule.pull(*us)
         # One by one: their sum would show what is stopped beside what is not.
-        notice(list(itertools.compress(gradients, are_moving)), us)
+        for gradient in present(list(itertools.compress(gradients, moving))):
+            for k, by_sources in enumerate(notice(gradient, us)):
+                add(k, by_sources)
         return gradients
 
     def push(*ts: Tangent) -> Sequence[Tangent]:
         if not callable(rule.push):  # not a message either, as seen above
             return transposed(rule._replace(pull=pull), ys, ts)
         pushed = rule.push(*ts)
-        notice(pushed, ts, still)
+        for k, tangent in enumerate(pushed):
+            if tangent is not None:
+                for by_sources in itertools.compress(notice(tangent, ts), moving):
+                    add(k, by_sources)
         return rule.finish(pushed, ts) if rule.finish else pushed
+
+    def losing(k: int, tangent: Tensor) -> Tensor:
+        by_inputs = [any(losses.is_lost(rule, i, k) for i, m in enumerate(moving) if m)] * len(xs)
+        if any(by_output[k]):
+            by_inputs = losses.by_inputs(xs, rule, by_output[k])
+        points = [*map(here, itertools.compress(xs, by_inputs)), *map(_as_input, through.values())]
+        return _losing(rule.name, tangent, points) if points else tangent
 
     dense = Dense(push, tangents)
     with devices.of(ys[0]):
         if tf.executing_eagerly() and rule.again is not None:
             by_sources, found = losses.before(rule, ys)
+            by_output = [by_sources for _ in ys]
             through.update((graphs.identity_of(t), t) for t in found)
-        moved = apart.call(dense, present(tangents))
-        known = [losses.is_lost(rule, i) for i, is_moving in enumerate(are_moving) if is_moving]
-        by_inputs = [any(known)] * len(xs)
-        if any(by_sources):
-            by_inputs = losses.by_inputs(xs, rule, by_sources)
-        points = [*map(here, itertools.compress(xs, by_inputs)), *map(_as_input, through.values())]
-        if points:
-            moved = [_losing(rule.name, t, points) for t in moved]
-        return dense.restored(moved)
+        moved = dense.restored(apart.call(dense, present(tangents)))
+        return [None if t is None else losing(k, t) for k, t in enumerate(moved)]
 
 
 def _guarded(

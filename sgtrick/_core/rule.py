@@ -23,8 +23,9 @@ class Rule(NamedTuple):
         tape: A persistent tape that recorded the parts of the forward pass that `pull` uses, in
             eager execution.
         again: `pull`, with those parts computed again. None if it uses none.
-        lost: Whether TensorFlow cannot differentiate the gradients with respect to the sources, or
-            for each of the gradients whether it cannot. None if this is not known beforehand.
+        lost: Whether TensorFlow cannot differentiate the gradients with respect to the sources; or
+            for each of the gradients, and for each output, whether it cannot for the term with the
+            output's upstream gradient. None if this is not known beforehand.
         cut: Whether TensorFlow cannot differentiate some gradient with respect to the upstream
             gradients. Only used if `lost` is known.
     """
@@ -37,5 +38,5 @@ class Rule(NamedTuple):
     others: Sequence[Tensor] = ()
     tape: Tape | None = None
     again: Pullback | None = None
-    lost: bool | Sequence[bool] | None = None
+    lost: bool | Sequence[Sequence[bool]] | None = None
     cut: bool = False

@@ -1,0 +1,147 @@
+"""Second derivatives of rules with two terms, of which one may be lost.
+
+There is one term for each output, or for each argument. That one of them is not stopped does not
+mean that the other one was meant to be.
+"""
+
+import itertools
+
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from forms import MODES, POINTS, derivative, exact, hidden, host_slope, slope, true, verdict
+
+
+def of_two_outputs_by_vjp(first, second):
+    return sgtrick.custom_vjp(
+        lambda x: ((hidden(x), 2 * hidden(x)), lambda u, v: first(x) * u + 2 * second(x) * v)
+    )
+
+
+def of_two_outputs_by_jvp(first, second):
+    form = sgtrick.custom_jvp(lambda x: (hidden(x), 2 * hidden(x)))
+
+    @form.defjvp
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return form(x), (first(x) * t, 2 * second(x) * t)
+
+    return form
+
+
+# The others are of asinh(x) asinh(w).
+def of_two_arguments_by_vjp(first, second):
+    return sgtrick.custom_vjp(
+        lambda x, w: (
+            hidden(x) * hidden(w),
+            lambda u: (u * first(x) * true(w), u * second(w) * true(x)),
+        )
+    )
+
+
+def of_two_arguments_by_jvp(first, second):
+    form = sgtrick.custom_jvp(lambda x, w: hidden(x) * hidden(w))
+
+    @form.defjvp
+    def rule(primals, tangents):
+        (x, w), (t, s) = primals, tangents
+        return form(x, w), first(x) * true(w) * t + second(w) * true(x) * s
+
+    return form
+
+
+def of_one_argument_by_with_gradient(first, _):
+    return sgtrick.with_gradient(lambda x, w: hidden(x) * true(w), lambda x, w: first(x) * true(w))
+
+
+def of_one_argument_with_the_value(first, _):
+    return sgtrick.from_value_and_gradient(lambda x, w: (hidden(x) * true(w), first(x) * true(w)))
+
+
+OUTPUTS = [of_two_outputs_by_vjp, of_two_outputs_by_jvp]
+ARGUMENTS = [
+    of_two_arguments_by_vjp,
+    of_two_arguments_by_jvp,
+    of_one_argument_by_with_gradient,
+    of_one_argument_with_the_value,
+]
+
+
+def stopped(x):
+    return tf.stop_gradient(slope(x))
+
+
+def alone(form):
+    """With the other argument at a constant."""
+    return lambda x: form(x, tf.sinh(tf.ones_like(x)))
+
+
+def together(form):
+    """With both arguments made of one."""
+    return lambda x: form(x, x**3)
+
+
+TWICE = list(itertools.product(MODES, repeat=2))
+EVERY_WAY = pytest.mark.parametrize(
+    ("modes", "wrap"),
+    [
+        *((modes, lambda f: f) for modes in TWICE),
+        *((modes, tf.function) for modes in (("reverse", "reverse"), ("forward", "reverse"))),
+    ],
+    ids=lambda part: " then ".join(part) if isinstance(part, tuple) else "",
+)
+
+
+def second_derivative(f, modes):
+    for mode in modes:
+        f = MODES[mode](f)
+    return f
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("cut", [stopped, host_slope])
+@pytest.mark.parametrize("make", OUTPUTS)
+def test_the_term_of_an_output_is_lost(make, cut, modes, wrap):
+    form = make(cut, slope)
+    run = wrap(second_derivative(lambda x: form(x)[0], modes))
+    assert verdict(run, exact(2)) in {"raises", "NaN"}
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("make", OUTPUTS)
+def test_the_term_of_an_output_that_is_not_used_was_stopped(make, modes, wrap):
+    form = make(slope, stopped)
+    came = verdict(wrap(second_derivative(lambda x: form(x)[0], modes)), exact(2))
+    # An accumulator computes the tangents of the tangents of all outputs at once.
+    is_asked_for = modes == ("forward", "forward")
+    assert came == ("raises" if is_asked_for else "right")
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    ("cut", "place"), [(stopped, alone), (stopped, together), (host_slope, alone)]
+)
+@pytest.mark.parametrize("make", ARGUMENTS)
+def test_the_term_of_an_argument_is_lost(make, cut, place, modes, wrap):
+    f, native = (place(g) for g in (make(cut, slope), lambda x, w: true(x) * true(w)))
+    expected = derivative(derivative(native))(tf.constant(POINTS))
+    assert verdict(wrap(second_derivative(f, modes)), expected) in {"raises", "NaN"}
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("cut", [stopped, host_slope])
+@pytest.mark.parametrize("make", ARGUMENTS[:2])
+def test_the_term_of_an_argument_that_does_not_move_is_lost(make, cut, modes, wrap):
+    f = alone(make(slope, cut))
+    assert verdict(wrap(second_derivative(f, modes)), exact(2)) == "right"
+
+
+@pytest.mark.parametrize(
+    "modes", list(itertools.product(["reverse", "forward"], repeat=2)), ids=str
+)
+@pytest.mark.parametrize("make", ARGUMENTS)
+def test_no_term_is_lost(make, modes):
+    f, native = (together(g) for g in (make(slope, slope), lambda x, w: true(x) * true(w)))
+    expected = derivative(derivative(native))(tf.constant(POINTS))
+    assert verdict(second_derivative(f, modes), expected) == "right"
