@@ -121,6 +121,26 @@ FOUND = [
         )
         for step in (tape, pullback_by_accumulator)
     ),
+    Program(Asinh, in_part_on_host, pieces.clip_gradient, (pullback_by_accumulator, tape), ()),
+    *(
+        Program(Asinh, stopped, with_gradient_in_part, (accumulator, step), (2,))
+        for step in (tape, pullback_by_accumulator)
+    ),
+    Program(Sum, in_part_on_host, pieces.clip_gradient, 2 * (pullback_by_accumulator,), (2,)),
+    Program(
+        Sum,
+        in_part_on_host,
+        pieces.magic_box,
+        (pullback_by_accumulator, accumulator, vectorized_map),
+        (2,),
+    ),
+    Program(
+        Sum,
+        pieces.by_members_on_host,
+        custom_vjp_of_a_variable,
+        (pullback_by_accumulator, accumulator),
+        (2,),
+    ),
 ]
 
 

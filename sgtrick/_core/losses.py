@@ -107,7 +107,7 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
         found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
     missing = [d is None for d in found]
     if gradient is None:
-        of_sources, is_cut = [all(missing[:n])] * n, all(missing[n:])
+        of_sources, is_cut = missing[:n], all(missing[n:])
     else:
         of_terms = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
         moving = [m for m, u in zip(pulled.moving, pulled.us, strict=True) if u is not None]

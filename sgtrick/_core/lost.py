@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import ancestry, walk
-from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Graph, Tape, Tensor, Variable
@@ -141,9 +141,13 @@ class Traced(NamedTuple):
 
 
 def traced(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traced | None:
-    """Traces a function to see what tapes do not: host calls. None for code that runs eagerly."""
+    """Traces a function to see what tapes do not: host calls. None for code that runs eagerly.
+
+    Apart, since an accumulator that is active cannot follow a loop, and may silence the tapes of a
+    rule.
+    """
     try:
-        graph = tracing.trace(f, tracing.specs_of(inputs)).graph
+        graph = tapes.apart(lambda: tracing.trace(f, tracing.specs_of(inputs))).graph
     except Exception:
         return None
     return Traced(graph.inputs[: len(inputs)], graph.outputs)

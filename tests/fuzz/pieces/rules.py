@@ -97,4 +97,4 @@ RULES = (
     by_a_form_that_closes_over_it, with_a_variable,
 )  # fmt: skip
 # Which call a `tf.function`.
-CALLING_FUNCTIONS = (in_a_function, by_a_form_that_closes_over_it)
+CALLING_FUNCTIONS = (in_a_function, by_a_mapped_form, by_a_form_that_closes_over_it)

@@ -482,6 +482,9 @@ OFTEN = (
     *4 * [(vectorized_map, tape)], *2 * [(tape, tape)], *2 * [(tape, vectorized_map)],
     *2 * [(vectorized_map, tape, tape)], (tape, tape, tape), (function, tape), (tape, accumulator),
     (accumulator,), (vectorized_map,), (tape,), (batch_jacobian, function),
+    (pullback_by_accumulator, tape), (pullback_by_accumulator, accumulator),
+    (accumulator, pullback_by_accumulator), 2 * (pullback_by_accumulator,),
+    (twice_in_reverse, pullback_by_accumulator),
 )  # fmt: skip
 
 
