@@ -312,3 +312,28 @@ def test_of_tricks_after_forward_mode_by_the_upstream_gradient(trick, outer):
     }[trick]
     run = MODES[outer](linear_in_upstream(around))
     assert verdict(run, exact(2)) in {"raises", "NaN"}
+
+
+def test_with_respect_to_one_argument_in_code_that_runs_only_eagerly():
+    """Nothing but the tape can tell, and it tells for each argument."""
+
+    @sgtrick.custom_vjp
+    def form(x, scale):
+        def grad_fn(upstream):
+            assert upstream.numpy() > 0
+            copied = tf.numpy_function(np.copy, [scale], scale.dtype)
+            return upstream * copied * tf.cos(x), upstream * tf.sin(x)
+
+        return scale * tf.sin(x), grad_fn
+
+    x, scale = tf.constant(0.3, tf.float64), tf.constant(2.0, tf.float64)
+    with tf.GradientTape(persistent=True) as outer:
+        outer.watch([x, scale])
+        with tf.GradientTape() as inner:
+            inner.watch([x, scale])
+            y = form(x, scale)
+        by_x, by_scale = inner.gradient(y, [x, scale])
+    np.testing.assert_allclose(outer.gradient(by_x, x), -2 * np.sin(0.3))
+    np.testing.assert_allclose(outer.gradient(by_scale, x), np.cos(0.3))
+    with pytest.raises(LookupError, match="no connection"):
+        outer.gradient(by_x, scale)
