@@ -48,7 +48,7 @@ from fuzz.pieces import (
     with_gradient_in_part,
     with_gradient_only_in_eager,
 )
-from fuzz.program import Program
+from fuzz.program import LIBRARY, Program
 from fuzz.strategies import SETTINGS, check, programs
 
 pytestmark = pytest.mark.autograph  # with everything that users meet
@@ -174,6 +174,21 @@ def test_each_step_is_right(step):
     if step is lite:  # which has no asinh, and is not for 64 bits
         program = Program(Sum, closed_form, custom_vjp, (step,), (3,), dtype="float32")
     assert program.verdict() == "right"
+
+
+def test_a_stored_variable_is_right():
+    steps = (pieces.saved_model, tape)
+    assert Program(Asinh, pieces.with_a_variable, custom_vjp, steps, (3,)).verdict() == "right"
+
+
+@pytest.mark.parametrize("steps", [(tape,), (tape, pieces.function)])
+def test_a_slip_of_the_library_is_not_loud(steps, monkeypatch):
+    names = {}
+    text = "def slip(*_, **__): raise AttributeError('a slip')"
+    exec(compile(text, LIBRARY / "_core" / "_tensorflow" / "slip.py", "exec"), names)
+    monkeypatch.setattr("sgtrick._core.override._pull", names["slip"])
+    came = Program(Asinh, closed_form, custom_vjp, steps, (3,)).verdict()
+    assert came.startswith("AttributeError")
 
 
 @pytest.mark.parametrize("function", pieces.FUNCTIONS)

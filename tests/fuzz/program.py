@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+import sgtrick
 from fuzz import pieces
 
 # For what four transformations make of rounding.
 TOLERANCES = {
     "float64": 1e-7, "complex128": 1e-7, "float32": 2e-2, "complex64": 2e-2, "float16": 0.1,
 }  # fmt: skip
+LIBRARY = pathlib.Path(sgtrick.__file__).parent
 # What an error may be: not those that come of a slip in the library itself.
-SLIPS = (AssertionError, AttributeError, KeyError, NameError, RecursionError, UnboundLocalError)
+SLIPS = (
+    AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError,
+    UnboundLocalError,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +91,8 @@ class Program:
                 f = step(f)
             y = f(tf.constant(self.point()))
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            is_ours = "sgtrick" in pathlib.Path(frames[-1].filename).parts[-3:]
-            slipped = is_ours and isinstance(error, SLIPS) and type(error) is not LookupError
+            raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            slipped = isinstance(error, SLIPS) and LIBRARY in raised_in.parents
             slipped |= "RecursionError" in str(error)  # AutoGraph raises others by it
             return f"{type(error).__name__}: {error}" if slipped else "loud"
         if y is None:
