@@ -176,8 +176,8 @@ def test_each_step_is_right(step):
     assert program.verdict() == "right"
 
 
-def test_a_stored_variable_is_right():
-    steps = (pieces.saved_model, tape)
+@pytest.mark.parametrize("steps", [(pieces.saved_model, tape), (pieces.saved_model, loop, tape)])
+def test_a_stored_variable_is_right(steps):
     assert Program(Asinh, pieces.with_a_variable, custom_vjp, steps, (3,)).verdict() == "right"
 
 

@@ -132,7 +132,7 @@ def test_one_of_the_terms_of_two_outputs_is_lost(make, cuts, modes, wrap):
     ids=["reverse then reverse", "in a function", "forward then reverse in a function"],
 )
 @pytest.mark.parametrize("make", [*OUTPUTS, *ARGUMENTS[:2]])
-def test_one_of_two_terms_is_lost_under_vectorized_map(make, modes, wrap, cuts):
+def test_two_terms_under_vectorized_map(make, modes, wrap, cuts):
     def member(x):
         return sum(form(x)) / 3 if make in OUTPUTS else form(x, x * 1.0)
 

@@ -301,9 +301,8 @@ def saved_model(f, with_gradients=True):
         with tempfile.TemporaryDirectory() as folder:
             options = tf.saved_model.SaveOptions(experimental_custom_gradients=with_gradients)
             tf.saved_model.save(module, folder, options=options)
-            # A loaded function does not keep its variables, which backward passes need as well.
-            run.loaded = tf.saved_model.load(folder)
-        return run.loaded.f(x)
+            loaded = tf.saved_model.load(folder)  # whose function does not keep its variables
+            return loaded.f(x)
 
     return run
 
