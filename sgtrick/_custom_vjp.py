@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import calls, structures, vjp_protocol
-from sgtrick._core._tensorflow import autograph, graphs
+from sgtrick._core._tensorflow import autograph, graphs, tapes
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import (
@@ -84,7 +84,7 @@ def _custom_vjp(f: Function) -> Function:
             args, kwargs = given.args, given.kwargs
         owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
         passed = tf.nest.flatten((args, kwargs))
-        args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
+        args, kwargs = tf.nest.map_structure(_own, (args, kwargs))
         leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
         returned, variables, tape = read.recorded(run, [*passed, *(leaf for _, leaf in leaves)])
@@ -179,12 +179,15 @@ def _takes_variables(grad_fn: Function) -> bool:
     return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _here(leaf: TensorLike) -> TensorLike:
-    """A tensor of the graph that is being traced; composite tensors are returned unchanged.
+def _own(leaf: TensorLike) -> TensorLike:
+    """A tensor that is the call's own; composite tensors are returned unchanged.
 
     Variables are read now: by the time the rule runs, they may have been assigned another value.
     """
-    return graphs.here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
+    if not structures.is_dense(leaf):
+        return leaf
+    t = tf.convert_to_tensor(leaf)
+    return tapes.own(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
 
 
 def _is_input(leaf: TensorLike) -> bool:

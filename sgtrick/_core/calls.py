@@ -58,7 +58,8 @@ class Selection:
         call: Call,
         keys: Sequence[int | str],
         parameters: Sequence[str],
-        differentiated: Callable[[object], bool] | None = None,
+        differentiated: Callable[[object], bool] = structures.has_derivatives,
+        to_input: Callable[[Tensor], Tensor] = tapes.own,
     ) -> None:
         self.call, self._keys = call, keys
         self._arguments = [call.args[k] if isinstance(k, int) else call.kwargs[k] for k in keys]
@@ -69,10 +70,11 @@ class Selection:
             for leaf in structures.flatten(argument, parameter)
         ]
         self._nested = any(tf.nest.is_nested(argument) for argument in self._arguments)
-        differentiated = differentiated or structures.has_derivatives
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
-        self.xs = [here(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
+        self.xs = [
+            to_input(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places
+        ]
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
@@ -80,7 +82,7 @@ class Selection:
         """The other arguments of the stopped call whose gradient may be requested."""
         call = self.stopped
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
-        return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded)
+        return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded, here)
 
     def on(self, call: Call, xs: Sequence[Tensor]) -> Call:
         """Another call, with the leaves `xs` in these arguments."""

@@ -116,15 +116,50 @@ def unrecorded(x: Tensor) -> Tensor:
         return tf.stop_gradient(x)
 
 
+_OWN = "_sgtrick_own"
+
+
+def own(x: Tensor) -> Tensor:
+    """`x` as an argument of one call alone, with its derivatives.
+
+    A function may get the same tensor as another argument, or close over it. What its gradient
+    depends on through this argument is told apart by this tensor.
+    """
+    if not tf.executing_eagerly():
+        copy = tf.identity(x)
+        setattr(copy.op, _OWN, True)
+        return copy
+    if not is_recorded([x]):
+        return x
+    with not_recording():
+        copy = tf.identity(x)
+    record_override([copy], [x], lambda u: [u], lambda t: [t])
+    setattr(copy, _OWN, x)
+    return copy
+
+
+def is_own(t: Tensor) -> bool:
+    """Whether a tensor in a graph was returned by `own`."""
+    return hasattr(t.op, _OWN)
+
+
 def asked_for(x: Tensor) -> bool:
     """Whether the tape that is calling a pullback was asked for the gradient with respect to `x`.
 
-    A tape calls pullbacks on all paths from its target, whether or not they lead to a source, and
+    Or with respect to a tensor of which `x` is a call's own. A tape calls pullbacks on all paths from its target, whether or not they lead to a source, and
     does not tell pullbacks its sources. They are in the stack frame of `GradientTape.gradient`.
     """
     request = _request()
     sources = tf.nest.flatten(request["sources"]) if request else []
-    return any(s is x or getattr(s, "handle", s) is x for s in sources)
+    wanted = list(_origins(x))
+    return any(getattr(s, "handle", s) is t or s is t for s in sources for t in wanted)
+
+
+def _origins(x: Tensor) -> Iterator[Tensor]:
+    """Yields an eager tensor, what it is a call's own of, and so on."""
+    while x is not None:
+        yield x
+        x = getattr(x, _OWN, None)
 
 
 def asked() -> Any | None:
