@@ -120,10 +120,10 @@ _OWN = "_sgtrick_own"
 
 
 def own(x: Tensor) -> Tensor:
-    """`x` as an argument of one call alone, with its derivatives.
+    """A copy of `x` as an argument of one call, with its derivatives.
 
-    A function may get the same tensor as another argument, or close over it. What its gradient
-    depends on through this argument is told apart by this tensor.
+    The function may get the same tensor as another argument too, or close over it. What a gradient
+    depends on through this argument alone is what it depends on through the copy.
     """
     if not tf.executing_eagerly():
         copy = tf.identity(x)
@@ -146,17 +146,18 @@ def is_own(t: Tensor) -> bool:
 def asked_for(x: Tensor) -> bool:
     """Whether the tape that is calling a pullback was asked for the gradient with respect to `x`.
 
-    Or with respect to a tensor of which `x` is a call's own. A tape calls pullbacks on all paths from its target, whether or not they lead to a source, and
-    does not tell pullbacks its sources. They are in the stack frame of `GradientTape.gradient`.
+    Or with respect to a tensor that `x` is a call's own copy of. A tape calls pullbacks on all
+    paths from its target, whether or not they lead to a source, and does not tell pullbacks its
+    sources. They are in the stack frame of `GradientTape.gradient`.
     """
     request = _request()
     sources = tf.nest.flatten(request["sources"]) if request else []
     wanted = list(_origins(x))
-    return any(getattr(s, "handle", s) is t or s is t for s in sources for t in wanted)
+    return any(t is s or t is getattr(s, "handle", s) for t in wanted for s in sources)
 
 
 def _origins(x: Tensor) -> Iterator[Tensor]:
-    """Yields an eager tensor, what it is a call's own of, and so on."""
+    """Yields an eager tensor, what it is a call's own copy of, and so on."""
     while x is not None:
         yield x
         x = getattr(x, _OWN, None)
