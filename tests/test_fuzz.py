@@ -141,6 +141,15 @@ FOUND = [
         (pullback_by_accumulator, accumulator),
         (2,),
     ),
+    *(
+        Program(Asinh, stopped, form, (tape, *steps), (2,))
+        for form in (
+            pieces.with_gradient_of_one_tensor_twice,
+            pieces.custom_jvp_of_one_tensor_twice,
+            pieces.custom_vjp_of_one_tensor_twice,
+        )
+        for steps in ((pieces.function, tape), (twice_in_reverse,), (accumulator,))
+    ),
 ]
 
 

@@ -53,6 +53,16 @@ def with_gradient_closing_over_a_scale(function, rule, in_gradient=tf.identity, 
     return run
 
 
+def with_gradient_of_one_tensor_twice(function, rule):
+    """The other argument keeps autodiff."""
+
+    @sgtrick.with_gradient(grad=lambda x, z: rule(function, x) * tf.exp(tf.reduce_mean(z)))
+    def form(x, z):
+        return misled(function, x) * tf.exp(tf.reduce_mean(z))
+
+    return lambda x: form(x, x) * tf.exp(-tf.reduce_mean(x))
+
+
 def misled_only_in_eager(function, x):
     """As code that looks at numbers: nobody can trace it."""
     x.numpy()
@@ -116,6 +126,34 @@ def custom_vjp(function, rule):
         return misled(function, x), lambda u: function.pull(rule(function, x), u)
 
     return form
+
+
+def custom_jvp_of_one_tensor_twice(function, rule):
+    form = sgtrick.custom_jvp(lambda x, z: misled(function, x) * tf.exp(tf.reduce_mean(z)))
+
+    @form.defjvp
+    def _(primals, tangents):
+        (x, z), (along_x, along_z) = primals, tangents
+        moved = function.push(rule(function, x), along_x)
+        return None, tf.exp(tf.reduce_mean(z)) * (
+            moved + function.true(x) * tf.reduce_mean(along_z)
+        )
+
+    return lambda x: form(x, x) * tf.exp(-tf.reduce_mean(x))
+
+
+def custom_vjp_of_one_tensor_twice(function, rule):
+    @sgtrick.custom_vjp
+    def form(x, z):
+        scale, y = tf.exp(tf.reduce_mean(z)), function.true(x)
+
+        def grad_fn(u):
+            by_z = tf.reduce_sum(u * y) * scale / tf.cast(tf.size(z), z.dtype)
+            return function.pull(rule(function, x), u * scale), by_z * tf.ones_like(z)
+
+        return misled(function, x) * scale, grad_fn
+
+    return lambda x: form(x, x) * tf.exp(-tf.reduce_mean(x))
 
 
 def custom_vjp_of_structures(function, rule):
@@ -488,7 +526,8 @@ def magic_box(function, rule):
 
 FORMS = (
     with_gradient, with_gradient_in_part, with_gradient_scaled_by_host, with_gradient_by_keyword,
-    with_gradient_closing_over_a_scale, with_gradient_closing_over_what_host_scales,
+    with_gradient_of_one_tensor_twice, custom_jvp_of_one_tensor_twice,
+    custom_vjp_of_one_tensor_twice, with_gradient_closing_over_a_scale, with_gradient_closing_over_what_host_scales,
     with_gradient_only_in_eager, with_gradient_of_a_variable,
     from_value_and_gradient, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_jvp_of_objects,
@@ -507,6 +546,7 @@ OUTSIDE = (custom_vjp_in_a_function, with_gradient_in_a_branch)
 ENGINES = (from_numpy, from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized)
 # Which there are not of complex numbers.
 OF_REAL = (
-    *ENGINES, custom_vjp_that_clips, with_gradient_of_a_variable, implicit_root,
+    *ENGINES, custom_jvp_of_one_tensor_twice, custom_vjp_of_one_tensor_twice,
+    custom_vjp_that_clips, with_gradient_of_a_variable, implicit_root,
     implicit_reparameterize, clip_gradient, magic_box,
 )  # fmt: skip
