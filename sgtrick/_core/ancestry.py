@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 import tensorflow as tf
 
 from sgtrick._core import structures, walk
-from sgtrick._core._tensorflow import graphs, tapes
+from sgtrick._core._tensorflow import graphs
 from sgtrick._core.types import Graph, Tape, Tensor
 
 
@@ -103,7 +103,7 @@ def _same(tensor: Tensor) -> Iterator[Tensor]:
     while tensor is not None:
         yield tensor
         op = graphs.operation(tensor) if isinstance(tensor, tf.Tensor) else None
-        if op is None or tapes.is_own(tensor):
+        if op is None:
             return
         outside = graphs.captured_from(tensor)
         tensor = outside if op.type != "Identity" else op.inputs[0]

@@ -172,6 +172,15 @@ DEFECTS = (
         (("_solve(tf.linalg.matrix_transpose(j), upstream)", "_solve(j, upstream)"),),
     ),
     Defect(
+        "the same tensor in another argument counts as this one",
+        "programs",
+        "_core/_tensorflow/tapes.py",
+        (
+            ("tf.identity_n([x])[0]", "tf.identity(x)"),
+            ("    if not is_recorded([x]):\n        return x\n", "    return x\n"),
+        ),
+    ),
+    Defect(
         "check_gradient takes 1 % for rounding",
         "checks",
         "_check/comparison.py",

@@ -126,9 +126,8 @@ def own(x: Tensor) -> Tensor:
     depends on through this argument alone is what it depends on through the copy.
     """
     if not tf.executing_eagerly():
-        copy = tf.identity(x)
-        setattr(copy.op, _OWN, True)
-        return copy
+        # TensorFlow's gradient of a loop looks through an Identity, as does `ancestry.names_of`.
+        return tf.identity_n([x])[0]
     if not is_recorded([x]):
         return x
     with not_recording():
@@ -136,11 +135,6 @@ def own(x: Tensor) -> Tensor:
     record_override([copy], [x], lambda u: [u], lambda t: [t])
     setattr(copy, _OWN, x)
     return copy
-
-
-def is_own(t: Tensor) -> bool:
-    """Whether a tensor in a graph was returned by `own`."""
-    return hasattr(t.op, _OWN)
 
 
 def asked_for(x: Tensor) -> bool:
