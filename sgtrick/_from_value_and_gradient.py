@@ -148,8 +148,8 @@ def _differentiable(
         found = tape.gradient(gxs, points, output_gradients=list(zs))
         seen = lost.traced(jacobians, points) if tf.executing_eagerly() else (points, gxs)
         inputs, outputs = seen or (points, [])
-        are_cut = [any(lost.is_cut(gx, [x]) for gx in outputs) for x in inputs]
-        are_lost = [True] * len(xs) if all(g is None for g in found) else are_cut
+        is_unconnected = all(g is None for g in found)
+        are_lost = [True] * len(xs) if is_unconnected else lost.are_cut(outputs, inputs)
         return [
             loud.failures([x], lost.message(call.name), [*zs, *xs])[0]
             if is_lost

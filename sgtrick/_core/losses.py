@@ -62,12 +62,13 @@ class Lost(NamedTuple):
 
     Attributes:
         points: Whether it does, for each of the inputs.
-        upstream: Whether it does with respect to the upstream gradients.
+        upstream: Whether it does, for each of the upstream gradients. Empty for a rule with a JVP,
+            of which the pullback is the transpose.
         elsewhere: Other eager tensors with respect to which it does.
     """
 
     points: Sequence[bool]
-    upstream: bool
+    upstream: Sequence[bool]
     elsewhere: Sequence[Tensor] = ()
 
 
@@ -77,15 +78,18 @@ def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[],
     In a graph, the operations show it. In eager execution it takes a backward pass, so it is only
     found out when it matters.
     """
+    is_linear = callable(rule.push)  # its transpose
     if rule.lost is not None:
+        by_outputs = rule.cut or [False] * len(pulled.us)
         known = Lost(
-            [any(is_lost(rule, i, k) for k, m in enumerate(pulled.moving) if m)] * len(xs), rule.cut
+            [any(is_lost(rule, i, k) for k, m in enumerate(pulled.moving) if m)] * len(xs),
+            [c for c, u in zip(by_outputs, pulled.us, strict=True) if u is not None],
         )
     elif pulled.tape is None:
-        gradient, is_linear = pulled.gradients[i], callable(rule.push)  # its transpose
+        gradient = pulled.gradients[i]
         known = Lost(
             by_inputs(xs, rule, in_some(by_terms(rule, gradient, pulled.us), pulled.moving)),
-            not is_linear and lost.is_cut(lost.values_of(gradient), pulled.at),
+            [] if is_linear else lost.are_cut([lost.values_of(gradient)], pulled.at),
         )
     else:
         return functools.cache(lambda: _eagerly(rule, pulled, i, xs))
@@ -100,19 +104,19 @@ def is_lost(rule: Rule, i: int, k: int) -> bool:
 def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
     part, n = lost.values_of(pulled.gradients[i]), len(rule.sources)
     if any(part is u for u in pulled.at):
-        return Lost([False] * len(xs), False)
+        return Lost([False] * len(xs), [False] * len(pulled.at))
     us, gradient = pulled.again(i)
     with loud.not_raising():  # the caller has not requested these gradients
         assert pulled.tape is not None
         found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
     missing = [d is None for d in found]
     if gradient is None:
-        of_sources, is_cut = missing[:n], all(missing[n:])
+        of_sources, cut = missing[:n], [all(missing[n:])] * len(pulled.at)
     else:
         of_terms = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
         moving = [m for m, u in zip(pulled.moving, pulled.us, strict=True) if u is not None]
         of_sources = in_some(of_terms, moving)
-        is_cut = lost.is_cut(gradient, us)
+        cut = lost.are_cut([gradient], us)
     elsewhere = by_host(rule, pulled, i)
     ids = set(map(graphs.identity_of, elsewhere))
     inputs = list(map(ancestry.names_of, xs))
@@ -123,7 +127,7 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
     known = set().union(*inputs)
     return Lost(
         points,
-        not callable(rule.push) and is_cut,
+        [] if callable(rule.push) else cut,
         [t for t in elsewhere if graphs.identity_of(t) not in known],
     )
 
@@ -197,4 +201,4 @@ def before(rule: Rule, ys: Sequence[Tensor]) -> tuple[list[bool], list[Tensor]]:
     at, gradients = lost.traced_rule(rule, us)
     gradients = present(gradients)
     through = [t for g in gradients for t in lost.through_host(g, [*rule.sources, *at])]
-    return [any(lost.is_cut(g, [source]) for g in gradients) for source in rule.sources], through
+    return lost.are_cut(gradients, rule.sources), through

@@ -92,9 +92,10 @@ def _paths_by_term(
     ]
 
 
-def is_cut(gradient: Tensor, us: Sequence[Tensor]) -> bool:
-    """Whether the derivative of a gradient in a graph with respect to `us` is lost."""
-    return _is_lost(set().union(*ancestry.paths(gradient, us, cuts=_CUTS)))
+def are_cut(gradients: Sequence[Tensor], us: Sequence[Tensor]) -> list[bool]:
+    """With respect to which of `us` the derivative of some gradient in a graph is lost."""
+    by_gradient = [ancestry.paths(g, us, cuts=_CUTS) for g in gradients]
+    return [any(_is_lost(paths[i]) for paths in by_gradient) for i in range(len(us))]
 
 
 def through_host(

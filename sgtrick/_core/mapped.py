@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
-from sgtrick._core.absent import Dense, present
+from sgtrick._core.absent import Dense, present, spread
 from sgtrick._core.losses import by_terms
-from sgtrick._core.lost import is_cut, values_of
+from sgtrick._core.lost import are_cut, values_of
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tensor
 
@@ -32,15 +32,17 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    by_member, is_cut_by_member = [[False] * len(live) for _ in inputs], False
+    by_member = [[False] * len(live) for _ in inputs]
+    cut_by_member = [False] * len(live)
 
     def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
-        nonlocal by_member, is_cut_by_member
-        gradients, at = rule.pull(*us), present(us)
+        nonlocal cut_by_member
+        gradients = rule.pull(*us)
         for i, g in enumerate(gradients):
             if g is not None:
                 by_member[i] = list(map(any, by_terms(rule, g, us)))
-        is_cut_by_member = any(is_cut(values_of(g), at) for g in present(gradients))
+        cut = are_cut(list(map(values_of, present(gradients))), present(us))
+        cut_by_member = list(map(bool, spread(cut, us)))
         return gradients
 
     dense = Dense(pull_member, live)
@@ -69,7 +71,7 @@ def of_batch(
         return list(gradients)
 
     push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push, lost=by_member, cut=is_cut_by_member)
+    return ys, xs, Rule(rule.name, pull, push, lost=by_member, cut=cut_by_member)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

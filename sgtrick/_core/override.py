@@ -140,6 +140,8 @@ def _push(
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     by_output, through = [[False] * len(rule.sources) for _ in ys], dict[Hashable, Tensor]()
+    given = present(tangents)
+    cut = [[False] * len(given) for _ in ys]
     around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     moving = losses.are_moving(tangents)
 
@@ -148,15 +150,15 @@ def _push(
         through.update((graphs.identity_of(t), t) for t in found)
         return losses.by_terms(rule, gradient, at) if rule.lost is None else []
 
-    def add(k: int, by_sources: Sequence[bool]) -> None:
-        by_output[k] = list(map(operator.or_, by_output[k], by_sources))
+    def add(found: list[list[bool]], k: int, more: Sequence[bool]) -> None:
+        found[k] = list(map(operator.or_, found[k], more))
 
     def pull(*us: Tensor | None) -> Sequence[Gradient]:
         gradients = rule.pull(*us)
         # One by one: their sum would show what is stopped beside what is not.
         for gradient in present(list(itertools.compress(gradients, moving))):
             for k, by_sources in enumerate(notice(gradient, us)):
-                add(k, by_sources)
+                add(by_output, k, by_sources)
         return gradients
 
     def push(*ts: Tangent) -> Sequence[Tangent]:
@@ -166,14 +168,20 @@ def _push(
         for k, tangent in enumerate(pushed):
             if tangent is not None:
                 for by_sources in itertools.compress(notice(tangent, ts), moving):
-                    add(k, by_sources)
+                    add(by_output, k, by_sources)
+                if rule.lost is None:
+                    add(cut, k, lost.are_cut([tangent], present(ts)))
         return rule.finish(pushed, ts) if rule.finish else pushed
 
     def losing(k: int, tangent: Tensor) -> Tensor:
         by_inputs = [any(losses.is_lost(rule, i, k) for i, m in enumerate(moving) if m)] * len(xs)
         if any(by_output[k]):
             by_inputs = losses.by_inputs(xs, rule, by_output[k])
-        points = [*map(here, itertools.compress(xs, by_inputs)), *map(_as_input, through.values())]
+        points = [
+            *map(here, itertools.compress(xs, by_inputs)),
+            *map(_as_input, through.values()),
+            *itertools.compress(given, cut[k]),
+        ]
         return _losing(rule.name, tangent, points) if points else tangent
 
     dense = Dense(push, tangents)
@@ -182,7 +190,7 @@ def _push(
             by_sources, found = losses.before(rule, ys)
             by_output = [by_sources for _ in ys]
             through.update((graphs.identity_of(t), t) for t in found)
-        moved = dense.restored(apart.call(dense, present(tangents)))
+        moved = dense.restored(apart.call(dense, given))
         return [None if t is None else losing(k, t) for k, t in enumerate(moved)]
 
 
@@ -247,8 +255,6 @@ def _with_errors(
     transposable = by_graph and at
 
     def pull(z: Tensor) -> list[Gradient]:
-        us: Sequence[Gradient] = [None] * len(at)
-        points: Sequence[Gradient] = [None] * len(xs)
         by = loses()
         by_points = [*by.points, *[True] * len(through)]
         if any(map(tapes.is_differentiating, by.elsewhere)):
@@ -256,13 +262,10 @@ def _with_errors(
             z += tf.cast(unknown, z.dtype)
         is_of_function = _is_of_function(part)
         with loud.not_raising() if is_of_function else contextlib.nullcontext():
-            if by.upstream and not transposable:
-                us = loud.failures(at, lost.cut_message(rule.name), [z, *xs])
-            known = [z, *at, *xs]
-            points = [
-                loud.failures([x], lost.message(rule.name), known)[0] if is_lost else None
-                for x, is_lost in zip(xs, by_points, strict=True)
-            ]
+            of = [z, *at, *xs]
+            points = _failures(xs, by_points, lost.message(rule.name), of)
+            if not transposable:
+                us = _failures(at, by.upstream, lost.cut_message(rule.name), of)
         # Forward over forward mode differentiates the result of z, and so do double VJPs.
         if any(by_points) and (by_graph or not is_of_function):
             z = _losing(rule.name, z, list(itertools.compress(xs, by_points)))
@@ -270,7 +273,7 @@ def _with_errors(
             return [z, *us, *points]
         message = rule.push if isinstance(rule.push, str) else not_transposed(rule.name)
         fits = tf.constant(False)
-        if not (by.upstream or isinstance(rule.push, str)):
+        if not (any(by.upstream) or isinstance(rule.push, str)):
             found = tracing.gradients_in(part.graph, [part], at, [z])
             fits = adjoint.holds([part], [z], found, at)
         zero = loud.zero_if(fits, message, [z, *at, *xs])
@@ -281,8 +284,9 @@ def _with_errors(
     def push(*tangents: Tangent) -> list[Tangent]:
         along, us = [tangents[0]], tangents[1 : -len(xs)]
         by = tapes.apart(loses)
-        if by.upstream:
-            along = loud.unless_moving(lost.cut_message(rule.name), along, present(us), at)
+        cut = present(list(itertools.compress(us, by.upstream)))
+        if cut:
+            along = loud.unless_moving(lost.cut_message(rule.name), along, cut, at)
         by_points = [*by.points, *[True] * len(through)]
         lost_ones = list(itertools.compress(xs, by_points))
         points = present(list(itertools.compress(tangents[-len(xs) :], by_points)))
@@ -294,6 +298,16 @@ def _with_errors(
         ]
 
     return lost.with_values(gradient, _pass_on(part, [*at, *xs], pull, push))
+
+
+def _failures(
+    ts: Sequence[Tensor], which: Sequence[bool], message: str, of: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Unknown gradients with respect to those tensors that are chosen, None for the others."""
+    return [
+        loud.failures([t], message, of)[0] if is_lost else None
+        for t, is_lost in zip(ts, which, strict=True)
+    ]
 
 
 def _is_of_function(part: Tensor) -> bool:

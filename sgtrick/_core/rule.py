@@ -26,8 +26,8 @@ class Rule(NamedTuple):
         lost: Whether TensorFlow cannot differentiate the gradients with respect to the sources; or
             for each of the gradients, and for each output, whether it cannot for the term with the
             output's upstream gradient. None if this is not known beforehand.
-        cut: Whether TensorFlow cannot differentiate some gradient with respect to the upstream
-            gradients. Only used if `lost` is known.
+        cut: For each output, whether TensorFlow cannot differentiate some gradient with respect to
+            its upstream gradient; empty if it can for all. Only used if `lost` is known.
     """
 
     name: str
@@ -39,4 +39,4 @@ class Rule(NamedTuple):
     tape: Tape | None = None
     again: Pullback | None = None
     lost: bool | Sequence[Sequence[bool]] | None = None
-    cut: bool = False
+    cut: Sequence[bool] = ()
