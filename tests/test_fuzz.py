@@ -150,6 +150,14 @@ FOUND = [
         )
         for steps in ((pieces.function, tape), (twice_in_reverse,), (accumulator,))
     ),
+    *(
+        Program(Asinh, closed_form, form, steps, (2,))
+        for form, steps in (
+            (pieces.custom_vjp_that_stops_an_upstream_gradient, (pullback_by_accumulator,)),
+            (pieces.custom_jvp_on_host, (pieces.tangent_by_tape,)),
+            (pieces.custom_jvp_on_host, (pieces.tangent_by_accumulator, pieces.function)),
+        )
+    ),
 ]
 
 

@@ -142,6 +142,29 @@ def custom_jvp_of_one_tensor_twice(function, rule):
     return lambda x: form(x, x) * tf.exp(-tf.reduce_mean(x))
 
 
+def custom_jvp_on_host(function, rule):
+    """Which cannot be transposed."""
+    form = sgtrick.custom_jvp(lambda x: misled(function, x))
+
+    @form.defjvp
+    def _(primals, tangents):
+        return None, function.push(rule(function, primals[0]), host(tangents[0]))
+
+    return form
+
+
+def custom_vjp_that_stops_an_upstream_gradient(function, rule):
+    @sgtrick.custom_vjp
+    def form(x):
+        def grad_fn(u, v):
+            j = rule(function, x)
+            return function.pull(j, tf.stop_gradient(u)) + function.pull(j, v)
+
+        return (misled(function, x), misled(function, x)), grad_fn
+
+    return lambda x: tf.add_n(form(x)) / 2
+
+
 def custom_vjp_of_one_tensor_twice(function, rule):
     @sgtrick.custom_vjp
     def form(x, z):
@@ -532,7 +555,8 @@ FORMS = (
     from_value_and_gradient, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_jvp_of_objects,
     custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
-    custom_vjp_that_clips, custom_vjp_on_host, custom_vjp_of_a_variable, custom_gradient,
+    custom_vjp_that_clips, custom_vjp_on_host, custom_jvp_on_host,
+    custom_vjp_that_stops_an_upstream_gradient, custom_vjp_of_a_variable, custom_gradient,
     custom_gradient_with_hx, custom_gradient_with_a_function_hx,
     custom_gradient_with_a_function_hx_on_host, custom_gradient_without_curvature,
     custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,

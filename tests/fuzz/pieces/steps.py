@@ -157,6 +157,41 @@ def pullback_by_accumulator(f):
 pullback_by_accumulator_by_tapes = tape
 
 
+def tangent_by_tape(f):
+    """The pullback of weights, as the gradient of the pushforward: it is linear in the tangent."""
+
+    def run(x):
+        t = 1 + weights(x)
+        with tf.GradientTape() as outer:
+            outer.watch(t)
+            with tf.autodiff.ForwardAccumulator(x, t) as a:
+                y = f(x)
+            moved = a.jvp(y)
+        return outer.gradient(moved, t, weights(y))
+
+    return run
+
+
+tangent_by_tape_by_tapes = tape
+
+
+def tangent_by_accumulator(f):
+    """The pushforward, as its own tangent."""
+
+    def run(x):
+        t = tf.ones_like(x)
+        with tf.autodiff.ForwardAccumulator(t, 1 + weights(x)) as outer:
+            with tf.autodiff.ForwardAccumulator(x, t) as inner:
+                y = f(x)
+            moved = inner.jvp(y)
+        return outer.jvp(moved)
+
+    return run
+
+
+tangent_by_accumulator_by_tapes = twice_in_reverse
+
+
 def unrelated_tape(f):
     """That watches, and is asked for something else."""
 
@@ -470,8 +505,9 @@ batch_jacobian_by_a_loop_by_tapes = batch_jacobian_by_tapes
 
 STEPS = (
     tape, persistent_tape, jacobian, jacobian_by_a_loop, symbolic, graph_and_session, accumulator,
-    twice_in_reverse, pullback_by_accumulator, unrelated_tape, function, function_of_unknown_shape,
-    function_of_unknown_rank, at_a_variable, xla, recompute, native_rule, threads, replica, replicas, saved_model,
+    twice_in_reverse, pullback_by_accumulator, tangent_by_tape, tangent_by_accumulator,
+    unrelated_tape, function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
+    xla, recompute, native_rule, threads, replica, replicas, saved_model,
     saved_model_without_gradients, lite, loop, loop_in_autograph, branch, square, plus_native,
     at_a_scaled_point,
 )  # fmt: skip
