@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, calls, embedding, loud, mixed, shapes, structures
+from sgtrick._core import adjoint, ancestry, calls, embedding, lost, loud, mixed, shapes, structures
 from sgtrick._core._tensorflow import autograph
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import keep
@@ -21,6 +21,7 @@ from sgtrick._core.types import (
     Kwargs,
     Structure,
     Tangent,
+    Tape,
     Tensor,
 )
 
@@ -127,7 +128,7 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
             if _is_transposing(form, nondiff, at):
                 return _natural(point, f, upstream)
             ts = [adjoint.probe(x) for x in point.xs]
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
+            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 tape.watch(ts)
                 moved = tangents_at(call, ts)
             pairs = [
@@ -140,11 +141,18 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
             fits = adjoint.holds(us, lt, found, ts)
             zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *lt])
-            if us and not tf.executing_eagerly():  # a missing gradient could not carry the error
+            is_cut = _are_cut(tape, us, lt, ts)
+            if us and (any(is_cut) or not tf.executing_eagerly()):
+                # A missing gradient could not carry the error.
                 found = [
                     tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
                 ]
-            return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
+            found = [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
+            message = _NOT_LINEAR.format(name)
+            return [
+                embedding.refused(name, [g], us, message)[0] if c else g
+                for g, c in zip(found, is_cut, strict=True)
+            ]
 
         def gradients(
             us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
@@ -232,6 +240,23 @@ def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iter
         yield
     finally:
         _NOW.reset(token)
+
+
+def _are_cut(
+    tape: Tape, us: Sequence[Tensor], lt: Sequence[Tensor], ts: Sequence[Tensor]
+) -> list[bool]:
+    """Which parts of the transpose lack what the test at upstream gradients `us` does not show.
+
+    The test says nothing where they are zero, as where only the derivative with respect to them is
+    wanted.
+    """
+    if not tf.executing_eagerly():
+        return lost.are_cut(lt, ts)
+    fits = True
+    if us and loud.are_zero(us):
+        ws = list(map(adjoint.probe, us))
+        fits = adjoint.holds(ws, lt, tape.gradient(lt, ts, output_gradients=ws), ts)
+    return [not fits] * len(ts)
 
 
 def _natural(point: calls.Selection, f: Function, upstream: Sequence[Tensor]) -> list[Gradient]:

@@ -20,7 +20,7 @@ from sgtrick._core import adjoint, apart, devices, losses, lost, loud, mapped, s
 from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
-from sgtrick._core.absent import Dense, present
+from sgtrick._core.absent import Dense, present, spread
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import not_transposed, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
@@ -140,8 +140,7 @@ def _push(
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     by_output, through = [[False] * len(rule.sources) for _ in ys], dict[Hashable, Tensor]()
-    given = present(tangents)
-    cut = [[False] * len(given) for _ in ys]
+    cut = [[False] * len(tangents) for _ in ys]
     around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     moving = losses.are_moving(tangents)
 
@@ -150,15 +149,21 @@ def _push(
         through.update((graphs.identity_of(t), t) for t in found)
         return losses.by_terms(rule, gradient, at) if rule.lost is None else []
 
-    def add(found: list[list[bool]], k: int, more: Sequence[bool]) -> None:
+    def add(found: list[list[bool]], k: int, more: Iterable[bool]) -> None:
         found[k] = list(map(operator.or_, found[k], more))
 
     def pull(*us: Tensor | None) -> Sequence[Gradient]:
         gradients = rule.pull(*us)
         # One by one: their sum would show what is stopped beside what is not.
-        for gradient in present(list(itertools.compress(gradients, moving))):
+        for i, gradient in enumerate(gradients):
+            if gradient is None or not moving[i]:
+                continue
             for k, by_sources in enumerate(notice(gradient, us)):
                 add(by_output, k, by_sources)
+            if rule.lost is None:
+                by_upstream = lost.are_cut([lost.values_of(gradient)], present(us))
+                for k, is_cut in enumerate(spread(by_upstream, us)):
+                    cut[k][i] |= bool(is_cut)
         return gradients
 
     def push(*ts: Tangent) -> Sequence[Tangent]:
@@ -170,7 +175,7 @@ def _push(
                 for by_sources in itertools.compress(notice(tangent, ts), moving):
                     add(by_output, k, by_sources)
                 if rule.lost is None:
-                    add(cut, k, lost.are_cut([tangent], present(ts)))
+                    add(cut, k, map(bool, spread(lost.are_cut([tangent], present(ts)), ts)))
         return rule.finish(pushed, ts) if rule.finish else pushed
 
     def losing(k: int, tangent: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ def _push(
         points = [
             *map(here, itertools.compress(xs, by_inputs)),
             *map(_as_input, through.values()),
-            *itertools.compress(given, cut[k]),
+            *present(list(itertools.compress(tangents, cut[k]))),
         ]
         return _losing(rule.name, tangent, points) if points else tangent
 
@@ -190,7 +195,7 @@ def _push(
             by_sources, found = losses.before(rule, ys)
             by_output = [by_sources for _ in ys]
             through.update((graphs.identity_of(t), t) for t in found)
-        moved = dense.restored(apart.call(dense, given))
+        moved = dense.restored(apart.call(dense, present(tangents)))
         return [None if t is None else losing(k, t) for k, t in enumerate(moved)]
 
 
@@ -321,7 +326,8 @@ def _losing(name: str, part: Tensor, xs: Sequence[Tensor]) -> Tensor:
     """The same tensor, with errors for its derivatives with respect to `xs`."""
 
     def pull(z: Tensor) -> list[Gradient]:
-        return [z, *loud.failures(xs, lost.message(name), [z])]
+        # What is lost of the tensor is lost of what it is pulled back to.
+        return [_losing(name, z, xs), *loud.failures(xs, lost.message(name), [z])]
 
     def push(along: Tangent, *points: Tangent) -> list[Tangent]:
         (moved,) = loud.unless_moving(lost.message(name), [along], present(points), xs)
