@@ -1,0 +1,168 @@
+"""Derivatives with respect to what a rule is linear in: upstream gradients and tangents.
+
+Where these are zero, the dot-product test of a transpose would say nothing.
+"""
+
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from forms import exact, hidden, on_host, slope, verdict
+
+
+def by_jvp(cut):
+    form = sgtrick.custom_jvp(hidden)
+    form.defjvp(lambda primals, ts: (form(*primals), cut(ts[0]) * slope(primals[0])))
+    return form
+
+
+def by_jvp_of_two(cut):
+    form = sgtrick.custom_jvp(lambda x, w: hidden(x) / 3 + hidden(w) * 2 / 3)
+
+    @form.defjvp
+    def rule(primals, tangents):
+        (x, w), (t, s) = primals, tangents
+        return form(x, w), cut(t) * slope(x) / 3 + s * slope(w) * 2 / 3
+
+    return form
+
+
+def of_two(make, second):
+    def with_cut(cut):
+        form = make(cut)
+        return lambda x: form(x, second(x))
+
+    return with_cut
+
+
+def by_vjp(cut):
+    return sgtrick.custom_vjp(lambda x: (hidden(x), lambda u: cut(u) * slope(x)))
+
+
+def by_vjp_of_two_outputs(cut):
+    form = sgtrick.custom_vjp(
+        lambda x: ((hidden(x), 2 * hidden(x)), lambda u, v: (cut(u) + 2 * v) * slope(x))
+    )
+    return lambda x: sum(form(x)) / 3
+
+
+def by_vjp_of_two(cut):
+    return sgtrick.custom_vjp(
+        lambda x, w: (
+            hidden(x) / 3 + hidden(w) * 2 / 3,
+            lambda u: (cut(u) * slope(x) / 3, u * slope(w) * 2 / 3),
+        )
+    )
+
+
+RULES = {
+    "JVP": by_jvp,
+    "JVP of two arguments": of_two(by_jvp_of_two, lambda x: x * 1.0),
+    "JVP of one argument twice": of_two(by_jvp_of_two, lambda x: x),
+    "VJP": by_vjp,
+    "VJP of two outputs": by_vjp_of_two_outputs,
+    "VJP of two arguments": of_two(by_vjp_of_two, lambda x: x * 1.0),
+}
+
+
+def pushed(f, x, t):
+    with tf.autodiff.ForwardAccumulator(x, t) as accumulator:
+        y = f(x)
+    return accumulator.jvp(y)
+
+
+def pulled(f, x, u):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return tape.gradient(y, x, u)
+
+
+def in_reverse(moved, f, x, t):
+    with tf.GradientTape() as tape:
+        tape.watch(t)
+        y = moved(f, x, t)
+    return tape.gradient(y, t)
+
+
+def forward(moved, f, x, t):
+    with tf.autodiff.ForwardAccumulator(t, tf.ones_like(t)) as accumulator:
+        y = moved(f, x, t)
+    return accumulator.jvp(y)
+
+
+@pytest.mark.parametrize("at", [0.0, 1.5])
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
+@pytest.mark.parametrize("moved", [pushed, pulled])
+@pytest.mark.parametrize("mode", [in_reverse, forward])
+@pytest.mark.parametrize(
+    ("cut", "due"),
+    [
+        (tf.identity, {"right"}),
+        (tf.stop_gradient, {"raises", "NaN"}),
+        (on_host(lambda t: t + 0), {"raises", "NaN"}),
+    ],
+    ids=["whole", "stopped", "on the host"],
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_linear(rule, cut, due, mode, moved, wrap, at):
+    def run(x):
+        return mode(moved, RULES[rule](cut), x, at * tf.ones_like(x))
+
+    assert verdict(wrap(run), exact(1)) in due
+
+
+@pytest.mark.parametrize("mode", [in_reverse, forward])
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
+def test_the_upstream_gradient_of_another_output(mode, wrap):
+    form = sgtrick.custom_vjp(
+        lambda x: ((hidden(x), hidden(x)), lambda u, v: (tf.stop_gradient(u) + v) * slope(x))
+    )
+
+    def run(x, which):
+        def moved(f, x, t):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                ys = f(x)
+            return tape.gradient(ys, x, [t, 2 * tf.ones_like(x)][:: 1 - 2 * which])
+
+        return mode(moved, form, x, tf.ones_like(x))
+
+    assert verdict(wrap(lambda x: run(x, 0)), exact(1)) in {"raises", "NaN"}
+    assert verdict(wrap(lambda x: run(x, 1)), exact(1)) == "right"
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
+@pytest.mark.parametrize("cut", [tf.stop_gradient, on_host(lambda j: j + 0)])
+def test_the_pullback_of_a_tangent_loses_what_the_tangent_loses(cut, wrap):
+    form = sgtrick.with_gradient(hidden, lambda x: cut(slope(x)))
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = in_reverse(pushed, form, x, tf.ones_like(x))
+        return tape.gradient(y, x)
+
+    assert verdict(wrap(run), exact(2)) in {"raises", "NaN"}
+
+
+def test_where_they_are_zero_nothing_else_is_refused():
+    """Of two outputs, the host computes the tangents of the one that is not used."""
+    form = sgtrick.custom_jvp(lambda x: (hidden(x), hidden(x)))
+    copied = on_host(lambda t: t + 0)
+    form.defjvp(
+        lambda primals, ts: (
+            form(*primals),
+            (copied(ts[0]) * slope(primals[0]), ts[0] * slope(primals[0])),
+        )
+    )
+
+    def second(x):
+        return form(x)[1]
+
+    for wrap in (lambda f: f, tf.function):
+        one = wrap(lambda x: pulled(second, x, tf.ones_like(x)))
+        assert verdict(one, exact(1)) == "right"
+        assert verdict(wrap(lambda x: pulled(form, x, None)), exact(1)) in {"raises", "NaN"}
+        none = wrap(lambda x: pulled(second, x, tf.zeros_like(x)))
+        assert verdict(none, 0 * exact(1)) == "right"
