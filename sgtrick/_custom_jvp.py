@@ -139,16 +139,15 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
             lt, us = [t for t, _ in pairs], [u for _, u in pairs]
             with _transposing(form, nondiff, at):
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
-            fits = adjoint.holds(us, lt, found, ts)
-            zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *lt])
-            is_cut = _are_cut(tape, us, lt, ts)
+                is_cut = _are_cut(tape, us, lt, ts)
+            fits, message = adjoint.holds(us, lt, found, ts), _NOT_LINEAR.format(name)
+            zero = loud.zero_if(fits, message, [*us, *lt])
             if us and (any(is_cut) or not tf.executing_eagerly()):
                 # A missing gradient could not carry the error.
                 found = [
                     tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
                 ]
             found = [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
-            message = _NOT_LINEAR.format(name)
             return [
                 embedding.refused(name, [g], us, message)[0] if c else g
                 for g, c in zip(found, is_cut, strict=True)

@@ -177,7 +177,8 @@ def test_a_jacobian_by_a_loop_of_mapped_gradients():
 
 @pytest.mark.parametrize("form", pieces.FORMS)
 def test_each_form_is_right(form):
-    assert Program(Asinh, closed_form, form, (tape,), (3,)).verdict() == "right"
+    step = accumulator if form is pieces.custom_jvp_on_host else tape
+    assert Program(Asinh, closed_form, form, (step,), (3,)).verdict() == "right"
 
 
 @pytest.mark.parametrize("rule", pieces.RULES)

@@ -51,7 +51,7 @@ DEFECTS = (
         "a gradient that is lost is not guarded: second derivatives are zero",
         "programs",
         "_core/override.py",
-        (("known)[0] if is_lost else None\n", "known)[0] if False else None\n"),),
+        (("message, of)[0] if is_lost else None\n", "message, of)[0] if False else None\n"),),
     ),
     Defect(
         "the value is not stopped, so that its own derivative is added",

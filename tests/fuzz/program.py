@@ -95,6 +95,10 @@ class Program:
             slipped = isinstance(error, SLIPS) and LIBRARY in raised_in.parents
             slipped |= "RecursionError" in str(error)  # AutoGraph raises others by it
             return f"{type(error).__name__}: {error}" if slipped else "loud"
+        finally:
+            # tf.map_fn and tf.scan set it, and leave it there if their body raises: then strategies
+            # fail in all that follows.
+            tf.compat.v1.get_variable_scope()._caching_device = None
         if y is None:
             return "right" if not expected.any() else f"None, expected {expected}"
         y = tf.convert_to_tensor(y).numpy()  # from slices, too
