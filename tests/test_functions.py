@@ -636,3 +636,27 @@ def test_a_form_of_a_form_is_a_form_of_its_own(outer):
     x = tf.constant(2.0)
     assert gradient(form, x)[0].numpy() == 5.0
     assert gradient(inner, x)[0].numpy() == 3.0
+
+
+@pytest.mark.parametrize("outer", ["custom_vjp", "custom_jvp", "with_gradient"])
+def test_the_static_value_of_an_argument_is_known(outer):
+    """As to functions that check their arguments where they are traced."""
+    known = []
+
+    def f(x):
+        known.append(tf.get_static_value(x))
+        return x * 1
+
+    if outer == "custom_vjp":
+        form = sgtrick.custom_vjp(lambda x: (f(x), lambda u: u * f(x)))
+    else:
+        form = getattr(sgtrick, outer)(f)
+        if outer == "custom_jvp":
+            form.defjvp(lambda primals, tangents: (None, f(primals[0]) * tangents[0]))
+        else:
+            form.defgrad(f)
+    outside = tf.constant(2.0)
+    assert tf.function(lambda: gradient(form, outside)[0])() == 2
+    assert tf.function(lambda: gradient(form, tf.constant(2.0))[0])() == 2
+    assert len(known) >= 4
+    assert all(value == 2 for value in known)

@@ -126,8 +126,9 @@ def own(x: Tensor) -> Tensor:
     depends on through this argument alone is what it depends on through the copy.
     """
     if not tf.executing_eagerly():
-        # TensorFlow's gradient of a loop looks through an Identity, as does `ancestry.names_of`.
-        return tf.identity_n([x])[0]
+        # TensorFlow's gradient of a loop looks through an Identity, as does `ancestry.names_of`; but
+        # not through a Cast, whose static value is known like that of an Identity.
+        return tf.raw_ops.Cast(x=x, DstT=x.dtype)
     if not is_recorded([x]):
         return x
     with not_recording():
