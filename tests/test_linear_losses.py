@@ -1,13 +1,15 @@
 """Derivatives with respect to what a rule is linear in: upstream gradients and tangents.
 
-Where these are zero, the dot-product test of a transpose would say nothing.
+Where these are zero, the dot-product test of a transpose would say nothing. And third derivatives.
 """
+
+import itertools
 
 import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import exact, hidden, on_host, slope, verdict
+from forms import FIRST_ORDER, MODES, exact, hidden, on_host, slope, verdict
 
 
 def by_jvp(cut):
@@ -166,3 +168,16 @@ def test_where_they_are_zero_nothing_else_is_refused():
         assert verdict(wrap(lambda x: pulled(form, x, None)), exact(1)) in {"raises", "NaN"}
         none = wrap(lambda x: pulled(second, x, tf.zeros_like(x)))
         assert verdict(none, 0 * exact(1)) == "right"
+
+
+@pytest.mark.parametrize(
+    "modes", list(itertools.product(["reverse", "forward"], repeat=3)), ids=" then ".join
+)
+@pytest.mark.parametrize(
+    "form", ["with_gradient, stopped", "custom_jvp, host", "custom_vjp, stopped"]
+)
+def test_third_derivatives_of_what_is_lost(form, modes):
+    run = FIRST_ORDER[form]
+    for mode in modes:
+        run = MODES[mode](run)
+    assert verdict(run, exact(3)) in {"raises", "NaN"}
