@@ -164,6 +164,10 @@ def compiled(f: Form) -> Form:
     return tf.function(f, jit_compile=True)
 
 
+# An error of one of these types does not say what to do.
+SLIPS = (AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError)
+
+
 def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:
     """`right`, `raises`, `NaN` (nothing finite), `None` or `wrong`."""
     try:
@@ -171,6 +175,8 @@ def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:
         if y is None:
             return "None"
         y = y.numpy()
+    except SLIPS:
+        raise
     except Exception:
         return "raises"
     if y.shape == expected.shape and np.allclose(y, expected, rtol=1e-9, atol=1e-12):
