@@ -150,11 +150,10 @@ def _differentiable(
         inputs, outputs = seen or (points, [])
         is_unconnected = all(g is None for g in found)
         are_lost = [True] * len(xs) if is_unconnected else lost.are_cut(outputs, inputs)
+        unknown = loud.failures(xs, lost.message(call.name), zs, are_lost)
         return [
-            loud.failures([x], lost.message(call.name), [*zs, *xs])[0]
-            if is_lost
-            else (tf.zeros_like(x) if g is None else g)
-            for x, g, is_lost in zip(xs, found, are_lost, strict=True)
+            u if u is not None else tf.zeros_like(x) if g is None else g
+            for u, g, x in zip(unknown, found, xs, strict=True)
         ]
 
     def differentiable() -> list[Leaf | None]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import sgtrick
 from matrix.functions import misled
+from matrix.problem import SLIPS
 
 POINTS = np.array([-1.3, 0.4, 2.1])
 
@@ -162,10 +163,6 @@ def map_of(name: str) -> Callable[[Form], Form]:
 
 def compiled(f: Form) -> Form:
     return tf.function(f, jit_compile=True)
-
-
-# An error of one of these types does not say what to do.
-SLIPS = (AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError)
 
 
 def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:

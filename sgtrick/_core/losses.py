@@ -80,10 +80,10 @@ def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[],
     """
     is_linear = callable(rule.push)  # its transpose
     if rule.lost is not None:
-        by_outputs = rule.cut or [False] * len(pulled.us)
+        by_outputs = zip(rule.cut or [False] * len(pulled.us), pulled.us, strict=True)
         known = Lost(
             [any(is_lost(rule, i, k) for k, m in enumerate(pulled.moving) if m)] * len(xs),
-            [c for c, u in zip(by_outputs, pulled.us, strict=True) if u is not None],
+            [] if is_linear else [is_cut for is_cut, u in by_outputs if u is not None],
         )
     elif pulled.tape is None:
         gradient = pulled.gradients[i]
@@ -103,20 +103,21 @@ def is_lost(rule: Rule, i: int, k: int) -> bool:
 
 def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
     part, n = lost.values_of(pulled.gradients[i]), len(rule.sources)
+    at = [] if callable(rule.push) else pulled.at
     if any(part is u for u in pulled.at):
-        return Lost([False] * len(xs), [False] * len(pulled.at))
+        return Lost([False] * len(xs), [False] * len(at))
     us, gradient = pulled.again(i)
     with loud.not_raising():  # the caller has not requested these gradients
         assert pulled.tape is not None
         found = pulled.tape.gradient(part, [*rule.sources, *pulled.at])
     missing = [d is None for d in found]
     if gradient is None:
-        of_sources, cut = missing[:n], [all(missing[n:])] * len(pulled.at)
+        of_sources, cut = missing[:n], [all(missing[n:])] * len(at)
     else:
         of_terms = lost.are_lost_eagerly(gradient, rule.sources, us, missing[:n])
         moving = [m for m, u in zip(pulled.moving, pulled.us, strict=True) if u is not None]
         of_sources = in_some(of_terms, moving)
-        cut = lost.are_cut([gradient], us)
+        cut = lost.are_cut([gradient], us) if at else []
     elsewhere = by_host(rule, pulled, i)
     ids = set(map(graphs.identity_of, elsewhere))
     inputs = list(map(ancestry.names_of, xs))
@@ -127,7 +128,7 @@ def _eagerly(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Lost:
     known = set().union(*inputs)
     return Lost(
         points,
-        [] if callable(rule.push) else cut,
+        cut,
         [t for t in elsewhere if graphs.identity_of(t) not in known],
     )
 

@@ -92,10 +92,10 @@ def _paths_by_term(
     ]
 
 
-def are_cut(gradients: Sequence[Tensor], us: Sequence[Tensor]) -> list[bool]:
+def are_cut(gradients: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[bool]:
     """With respect to which of `us` the derivative of some gradient in a graph is lost."""
-    by_gradient = [ancestry.paths(g, us, cuts=_CUTS) for g in gradients]
-    return [any(_is_lost(paths[i]) for paths in by_gradient) for i in range(len(us))]
+    by_gradient = [spread(ancestry.paths(g, present(us), cuts=_CUTS), us) for g in gradients]
+    return [any(_is_lost(paths[i] or ()) for paths in by_gradient) for i in range(len(us))]
 
 
 def through_host(

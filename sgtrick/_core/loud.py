@@ -79,11 +79,22 @@ def failure(
     return tf.fill(shape, tf.cast(value, like.dtype))
 
 
-def failures(likes: Sequence[Tensor], message: str, of: Sequence[Tensor]) -> list[Tensor | None]:
-    """`failure` for each of several tensors; None for those without derivatives."""
+def failures(
+    likes: Sequence[Tensor],
+    message: str,
+    of: Sequence[Tensor],
+    which: Sequence[bool] | None = None,
+) -> list[Tensor | None]:
+    """`failure` for each of several tensors, or for those of them that `which` chooses.
+
+    None for the others, and for those without derivatives.
+    """
+    which = [True] * len(likes) if which is None else which
     return [
-        failure(like, message, [*likes, *of]) if structures.is_differentiable(like.dtype) else None
-        for like in likes
+        failure(like, message, [*likes, *of])
+        if is_chosen and structures.is_differentiable(like.dtype)
+        else None
+        for like, is_chosen in zip(likes, which, strict=True)
     ]
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
-from sgtrick._core.absent import Dense, present, spread
+from sgtrick._core.absent import Dense, present
 from sgtrick._core.losses import by_terms
 from sgtrick._core.lost import are_cut, values_of
 from sgtrick._core.rule import Rule
@@ -36,13 +36,11 @@ def of_batch(
     cut_by_member = [False] * len(live)
 
     def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
-        nonlocal cut_by_member
         gradients = rule.pull(*us)
         for i, g in enumerate(gradients):
             if g is not None:
                 by_member[i] = list(map(any, by_terms(rule, g, us)))
-        cut = are_cut(list(map(values_of, present(gradients))), present(us))
-        cut_by_member = list(map(bool, spread(cut, us)))
+        cut_by_member[:] = are_cut(list(map(values_of, present(gradients))), us)
         return gradients
 
     dense = Dense(pull_member, live)

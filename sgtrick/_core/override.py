@@ -20,7 +20,7 @@ from sgtrick._core import adjoint, apart, devices, losses, lost, loud, mapped, s
 from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here, operation
-from sgtrick._core.absent import Dense, present, spread
+from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import not_transposed, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
@@ -144,26 +144,30 @@ def _push(
     around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     moving = losses.are_moving(tangents)
 
-    def notice(gradient: Gradient, at: Sequence[Tensor | None]) -> Sequence[Sequence[bool]]:
-        found = losses.through_host(rule, gradient, at, around)
+    def notice(
+        part: Gradient, at: Sequence[Tensor | None]
+    ) -> Iterable[tuple[Sequence[bool], bool]]:
+        """What is lost of each term: by which sources, and whether by its tensor among `at`."""
+        found = losses.through_host(rule, part, at, around)
         through.update((graphs.identity_of(t), t) for t in found)
-        return losses.by_terms(rule, gradient, at) if rule.lost is None else []
+        if rule.lost is not None:
+            return []
+        are_cut = lost.are_cut([lost.values_of(part)], at)
+        return zip(losses.by_terms(rule, part, at), are_cut, strict=True)
 
-    def add(found: list[list[bool]], k: int, more: Iterable[bool]) -> None:
-        found[k] = list(map(operator.or_, found[k], more))
+    def add(k: int, i: int, by_sources: Sequence[bool], is_cut: bool) -> None:
+        """Adds what is lost of the term of output `k` with the tangent of input `i`."""
+        if moving[i]:
+            by_output[k] = list(map(operator.or_, by_output[k], by_sources))
+        cut[k][i] |= is_cut
 
     def pull(*us: Tensor | None) -> Sequence[Gradient]:
         gradients = rule.pull(*us)
         # One by one: their sum would show what is stopped beside what is not.
         for i, gradient in enumerate(gradients):
-            if gradient is None or not moving[i]:
-                continue
-            for k, by_sources in enumerate(notice(gradient, us)):
-                add(by_output, k, by_sources)
-            if rule.lost is None:
-                by_upstream = lost.are_cut([lost.values_of(gradient)], present(us))
-                for k, is_cut in enumerate(spread(by_upstream, us)):
-                    cut[k][i] |= bool(is_cut)
+            if gradient is not None and moving[i]:
+                for k, found in enumerate(notice(gradient, us)):
+                    add(k, i, *found)
         return gradients
 
     def push(*ts: Tangent) -> Sequence[Tangent]:
@@ -172,10 +176,8 @@ def _push(
         pushed = rule.push(*ts)
         for k, tangent in enumerate(pushed):
             if tangent is not None:
-                for by_sources in itertools.compress(notice(tangent, ts), moving):
-                    add(by_output, k, by_sources)
-                if rule.lost is None:
-                    add(cut, k, map(bool, spread(lost.are_cut([tangent], present(ts)), ts)))
+                for i, found in enumerate(notice(tangent, ts)):
+                    add(k, i, *found)
         return rule.finish(pushed, ts) if rule.finish else pushed
 
     def losing(k: int, tangent: Tensor) -> Tensor:
@@ -268,9 +270,9 @@ def _with_errors(
         is_of_function = _is_of_function(part)
         with loud.not_raising() if is_of_function else contextlib.nullcontext():
             of = [z, *at, *xs]
-            points = _failures(xs, by_points, lost.message(rule.name), of)
+            points = loud.failures(xs, lost.message(rule.name), of, by_points)
             if not transposable:
-                us = _failures(at, by.upstream, lost.cut_message(rule.name), of)
+                us = loud.failures(at, lost.cut_message(rule.name), of, by.upstream)
         # Forward over forward mode differentiates the result of z, and so do double VJPs.
         if any(by_points) and (by_graph or not is_of_function):
             z = _losing(rule.name, z, list(itertools.compress(xs, by_points)))
@@ -303,16 +305,6 @@ def _with_errors(
         ]
 
     return lost.with_values(gradient, _pass_on(part, [*at, *xs], pull, push))
-
-
-def _failures(
-    ts: Sequence[Tensor], which: Sequence[bool], message: str, of: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Unknown gradients with respect to those tensors that are chosen, None for the others."""
-    return [
-        loud.failures([t], message, of)[0] if is_lost else None
-        for t, is_lost in zip(ts, which, strict=True)
-    ]
 
 
 def _is_of_function(part: Tensor) -> bool:

@@ -51,7 +51,12 @@ DEFECTS = (
         "a gradient that is lost is not guarded: second derivatives are zero",
         "programs",
         "_core/override.py",
-        (("message, of)[0] if is_lost else None\n", "message, of)[0] if False else None\n"),),
+        (
+            (
+                "lost.message(rule.name), of, by_points)",
+                "lost.message(rule.name), of, [False] * len(xs))",
+            ),
+        ),
     ),
     Defect(
         "the value is not stopped, so that its own derivative is added",

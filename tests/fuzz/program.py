@@ -13,17 +13,13 @@ import tensorflow as tf
 
 import sgtrick
 from fuzz import pieces
+from matrix.problem import SLIPS
 
 # For what four transformations make of rounding.
 TOLERANCES = {
     "float64": 1e-7, "complex128": 1e-7, "float32": 2e-2, "complex64": 2e-2, "float16": 0.1,
 }  # fmt: skip
 LIBRARY = pathlib.Path(sgtrick.__file__).parent
-# What an error may be: not those that come of a slip in the library itself.
-SLIPS = (
-    AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError,
-    UnboundLocalError,
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from matrix.problem import Case, Function, Outcome, Problem, as_list, complaint, is_loud
+from matrix.problem import SLIPS, Case, Function, Outcome, Problem, as_list, complaint, is_loud
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ def judge(cell: Cell, case: Case) -> str:
     problem = cell.problem(case)
     try:
         outcome = cell.run(case.form, problem)
+    except SLIPS:
+        raise
     except Exception:
         return "raises"
     if complaint(outcome, problem.expected, cell.rtol) is None:

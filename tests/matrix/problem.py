@@ -172,6 +172,10 @@ def complaint(outcome: Outcome, expected: Outcome, rtol: float) -> str | None:
     return None
 
 
+# What an error that says what to do is not.
+SLIPS = (AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError)
+
+
 def is_loud(outcome: Outcome) -> bool:
     """Whether nobody can take an outcome for the right one: all of it has something not finite."""
     return all(

@@ -126,8 +126,8 @@ def own(x: Tensor) -> Tensor:
     depends on through this argument alone is what it depends on through the copy.
     """
     if not tf.executing_eagerly():
-        # TensorFlow's gradient of a loop looks through an Identity, as does `ancestry.names_of`; but
-        # not through a Cast, whose static value is known like that of an Identity.
+        # TensorFlow's gradient of a loop looks through an Identity, and so does
+        # `ancestry.names_of`, but not through a Cast. The static value is known through both.
         return tf.raw_ops.Cast(x=x, DstT=x.dtype)
     if not is_recorded([x]):
         return x
@@ -148,7 +148,7 @@ def asked_for(x: Tensor) -> bool:
     request = _request()
     sources = tf.nest.flatten(request["sources"]) if request else []
     wanted = list(_origins(x))
-    return any(t is s or t is getattr(s, "handle", s) for t in wanted for s in sources)
+    return any(t is getattr(s, "handle", s) for t in wanted for s in sources)
 
 
 def _origins(x: Tensor) -> Iterator[Tensor]:

@@ -550,8 +550,9 @@ def magic_box(function, rule):
 FORMS = (
     with_gradient, with_gradient_in_part, with_gradient_scaled_by_host, with_gradient_by_keyword,
     with_gradient_of_one_tensor_twice, custom_jvp_of_one_tensor_twice,
-    custom_vjp_of_one_tensor_twice, with_gradient_closing_over_a_scale, with_gradient_closing_over_what_host_scales,
-    with_gradient_only_in_eager, with_gradient_of_a_variable,
+    custom_vjp_of_one_tensor_twice, with_gradient_closing_over_a_scale,
+    with_gradient_closing_over_what_host_scales, with_gradient_only_in_eager,
+    with_gradient_of_a_variable,
     from_value_and_gradient, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_jvp_of_objects,
     custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
