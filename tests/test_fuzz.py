@@ -156,6 +156,7 @@ FOUND = [
             (pieces.custom_vjp_that_stops_an_upstream_gradient, (pullback_by_accumulator,)),
             (pieces.custom_jvp_on_host, (pieces.tangent_by_tape,)),
             (pieces.custom_jvp_on_host, (pieces.tangent_by_accumulator, pieces.function)),
+            (pieces.custom_vjp_closing_over_an_array, (vectorized_map, tape, tape)),
         )
     ),
 ]

@@ -606,6 +606,23 @@ class TestRulesThatCallFunctions:
         assert verdict(self.WAYS[way](make(hidden, self.RULES[rule])), exact(2)) == "right"
 
 
+def read(array):
+    return slope(array.read(1))
+
+
+def read_in_a_loop(array):
+    return slope(tf.map_fn(array.read, tf.range(2), fn_output_signature=array.dtype)[1])
+
+
+def written_in_a_loop(array):
+    _, copy = tf.while_loop(
+        lambda i, _: i < 2,
+        lambda i, copy: (i + 1, copy.write(i, array.read(i))),
+        (0, tf.TensorArray(array.dtype, 2, element_shape=[])),
+    )
+    return slope(copy.stack()[1])
+
+
 class TestMapped:
     """Every form and trick by `tf.vectorized_map` without a loop."""
 
@@ -693,3 +710,33 @@ class TestMapped:
         assert verdict(derivative(mapped(member)), exact(1)) in LOUD
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"cannot be mapped by .* here"):
             forward_derivative(mapped(member))(tf.constant(POINTS))
+
+    @pytest.mark.parametrize("way", [w for w in MAPPED if "forward" not in w])
+    @pytest.mark.parametrize("use", [read, read_in_a_loop, written_in_a_loop])
+    def test_a_rule_that_closes_over_an_array(self, use, way):
+        """TensorFlow keeps those of all members in one list, of stacked elements."""
+        form = self.with_array(use)
+        came = verdict(MAPPED[way](form), exact(1))
+        if "XLA" in way and use is not read:
+            assert came in LOUD  # as XLA does not know the length of such an array
+        else:
+            assert came == "right"
+
+    def with_array(self, use):
+        @sgtrick.custom_vjp
+        def form(x):
+            array = tf.TensorArray(x.dtype, 2, element_shape=[], clear_after_read=False)
+            array = array.write(0, 2 * x).write(1, x)
+            return hidden(x), lambda u: u * use(array)
+
+        return form
+
+    @pytest.mark.parametrize("use", [read, read_in_a_loop, written_in_a_loop])
+    def test_second_derivatives_of_a_rule_that_closes_over_an_array(self, use):
+        run = derivative(derivative(mapped(self.with_array(use))))
+        assert verdict(run, exact(2)) == "right"
+
+    def test_a_rule_that_closes_over_an_array_nested(self):
+        x = np.stack([POINTS, 2 * POINTS])
+        run = derivative(mapped(mapped(self.with_array(read))))
+        assert verdict(run, exact(1, x), x) == "right"

@@ -52,14 +52,9 @@ def of_batch(
         return ys, xs, _out_of_reach(rule.name, xs)
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:
-        def one(arguments: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
-            us, stacked = arguments
-            some = iter(stacked)
-            return member(us, [next(some) if is_stacked else t for t, is_stacked in captured])
-
         us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
         with loud.not_raising():
-            mapped = tf.vectorized_map(one, (us, [t for t, is_stacked in captured if is_stacked]))
+            mapped = mapping.over_members(member, us, captured, member.captured)
         gradients = dense.restored(mapped)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, inputs, strict=True)):
             if g is not None:

@@ -82,6 +82,7 @@ class Program:
         return "skipped" if self._judged(native, expected) != "right" else came
 
     def _judged(self, f: Callable[..., Any], expected: np.ndarray) -> str:
+        tf.debugging.disable_traceback_filtering()  # which hides what TensorFlow has raised itself
         try:
             for step in self.steps:
                 f = step(f)
@@ -92,6 +93,7 @@ class Program:
             slipped |= "RecursionError" in str(error)  # AutoGraph raises others by it
             return f"{type(error).__name__}: {error}" if slipped else "loud"
         finally:
+            tf.debugging.enable_traceback_filtering()
             # tf.map_fn and tf.scan set it, and leave it there if their body raises: then strategies
             # fail in all that follows.
             tf.compat.v1.get_variable_scope()._caching_device = None

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._core._tensorflow.graphs import captured_from, identity_of
@@ -55,6 +56,48 @@ def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]
     return [pfor_lib.wrap(t, True) for t in outputs] + [
         pfor_lib.wrap(*found) for found in inputs[count:]
     ]
+
+
+def over_members(
+    f: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
+    us: Sequence[Tensor],
+    taken: Sequence[tuple[Tensor, bool]],
+    like: Sequence[Tensor],
+) -> list[Tensor]:
+    """`tf.vectorized_map` of a function of `us` and of tensors that were taken from a graph.
+
+    Args:
+        f: The function, for one member.
+        us: Tensors with a leading batch dimension.
+        taken: What `Vectorized.take` returned.
+        like: What it was called with.
+    """
+    stacked = [t for t, is_stacked in taken if is_stacked and t.dtype != tf.variant]
+
+    def one(arguments: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+        us, of_stacked = arguments
+        some = iter(of_stacked)
+        tensors = [
+            t if not is_stacked else _list_of(t, t1, us[0]) if t.dtype == tf.variant else next(some)
+            for (t, is_stacked), t1 in zip(taken, like, strict=True)
+        ]
+        return f(us, tensors)
+
+    return tf.vectorized_map(one, (list(us), stacked))  # type: ignore[no-any-return]
+
+
+def _list_of(lists: Tensor, like: Tensor, u: Tensor) -> Tensor:
+    """A member's tensor list, as of a loop, in a function that is mapped, given a tensor of it.
+
+    `tf.vectorized_map` stacks the elements of lists, and not the lists, so it cannot be given them.
+    """
+    member, _ = tf.identity_n([lists, u])
+    member.op.pfor_converter = lambda pfor_input: [
+        pfor_lib.wrap(lists, True),
+        pfor_lib.wrap(pfor_input.stacked_input(1), True),
+    ]
+    handle_data_util.copy_handle_data(like, member)
+    return member
 
 
 class OutOfReachError(Exception):

@@ -431,6 +431,17 @@ def custom_vjp_in_a_function(function, rule):
     return run
 
 
+def custom_vjp_closing_over_an_array(function, rule):
+    @sgtrick.custom_vjp
+    def form(x):
+        j = rule(function, x)
+        array = tf.TensorArray(j.dtype, 1, element_shape=j.shape, clear_after_read=False)
+        array = array.write(0, j)
+        return misled(function, x), lambda u: function.pull(array.read(0), u)
+
+    return form
+
+
 def with_gradient_in_a_branch(function, rule):
     """Which closes over what was computed outside of the branch."""
 
@@ -562,11 +573,13 @@ FORMS = (
     custom_gradient_with_a_function_hx_on_host, custom_gradient_without_curvature,
     custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,
     from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized, custom_vjp_in_a_function,
-    with_gradient_in_a_branch, implicit_root, implicit_reparameterize, straight_through,
-    scale_gradient, clip_gradient, stop_gradient, magic_box,
+    custom_vjp_closing_over_an_array, with_gradient_in_a_branch, implicit_root, implicit_reparameterize, straight_through, scale_gradient, clip_gradient, stop_gradient,
+    magic_box,
 )  # fmt: skip
 # Which reach for what was computed outside, as those do in which most was wrong.
-OUTSIDE = (custom_vjp_in_a_function, with_gradient_in_a_branch)
+OUTSIDE = (
+    custom_vjp_in_a_function, custom_vjp_closing_over_an_array, with_gradient_in_a_branch,
+)  # fmt: skip
 # Which there are only of functions to a number and of those entry by entry.
 ENGINES = (from_numpy, from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized)
 # Which there are not of complex numbers.
