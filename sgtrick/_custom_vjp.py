@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from sgtrick._core import calls, structures, vjp_protocol
 from sgtrick._core._tensorflow import autograph, graphs, tapes
+from sgtrick._core.closures import Rest
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import (
@@ -54,10 +55,11 @@ def custom_vjp(f: Function | None = None) -> Function:
             are not tensors or have no derivatives may be omitted. If `f` reads trainable variables
             that are not among its arguments, `grad_fn` must take a keyword `variables`, the list of
             these in the order in which they were read, and return
-            `(gradients, variable_gradients)`. It never runs in a forward pass, and need not be
-            linear; loops and host calls are allowed. Higher derivatives are obtained by
-            differentiating `grad_fn`. Forward mode transposes it, by differentiating it with
-            respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
+            `(gradients, variable_gradients)`. Other tensors that `f` closes over have no gradient:
+            requesting one is an error, unless `f` stops it. `grad_fn` never runs in a forward pass,
+            and need not be linear; loops and host calls are allowed. Higher derivatives are
+            obtained by differentiating `grad_fn`. Forward mode transposes it, by differentiating it
+            with respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
             gradients.
 
     Returns:
@@ -68,9 +70,10 @@ def custom_vjp(f: Function | None = None) -> Function:
         ValueError: `grad_fn` returned the wrong number of gradients, or one of the wrong shape.
         LookupError: When TensorFlow cannot compute a derivative from `grad_fn`: in forward mode, if
             it is not linear or calls the host; for higher derivatives, if the gradient, or a part
-            of it, is not connected to the arguments. In graphs this is a
-            `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
-            the derivative is NaN.
+            of it, is not connected to the arguments; and with respect to a tensor that `f` closes
+            over. With respect to what that tensor was computed from, the derivative is NaN. In
+            graphs this is a `tf.errors.InvalidArgumentError` when the graph runs; around a
+            `tf.function` and in XLA, the derivative is NaN.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
@@ -87,7 +90,10 @@ def _custom_vjp(f: Function) -> Function:
         args, kwargs = tf.nest.map_structure(_own, (args, kwargs))
         leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
-        returned, variables, tape = read.recorded(run, [*passed, *(leaf for _, leaf in leaves)])
+        own = [leaf for _, leaf in leaves]
+        rest = Rest(function.name, "grad_fn", [_component(leaf) for leaf in own if _is_input(leaf)])
+        with rest.noted():
+            returned, variables, tape = read.recorded(run, [*passed, *own])
         y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]
@@ -97,7 +103,10 @@ def _custom_vjp(f: Function) -> Function:
             return _Rule(f, grad_fn, leaves, y, variables).pull(*upstream)
 
         kept = Rule(function.name, rule.pull, sources=sources, tape=tape, again=again)
-        return rule.pack(keep(rule.outputs, rule.inputs, kept))
+        outputs = keep(rule.outputs, rule.inputs, kept)
+        if rule.inputs:  # else the derivatives are those of y itself
+            outputs = list(map(rest.unknown, rule.outputs, outputs))
+        return rule.pack(outputs)
 
     return autograph.form(call)
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from sgtrick._core import calls, devices
 from sgtrick._core._tensorflow import autograph
-from sgtrick._core.closures import Closure
+from sgtrick._core.closures import Closure, Rest
 from sgtrick._core.fixed_point import (
     ValueAtPoint,
     as_tuple,
@@ -82,7 +82,8 @@ def with_gradient(
             the order in which they were read, and returns `(gradients, variable_gradients)`: for
             each variable a Jacobian, of the shape of the value followed by that of the variable, or
             for a scalar value `tf.IndexedSlices`. The variables then get exactly these gradients,
-            and other tensors that `f` closes over get none.
+            and other tensors that `f` closes over have none: requesting one is an error, unless `f`
+            stops it.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `f` and `grad` run there too.
@@ -172,9 +173,11 @@ def _with_variables(
     alone.
     """
     others, at = point.others(), point.read()
+    rest = Rest(name, "grad", [*others.xs, *point.stopped_xs])
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(others.xs)
-        y, variables = read(lambda: others.at(others.xs)(f), point.call.leaves())
+        with rest.noted():
+            y, variables = read(lambda: others.at(others.xs)(f), point.call.leaves())
     y = checked_value(y, name)
     reads = [tf.convert_to_tensor(v) for v in variables]
 
@@ -190,4 +193,5 @@ def _with_variables(
         ]
 
     xs = [*point.xs, *others.xs, *reads]
-    return keep([y], xs, Rule(name, pull, sources=[*xs, *variables]))[0]
+    (kept,) = keep([y], xs, Rule(name, pull, sources=[*xs, *variables]))
+    return rest.unknown(y, kept)

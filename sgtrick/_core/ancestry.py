@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 import tensorflow as tf
 
 from sgtrick._core import structures, walk
-from sgtrick._core._tensorflow import graphs
+from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core.types import Graph, Tape, Tensor
 
 
@@ -168,6 +168,35 @@ def begins(
             use = "gathered" if op.type.startswith("ResourceGather") else "read"
             stack.extend((i, use) for i in op.inputs)
     return tensors, handles
+
+
+def begins_eagerly(
+    y: Tensor, point: Sequence[Tensor], before: int, operations: Sequence[tapes.Operation]
+) -> list[Tensor]:
+    """The older tensors that an eager tensor depends on and that are differentiated.
+
+    Args:
+        y: The tensor.
+        point: Tensors to leave out.
+        before: The version before `y` was computed.
+        operations: Those since then.
+    """
+    made_by = {graphs.identity_of(t): op for op in operations for t in op.outputs}
+    seen = set(map(graphs.identity_of, point))
+    tensors, stack = [], [y]
+    while stack:
+        t = stack.pop()
+        key = graphs.identity_of(t)
+        if key in seen or not graphs.carries_derivatives(t):
+            continue
+        seen.add(key)
+        if key in made_by:
+            if not graphs.type_has_no_gradient(made_by[key].type):
+                stack.extend(made_by[key].inputs)
+        # What is new is a constant, or the value of a variable.
+        elif graphs.is_older(t, before) and tapes.is_recorded([t]):
+            tensors.append(t)
+    return tensors
 
 
 def is_made_of(tensor: Tensor, sources: Sequence[Tensor]) -> bool:

@@ -1,6 +1,7 @@
 """What a function depends on besides its arguments: variables, and tensors that it closes over."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.absent import present
 from sgtrick._core.calls import Selection
 from sgtrick._core.mixed import Others
+from sgtrick._core.override import unknown_by
 from sgtrick._core.types import Structure, Tangent, Tape, Tensor, Variable
 
 
@@ -132,6 +134,41 @@ class Closure:
             return Others(self._passed, [*tensors, *variables])
         # A watched variable that is not trainable.
         return Others(self._passed, [*tensors, *variables], _is_zero, _never, unknown=True)
+
+
+class Rest:
+    """What a function closes over besides variables, where a rule gives all of its derivatives."""
+
+    def __init__(self, name: str, rule: str, passed: Sequence[Tensor]) -> None:
+        """The function, called in the scope `noted`, uses the tensors `passed` as arguments."""
+        self._message = _CLOSES_OVER.format(name, rule)
+        self._passed, self._before = passed, graphs.version()
+        self._operations: Sequence[tapes.Operation] = ()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        if tf.executing_eagerly() and tapes.somebody_records():
+            with tapes.noting() as self._operations:
+                yield
+        else:
+            yield
+
+    def unknown(self, y: Tensor, kept: Tensor) -> Tensor:
+        """`kept`, with errors for the derivatives with respect to what `y` closes over."""
+        return unknown_by(self._of(y), kept, self._message)
+
+    def _of(self, y: Tensor) -> list[Tensor]:
+        if tf.executing_eagerly():
+            return ancestry.begins_eagerly(y, self._passed, self._before, self._operations)
+        return ancestry.begins([y], self._passed, self._before)[0]
+
+
+_CLOSES_OVER = (
+    "{0} was differentiated with respect to a tensor that it closes over, or with respect to what "
+    "this was computed from, but its {1} only gives the gradients of arguments and variables. Pass "
+    "the tensor to {0} as an argument. If its derivative is meant to be zero, use tf.stop_gradient "
+    "of it in {0}."
+)
 
 
 def _besides(variables: Sequence[Variable], closed_over: Sequence[Tensor]) -> list[Tensor]:

@@ -328,6 +328,24 @@ def _losing(name: str, part: Tensor, xs: Sequence[Tensor]) -> Tensor:
     return _pass_on(part, xs, pull, push)
 
 
+def unknown_by(xs: Sequence[Tensor], y: Tensor, message: str) -> Tensor:
+    """The same tensor, with an error with this message for its derivatives with respect to `xs`.
+
+    Its other derivatives are passed on, with derivatives of their own.
+    """
+    if not xs:
+        return y
+
+    def pull(u: Tensor) -> list[Gradient]:
+        with loud.not_raising() if _is_of_function(y) else contextlib.nullcontext():
+            return [u, *loud.failures(xs, message, [u])]
+
+    def push(along: Tangent, *points: Tangent) -> list[Tangent]:
+        return loud.unless_moving(message, [along], present(points), xs)
+
+    return _pass_on(y, xs, pull, push)
+
+
 def _pass_on(part: Tensor, xs: Sequence[Tensor], pull: Pullback, push: Pushforward) -> Tensor:
     """The same tensor, with derivatives with respect to itself and to `xs`."""
     if tf.executing_eagerly():

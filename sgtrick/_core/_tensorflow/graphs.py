@@ -43,8 +43,13 @@ def as_used(t: Tensor) -> Tensor | Variable:
 
 
 def version() -> int:
-    """A number that grows with the operations of the graph that is being traced."""
-    return 0 if tf.executing_eagerly() else int(tf.compat.v1.get_default_graph().version)
+    """A number that grows with the operations of the graph being traced, or with eager tensors."""
+    return int(ops.uid() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().version)
+
+
+def is_older(t: Tensor, version: int) -> bool:
+    """Whether an eager tensor was computed before this version."""
+    return bool(ops.tensor_id(t) < version)
 
 
 def was_made_since(op: Operation, before: int) -> bool:
@@ -75,6 +80,14 @@ def has_no_gradient(op: Operation) -> bool:
         return ops.get_gradient_function(op) is None
     except LookupError:
         return op.type not in ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def type_has_no_gradient(type_: str) -> bool:
+    """The same for an eager operation, by its type; functions are called by theirs."""
+    try:
+        return ops.gradient_registry.lookup(type_) is None
+    except LookupError:
+        return False
 
 
 # The attributes with the functions that an operation calls, apart from the condition of a loop.

@@ -5,14 +5,16 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record, tape
+from tensorflow.python.framework import op_callbacks
 from tensorflow.python.ops import resource_variable_ops
 
-from sgtrick._core.types import Pullback, Pushforward, Tensor, Variable
+from sgtrick._core.types import Graph, Pullback, Pushforward, Tensor, Variable
 
 T = TypeVar("T")
 
@@ -67,6 +69,44 @@ def record_override(
             or None for each output.
     """
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
+    for operations in _NOTED.get():
+        operations.append(Operation("sgtrick", inputs, outputs))
+
+
+class Operation(NamedTuple):
+    """An eager operation."""
+
+    type: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+_NOTED: ContextVar[tuple[list[Operation], ...]] = ContextVar("_NOTED", default=())
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Operation]]:
+    """A scope that yields the eager operations in it, as they run."""
+    operations: list[Operation] = []
+
+    def note(  # as TensorFlow calls it
+        op_type: str,
+        inputs: Sequence[Tensor],
+        attrs: object,  # noqa: ARG001
+        outputs: Sequence[Tensor],
+        op_name: str | None = None,  # noqa: ARG001
+        graph: Graph | None = None,
+    ) -> None:
+        if graph is None:
+            operations.append(Operation(op_type, inputs, outputs))
+
+    token = _NOTED.set((*_NOTED.get(), operations))
+    op_callbacks.add_op_callback(note)
+    try:
+        yield operations
+    finally:
+        op_callbacks.remove_op_callback(note)
+        _NOTED.reset(token)
 
 
 def note_accesses(variables: Sequence[Variable]) -> None:

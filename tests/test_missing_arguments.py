@@ -1,0 +1,264 @@
+"""Derivatives that a rule leaves out: with respect to tensors that the function closes over.
+
+`custom_vjp`, and `with_gradient` where the rule also gives the gradients of variables, have no
+derivatives but those of the rule. The oracle of the others is autodiff of the true function.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from forms import compiled, hidden, slope, true
+
+X = tf.constant([0.3, -0.7], tf.float64)
+W = tf.constant([1.5, 2.0], tf.float64)
+V = tf.Variable([0.4, 0.9], dtype=tf.float64)
+SCALE = tf.Variable(2.0, dtype=tf.float64)
+
+CLOSES_OVER = r"differentiated with respect to a tensor that it closes over.*Pass the tensor to"
+
+
+def by_vjp(x, w):
+    return sgtrick.custom_vjp(lambda x: (hidden(x) * w, lambda u: u * slope(x) * w))(x)
+
+
+def by_vjp_of_two_outputs(x, w):
+    form = sgtrick.custom_vjp(
+        lambda x: ((hidden(x), hidden(x) * w), lambda u, v: slope(x) * (u + v * w))
+    )
+    return form(x)[1]
+
+
+def by_vjp_with_a_variable(x, w):
+    def f(x):
+        scale = SCALE.read_value()
+
+        def grad_fn(u, variables):
+            assert len(variables) == 1
+            return u * slope(x) * w * scale, [tf.reduce_sum(u * true(x) * w)]
+
+        return hidden(x) * w * scale, grad_fn
+
+    return sgtrick.custom_vjp(f)(x) / 2
+
+
+def by_gradient_with_a_variable(x, w):
+    def grad(x, variables):
+        assert len(variables) == 1
+        return slope(x) * w * SCALE, [true(x) * w]
+
+    return sgtrick.with_gradient(lambda x: hidden(x) * w * SCALE, grad)(x) / 2
+
+
+def by_vjp_around_another_form(x, w):
+    host = sgtrick.from_numpy(lambda w: (w, np.ones_like(w)), vectorized=True, event_ndims=0)
+    return sgtrick.custom_vjp(lambda x: (hidden(x) * host(w), lambda u: u * slope(x) * w))(x)
+
+
+def by_vjp_around_a_function(x, w):
+    scaled = tf.function(lambda y: y * w)
+    return sgtrick.custom_vjp(lambda x: (scaled(hidden(x)), lambda u: u * slope(x) * w))(x)
+
+
+FORMS = [
+    by_vjp,
+    by_vjp_of_two_outputs,
+    by_vjp_with_a_variable,
+    by_gradient_with_a_variable,
+    by_vjp_around_another_form,
+    by_vjp_around_a_function,
+]
+
+
+def reverse(f, by):
+    def run(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            y = f(x, w)
+        return tape.gradient(y, (x, w)[by])
+
+    return run
+
+
+def forward(f, by):
+    def run(x, w):
+        tangent = tf.ones_like((x, w)[by])
+        with tf.autodiff.ForwardAccumulator((x, w)[by], tangent) as accumulator:
+            y = f(x, w)
+        return accumulator.jvp(y)
+
+    return run
+
+
+def mapped(f):
+    return lambda x, w: tf.vectorized_map(lambda members: f(*members), (x, w))
+
+
+def in_a_branch(f):
+    return lambda x, w: tf.cond(x[0] > 0, lambda: f(x, w), lambda: x)
+
+
+def in_a_loop(f):
+    return lambda x, w: tf.while_loop(
+        lambda i, _: i < 1, lambda i, _: (i + 1, f(x, w)), (0, tf.zeros_like(x))
+    )[1]
+
+
+WAYS = {
+    "tape": lambda f, by: reverse(f, by),
+    "forward mode": lambda f, by: forward(f, by),
+    "tape in tf.function": lambda f, by: tf.function(reverse(f, by)),
+    "tape around tf.function": lambda f, by: reverse(tf.function(f), by),
+    "forward mode around tf.function": lambda f, by: forward(tf.function(f), by),
+    "tape in XLA": lambda f, by: compiled(reverse(f, by)),
+    "tape around vectorized_map": lambda f, by: reverse(mapped(f), by),
+    "tape in vectorized_map": lambda f, by: mapped(reverse(f, by)),
+    "a branch": lambda f, by: tf.function(reverse(in_a_branch(f), by)),
+    "a loop": lambda f, by: tf.function(reverse(in_a_loop(f), by)),
+}
+
+
+def values(y):
+    return np.asarray(tf.convert_to_tensor(y))
+
+
+CASES = [
+    (form, way)
+    for form, way in itertools.product(FORMS, WAYS)
+    # XLA calls no host. The gradients of loops and branches read no variables, natively neither.
+    if not (form is by_vjp_around_another_form and way == "tape in XLA")
+    and not (form is by_gradient_with_a_variable and way in ("a branch", "a loop"))
+]
+
+
+@pytest.mark.parametrize(("form", "way"), CASES)
+class TestFirstDerivatives:
+    def test_with_respect_to_the_argument(self, form, way):
+        np.testing.assert_allclose(values(WAYS[way](form, 0)(X, W)), slope(X) * W, rtol=1e-12)
+
+    def test_with_respect_to_what_is_closed_over(self, form, way):
+        run = WAYS[way](form, 1)
+        try:
+            came = run(X, W)
+        except (LookupError, tf.errors.InvalidArgumentError) as error:
+            assert "closes over" in str(error)  # noqa: PT017
+        else:
+            assert np.all(np.isnan(values(came)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_error(form):
+    for way in ("tape", "forward mode"):
+        with pytest.raises(LookupError, match=CLOSES_OVER):
+            WAYS[way](form, 1)(X, W)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="closes over"):
+        WAYS["tape in tf.function"](form, 1)(X, W)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+def test_what_it_was_computed_from(form, wrap):
+    """A part of the derivative would be missing beside others that are known."""
+    run = wrap(form)
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        w = tf.exp(V)
+        loss = run(X, w) + w
+    by_x, by_v = tape.gradient(loss, [X, V])
+    np.testing.assert_allclose(by_x, slope(X) * tf.exp(V), rtol=1e-12)
+    assert np.all(np.isnan(by_v))
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if f is not by_vjp_around_another_form])
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+def test_the_gradient_may_depend_on_it(form, wrap):
+    """`grad_fn` closes over it too, and TensorFlow differentiates that."""
+    np.testing.assert_allclose(wrap(reverse(reverse(form, 0), 1))(X, W), slope(X), rtol=1e-12)
+    second = reverse(reverse(lambda x, w: true(x) * w, 0), 0)(X, W)
+    np.testing.assert_allclose(wrap(reverse(reverse(form, 0), 0))(X, W), second, rtol=1e-12)
+
+
+def only_in_the_rule(x, w):
+    def f(x):
+        j = slope(x) * w
+        return hidden(x), lambda u: u * j
+
+    return sgtrick.custom_vjp(f)(x)
+
+
+def stopped(x, w):
+    kept = tf.stop_gradient(w)
+    return sgtrick.custom_vjp(lambda x: (hidden(x) * kept, lambda u: u * slope(x) * w))(x)
+
+
+def stopped_inside(x, w):
+    return sgtrick.custom_vjp(
+        lambda x: (hidden(x) * tf.stop_gradient(w), lambda u: u * slope(x) * w)
+    )(x)
+
+
+def by_its_size(x, w):
+    return sgtrick.custom_vjp(
+        lambda x: (hidden(x) * tf.cast(tf.size(w), x.dtype) / 2, lambda u: u * slope(x) * w)
+    )(x)
+
+
+@pytest.mark.parametrize("form", [only_in_the_rule, stopped, stopped_inside, by_its_size])
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "in tf.function"])
+class TestWhatIsNotMissing:
+    """Where the value does not depend on it, the gradient is None as with TensorFlow."""
+
+    def test_none(self, form, wrap):
+        def run():
+            return tf.constant(reverse(form, 1)(X, W) is None)
+
+        assert wrap(run)()
+
+    def test_the_others(self, form, wrap):
+        np.testing.assert_allclose(wrap(reverse(form, 0))(X, W), slope(X) * W, rtol=1e-12)
+
+
+def test_the_value_of_a_variable_that_is_an_argument():
+    v = tf.Variable(X)
+    form = sgtrick.custom_vjp(lambda a: (hidden(a), lambda u: u * slope(a)))
+    with tf.GradientTape() as tape:
+        y = form(v)
+    np.testing.assert_allclose(tape.gradient(y, v), slope(X), rtol=1e-12)
+
+
+def square_by_vjp(x):
+    return sgtrick.custom_vjp(lambda a: (a * x, lambda u: u * x))(x)
+
+
+def square_by_gradient(x):
+    def grad(a, variables):
+        assert len(variables) == 1
+        return x * SCALE, [a * x]
+
+    return sgtrick.with_gradient(lambda a: a * x * SCALE, grad)(x)
+
+
+@pytest.mark.parametrize("square", [square_by_vjp, square_by_gradient])
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+def test_a_tensor_that_is_passed_and_closed_over(square, wrap):
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        y = wrap(square)(X)
+    if wrap is tf.function:
+        assert np.all(np.isnan(tape.gradient(y, X)))
+    else:
+        with pytest.raises(LookupError, match=CLOSES_OVER):
+            tape.gradient(y, X)
+
+
+def test_an_argument_that_keeps_its_gradient_and_is_closed_over():
+    """In `with_gradient`, autodiff covers it, both ways."""
+
+    def f(x, w):
+        grad = lambda x, w_, variables: (slope(x) * w * w_ * SCALE, [true(x) * w * w_])  # noqa: E731
+        return sgtrick.with_gradient(lambda x, w_: hidden(x) * w * w_ * SCALE, grad)(x, w)
+
+    np.testing.assert_allclose(reverse(f, 1)(X, W), true(X) * 2 * W * SCALE, rtol=1e-12)
