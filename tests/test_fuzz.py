@@ -178,8 +178,9 @@ def test_a_jacobian_by_a_loop_of_mapped_gradients():
 
 @pytest.mark.parametrize("form", pieces.FORMS)
 def test_each_form_is_right(form):
+    expected = "loud" if form is pieces.custom_vjp_closing_over_a_scale else "right"
     step = accumulator if form is pieces.custom_jvp_on_host else tape
-    assert Program(Asinh, closed_form, form, (step,), (3,)).verdict() == "right"
+    assert Program(Asinh, closed_form, form, (step,), (3,)).verdict() == expected
 
 
 @pytest.mark.parametrize("rule", pieces.RULES)

@@ -16,7 +16,8 @@ def native() -> ModuleType:
     Each module has
 
     * `with_vjp(f, xs, refusal)`: the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as the
-      derivative. Derivatives with respect to tensors that are not among `xs` raise `refusal`.
+      derivative. Derivatives with respect to tensors that are not among `xs` raise `refusal`, or
+      another error.
 
     Those of jax and torch also have, for the value form,
 

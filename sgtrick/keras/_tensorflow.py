@@ -8,6 +8,6 @@ from sgtrick._core.types import Function, Tensor
 
 def with_vjp(f: Function, xs: Sequence[Tensor], refusal: Exception) -> Sequence[Tensor]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
-    del refusal  # on tensorflow, tensors that are not among xs are unconnected
+    del refusal  # the form raises its own
     outputs: Sequence[Tensor] = sgtrick.custom_vjp(f)(*xs)
     return outputs

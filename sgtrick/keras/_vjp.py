@@ -49,7 +49,7 @@ def custom_vjp(f: Function | None = None) -> Function:
             arguments, or assigns one.
         ValueError: `grad` returned gradients of the wrong number or shape.
         LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
-            argument. (On tensorflow the tensor is unconnected.)
+            argument. (On tensorflow as in `sgtrick.custom_vjp`.)
         NotImplementedError: On jax, forward mode with a `grad` that cannot be transposed; on torch,
             forward mode over forward mode, and `torch.func` inside `torch.compile`; or the backend
             has no derivatives.

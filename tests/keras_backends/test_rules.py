@@ -376,14 +376,13 @@ class TestRefusals:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
 
-    @pytest.mark.skipif(BACKEND == "tensorflow", reason="it is unconnected there")
     def test_a_closed_over_tensor_that_is_differentiated(self):
         x = tensor(POINTS)
 
         def form(w):
             return custom_vjp(lambda x: (x * w, lambda u: u * w))(x)
 
-        with pytest.raises(LookupError, match="reads a tensor that is being differentiated"):
+        with pytest.raises(LookupError, match=r"(reads a|with respect to a) tensor that"):
             gradient(form, [tensor(POINTS)], x)
 
     @pytest.mark.skipif(BACKEND != "torch", reason="other backends take it")

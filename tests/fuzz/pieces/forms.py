@@ -128,6 +128,24 @@ def custom_vjp(function, rule):
     return form
 
 
+def custom_vjp_closing_over_a_scale(function, rule):
+    """Which has no derivative with respect to it."""
+
+    def run(x):
+        scale = tf.exp(tf.reduce_mean(x))
+
+        @sgtrick.custom_vjp
+        def form(x):
+            return (
+                misled(function, x) * scale,
+                lambda u: function.pull(rule(function, x), u * conj(scale)),
+            )
+
+        return form(x) / scale
+
+    return run
+
+
 def custom_jvp_of_one_tensor_twice(function, rule):
     form = sgtrick.custom_jvp(lambda x, z: misled(function, x) * tf.exp(tf.reduce_mean(z)))
 
@@ -573,8 +591,9 @@ FORMS = (
     custom_gradient_with_a_function_hx_on_host, custom_gradient_without_curvature,
     custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,
     from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized, custom_vjp_in_a_function,
-    custom_vjp_closing_over_an_array, with_gradient_in_a_branch, implicit_root, implicit_reparameterize, straight_through, scale_gradient, clip_gradient, stop_gradient,
-    magic_box,
+    custom_vjp_closing_over_an_array, custom_vjp_closing_over_a_scale, with_gradient_in_a_branch,
+    implicit_root, implicit_reparameterize, straight_through, scale_gradient, clip_gradient,
+    stop_gradient, magic_box,
 )  # fmt: skip
 # Which reach for what was computed outside, as those do in which most was wrong.
 OUTSIDE = (
