@@ -9,7 +9,19 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import FIRST_ORDER, MODES, exact, hidden, mapped, on_host, slope, verdict
+from forms import (
+    FIRST_ORDER,
+    MODES,
+    derivative,
+    exact,
+    hidden,
+    jvp_form,
+    mapped,
+    on_host,
+    slope,
+    verdict,
+    vjp_form,
+)
 
 
 def by_jvp(cut):
@@ -206,3 +218,34 @@ def test_third_derivatives_of_what_is_lost(form, modes):
     for mode in modes:
         run = MODES[mode](run)
     assert verdict(run, exact(3)) in {"raises", "NaN"}
+
+
+def along_one(f, x):
+    return forward(pushed, f, x, tf.ones_like(x))
+
+
+def along_both_factors(f, x):
+    a, b, one = tf.ones_like(x), tf.ones_like(x), tf.ones_like(x)
+    with tf.autodiff.ForwardAccumulator(b, one) as outer:
+        with tf.autodiff.ForwardAccumulator(a, one) as inner:
+            g = pulled(f, x, a * b)
+        t = inner.jvp(g)
+    return outer.jvp(t)
+
+
+@pytest.mark.parametrize(
+    ("cut", "along", "due"),
+    [
+        (tf.identity, along_one, {"right"}),
+        (on_host(lambda j: j + 0), along_one, {"raises", "NaN"}),
+        # What is not lost, TensorFlow cannot differentiate here.
+        (on_host(lambda j: j + 0), along_both_factors, {"raises", "NaN"}),
+    ],
+    ids=["whole", "on the host", "on the host, along both factors"],
+)
+@pytest.mark.parametrize("wrap", [eager, tf.function], ids=["eager", "in a function"])
+@pytest.mark.parametrize("make", [sgtrick.with_gradient, jvp_form, vjp_form])
+def test_the_tangent_of_what_is_linear_loses_the_same(make, cut, along, due, wrap):
+    """Forward mode by what the gradient, or the tangent, is linear in, and then by the point."""
+    form = make(hidden, lambda x: cut(slope(x)))
+    assert verdict(wrap(derivative(lambda x: along(form, x))), exact(2)) in due

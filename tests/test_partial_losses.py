@@ -17,6 +17,7 @@ from forms import (
     linear_in_upstream,
     mapped,
     slope,
+    true,
     verdict,
     vjp_form,
 )
@@ -337,3 +338,17 @@ def test_with_respect_to_one_argument_in_code_that_runs_only_eagerly():
     np.testing.assert_allclose(outer.gradient(by_scale, x), np.cos(0.3))
     with pytest.raises(LookupError, match="no connection"):
         outer.gradient(by_x, scale)
+
+
+def test_by_numpy_in_eager_execution_beside_another_argument():
+    """The rule would be traced without a loss."""
+
+    def eager_slope(x):
+        return tf.constant(slope(x.numpy())) if tf.executing_eagerly() else slope(x)
+
+    form = sgtrick.custom_vjp(
+        lambda x, w: (hidden(x) * w, lambda u: (u * eager_slope(x) * w, u * true(x)))
+    )
+    run = derivative(derivative(lambda x: form(x, tf.ones_like(x))))
+    with pytest.raises(LookupError, match="no connection"):
+        run(tf.constant(POINTS))

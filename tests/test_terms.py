@@ -271,3 +271,23 @@ def test_no_term_is_lost(make, modes):
     f, native = (together(g) for g in (make(slope, slope), lambda x, w: true(x) * true(w)))
     expected = derivative(derivative(native))(tf.constant(POINTS))
     assert verdict(second_derivative(f, modes), expected) == "right"
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "in tf.function"])
+def test_a_term_with_an_upstream_gradient_that_is_zero_and_differentiated(wrap):
+    form = of_two_outputs_by_vjp(host_slope, slope)
+
+    def run(x):
+        u = tf.zeros_like(x)
+        with tf.GradientTape() as outer:
+            outer.watch(u)
+            with tf.GradientTape() as middle:
+                middle.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    ys = form(x)
+                g = inner.gradient(ys, x, [u, tf.ones_like(x)])
+            d = middle.gradient(g, x)
+        return outer.gradient(d, u)
+
+    assert verdict(wrap(run), exact(2)) in {"raises", "NaN"}
