@@ -206,7 +206,16 @@ def by_its_size(x, w):
     )(x)
 
 
-@pytest.mark.parametrize("form", [only_in_the_rule, stopped, stopped_inside, by_its_size])
+def by_its_integers(x, w):
+    def whole(t):
+        return tf.cast(tf.cast(t, tf.int32), t.dtype)
+
+    return sgtrick.custom_vjp(lambda x: (hidden(x) * whole(w), lambda u: u * slope(x) * w))(x)
+
+
+@pytest.mark.parametrize(
+    "form", [only_in_the_rule, stopped, stopped_inside, by_its_size, by_its_integers]
+)
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "in tf.function"])
 class TestWhatIsNotMissing:
     """Where the value does not depend on it, the gradient is None as with TensorFlow."""
@@ -262,3 +271,44 @@ def test_an_argument_that_keeps_its_gradient_and_is_closed_over():
         return sgtrick.with_gradient(lambda x, w_: hidden(x) * w * w_ * SCALE, grad)(x, w)
 
     np.testing.assert_allclose(reverse(f, 1)(X, W), true(X) * 2 * W * SCALE, rtol=1e-12)
+
+
+def by_vjp_where_an_operation_reads_the_variable(x, w):
+    """Which TensorFlow then does in C++."""
+
+    def grad_fn(u, variables):
+        assert len(variables) == 1
+        return u * slope(x) * w * SCALE, [tf.reduce_sum(u * true(x) * w)]
+
+    return sgtrick.custom_vjp(lambda a: (hidden(a) * w * SCALE, grad_fn))(x) / 2
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        by_vjp_with_a_variable,
+        by_vjp_where_an_operation_reads_the_variable,
+        by_gradient_with_a_variable,
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+def test_a_variable(form, wrap):
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        y = wrap(form)(X, W)
+    np.testing.assert_allclose(tape.gradient(y, SCALE), tf.reduce_sum(true(X) * W) / 2, rtol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+def test_a_function_of_integers_alone(wrap):
+    """There is no rule in the way of the value's own derivatives."""
+
+    def run(w):
+        return sgtrick.custom_vjp(lambda n: (w ** tf.cast(n, w.dtype), lambda u: None))(
+            tf.constant(3)
+        )
+
+    with tf.GradientTape() as tape:
+        tape.watch(W)
+        y = wrap(run)(W)
+    np.testing.assert_allclose(tape.gradient(y, W), 3 * W**2, rtol=1e-12)

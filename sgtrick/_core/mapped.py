@@ -54,7 +54,7 @@ def of_batch(
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
         with loud.not_raising():
-            mapped = mapping.over_members(member, us, captured, member.captured)
+            mapped = mapping.over_members(member, us, captured)
         gradients = dense.restored(mapped)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, inputs, strict=True)):
             if g is not None:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._core._tensorflow.graphs import captured_from, identity_of
@@ -62,7 +61,6 @@ def over_members(
     f: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
     us: Sequence[Tensor],
     taken: Sequence[tuple[Tensor, bool]],
-    like: Sequence[Tensor],
 ) -> list[Tensor]:
     """`tf.vectorized_map` of a function of `us` and of tensors that were taken from a graph.
 
@@ -70,7 +68,6 @@ def over_members(
         f: The function, for one member.
         us: Tensors with a leading batch dimension.
         taken: What `Vectorized.take` returned.
-        like: What it was called with.
     """
     stacked = [t for t, is_stacked in taken if is_stacked and t.dtype != tf.variant]
 
@@ -78,15 +75,15 @@ def over_members(
         us, of_stacked = arguments
         some = iter(of_stacked)
         tensors = [
-            t if not is_stacked else _list_of(t, t1, us[0]) if t.dtype == tf.variant else next(some)
-            for (t, is_stacked), t1 in zip(taken, like, strict=True)
+            t if not is_stacked else _list_of(t, us[0]) if t.dtype == tf.variant else next(some)
+            for t, is_stacked in taken
         ]
         return f(us, tensors)
 
     return tf.vectorized_map(one, (list(us), stacked))  # type: ignore[no-any-return]
 
 
-def _list_of(lists: Tensor, like: Tensor, u: Tensor) -> Tensor:
+def _list_of(lists: Tensor, u: Tensor) -> Tensor:
     """A member's tensor list, as of a loop, in a function that is mapped, given a tensor of it.
 
     `tf.vectorized_map` stacks the elements of lists, and not the lists, so it cannot be given them.
@@ -96,7 +93,6 @@ def _list_of(lists: Tensor, like: Tensor, u: Tensor) -> Tensor:
         pfor_lib.wrap(lists, True),
         pfor_lib.wrap(pfor_input.stacked_input(1), True),
     ]
-    handle_data_util.copy_handle_data(like, member)
     return member
 
 
