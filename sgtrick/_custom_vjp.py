@@ -55,12 +55,12 @@ def custom_vjp(f: Function | None = None) -> Function:
             are not tensors or have no derivatives may be omitted. If `f` reads trainable variables
             that are not among its arguments, `grad_fn` must take a keyword `variables`, the list of
             these in the order in which they were read, and return
-            `(gradients, variable_gradients)`. Other tensors that `f` closes over have no gradient:
-            requesting one is an error, unless `f` stops it. `grad_fn` never runs in a forward pass,
-            and need not be linear; loops and host calls are allowed. Higher derivatives are
-            obtained by differentiating `grad_fn`. Forward mode transposes it, by differentiating it
-            with respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
-            gradients.
+            `(gradients, variable_gradients)`. Other tensors that `f` closes over have no gradient,
+            unless they are among the arguments, too: requesting one is an error, or it is None if
+            `f` stops the tensor. `grad_fn` never runs in a forward pass, and need not be linear;
+            loops and host calls are allowed. Higher derivatives are obtained by differentiating
+            `grad_fn`. Forward mode transposes it, by differentiating it with respect to `upstream`,
+            and tests the transpose at fixed pseudo-random upstream gradients.
 
     Returns:
         A function of the arguments of `f` that returns `y`. Methods can be decorated too.
@@ -90,10 +90,11 @@ def _custom_vjp(f: Function) -> Function:
         args, kwargs = tf.nest.map_structure(_own, (args, kwargs))
         leaves = vjp_protocol.leaves_of(args, kwargs)
         run = functools.partial(converted(f), *owner, *args, **kwargs)
-        own = [leaf for _, leaf in leaves]
-        rest = Rest(function.name, "grad_fn", [_component(leaf) for leaf in own if _is_input(leaf)])
+        arguments = [*passed, *(leaf for _, leaf in leaves)]
+        tensors = [a for a in arguments if tf.is_tensor(a) and not isinstance(a, tf.Variable)]
+        rest = Rest(function.name, "grad_fn", list(map(_component, tensors)))
         with rest.noted():
-            returned, variables, tape = read.recorded(run, [*passed, *own])
+            returned, variables, tape = read.recorded(run, arguments)
         y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]

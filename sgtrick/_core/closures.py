@@ -142,7 +142,7 @@ class Rest:
     def __init__(self, name: str, rule: str, passed: Sequence[Tensor]) -> None:
         """The function, called in the scope `noted`, uses the tensors `passed` as arguments."""
         self._message = _CLOSES_OVER.format(name, rule)
-        self._passed, self._before = passed, graphs.version()
+        self._passed, self._before = list(map(graphs.as_used, passed)), graphs.version()
         self._operations: Sequence[tapes.Operation] = ()
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import pebble
 
-RESTART = 500  # draws, as TensorFlow keeps some of each
+RESTART = 150  # draws, as TensorFlow keeps some of each
 MEMORY = 12 << 30  # bytes
 
 
