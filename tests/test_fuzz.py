@@ -55,7 +55,7 @@ pytestmark = pytest.mark.autograph  # with everything that users meet
 
 
 @given(programs())
-@settings(SETTINGS, max_examples=40, derandomize=True)
+@settings(SETTINGS, max_examples=25, derandomize=True)
 def test_programs(program):
     check(program)
 

@@ -22,6 +22,7 @@ from forms import (
     verdict,
     vjp_form,
 )
+from matrix import spread
 
 
 def by_jvp(cut):
@@ -110,26 +111,26 @@ def forward(moved, f, x, t):
 
 
 @pytest.mark.parametrize(
-    ("inside", "wrap", "mode", "moved", "at"),
-    [
-        *itertools.product(
-            [eager], [eager, tf.function], [in_reverse, forward], [pushed, pulled], [0.0, 1.5]
+    ("rule", "cut", "place", "mode", "moved", "at"),
+    spread(
+        RULES,
+        [tf.identity, tf.stop_gradient, on_host(lambda t: t + 0)],
+        ["eager", "in a function", "around a function"],
+        [in_reverse, forward],
+        [pushed, pulled],
+        [0.0, 1.5],
+        together=3,
+        # Tapes do not see what becomes of tangents in a function.
+        valid=lambda rule, cut, place, mode, moved, at: (
+            place != "around a function" or (moved is pulled and at == 0)
         ),
-        # Not of what is pushed: tapes do not see what becomes of tangents in a function.
-        *itertools.product([tf.function], [eager], [in_reverse, forward], [pulled], [0.0]),
-    ],
+    ),
 )
-@pytest.mark.parametrize(
-    ("cut", "due"),
-    [
-        (tf.identity, {"right"}),
-        (tf.stop_gradient, {"raises", "NaN"}),
-        (on_host(lambda t: t + 0), {"raises", "NaN"}),
-    ],
-    ids=["whole", "stopped", "on the host"],
-)
-@pytest.mark.parametrize("rule", RULES)
-def test_what_is_linear(rule, cut, due, inside, wrap, mode, moved, at):
+def test_what_is_linear(rule, cut, place, mode, moved, at):
+    inside = tf.function if place == "around a function" else eager
+    wrap = tf.function if place == "in a function" else eager
+    due = {"right"} if cut is tf.identity else {"raises", "NaN"}
+
     def run(x):
         return mode(moved, inside(RULES[rule](cut)), x, at * tf.ones_like(x))
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import sgtrick
 from forms import MODES, POINTS, derivative, exact, hidden, host_slope, mapped, slope, true, verdict
+from matrix import spread
 
 
 def of_two_outputs_by_vjp(first, second):
@@ -112,12 +113,13 @@ USES = {
 }
 
 TWICE = list(itertools.product(MODES, repeat=2))
+WAYS = [
+    *((modes, lambda f: f) for modes in TWICE),
+    *((modes, tf.function) for modes in (("reverse", "reverse"), ("forward", "reverse"))),
+]
 EVERY_WAY = pytest.mark.parametrize(
     ("modes", "wrap"),
-    [
-        *((modes, lambda f: f) for modes in TWICE),
-        *((modes, tf.function) for modes in (("reverse", "reverse"), ("forward", "reverse"))),
-    ],
+    WAYS,
     ids=lambda part: " then ".join(part) if isinstance(part, tuple) else "",
 )
 
@@ -147,21 +149,20 @@ def test_one_of_the_terms_of_two_outputs_is_lost(make, cuts, modes, wrap):
 
 
 @pytest.mark.parametrize(
-    "cuts",
-    [(slope, slope), (stopped, slope), (slope, stopped)],
-    ids=["neither", "first", "second"],
+    ("make", "way", "cuts"),
+    spread(
+        [*OUTPUTS, *BESIDE_INTEGERS, *ARGUMENTS[:2]],
+        [
+            (("reverse", "reverse"), lambda f: f),
+            (("reverse", "reverse"), tf.function),
+            (("forward", "reverse"), tf.function),
+        ],
+        [(slope, slope), (stopped, slope), (slope, stopped)],
+    ),
 )
-@pytest.mark.parametrize(
-    ("modes", "wrap"),
-    [
-        (("reverse", "reverse"), lambda f: f),
-        (("reverse", "reverse"), tf.function),
-        (("forward", "reverse"), tf.function),
-    ],
-    ids=["reverse then reverse", "in a function", "forward then reverse in a function"],
-)
-@pytest.mark.parametrize("make", [*OUTPUTS, *BESIDE_INTEGERS, *ARGUMENTS[:2]])
-def test_two_terms_under_vectorized_map(make, modes, wrap, cuts):
+def test_two_terms_under_vectorized_map(make, way, cuts):
+    modes, wrap = way
+
     def member(x):
         return form(x, x) if make in ARGUMENTS else sum(form(x)) / 3
 
@@ -193,24 +194,26 @@ def by_closing_over_it_by_jvp(first):
     return at
 
 
-@EVERY_WAY
-@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
-    ("make", "cuts"),
-    [
-        *((make, (stopped, slope)) for make in ARGUMENTS),
-        *((make, (slope, stopped)) for make in ARGUMENTS[:2]),
-    ],
+    ("rule", "use", "way"),
+    spread(
+        [
+            *((make, (stopped, slope)) for make in ARGUMENTS),
+            *((make, (slope, stopped)) for make in ARGUMENTS[:2]),
+        ],
+        USES,
+        WAYS,
+    ),
 )
-def test_the_term_of_an_argument_that_is_passed_twice_is_lost(make, cuts, use, modes, wrap):
+def test_the_term_of_an_argument_that_is_passed_twice_is_lost(rule, use, way):
+    (make, cuts), (modes, wrap) = rule, way
     run = wrap(second_derivative(USES[use](make(*cuts)), modes))
     assert verdict(run, SQUARED) in {"raises", "NaN"}
 
 
-@pytest.mark.parametrize("modes", TWICE, ids=str)
-@pytest.mark.parametrize("make", ARGUMENTS)
-def test_no_term_of_an_argument_that_is_passed_twice_is_lost(make, modes):
-    run = second_derivative(USES["same"](make(slope, slope)), modes)
+@pytest.mark.parametrize(("make", "first", "second"), spread(ARGUMENTS, MODES, MODES))
+def test_no_term_of_an_argument_that_is_passed_twice_is_lost(make, first, second):
+    run = second_derivative(USES["same"](make(slope, slope)), (first, second))
     assert verdict(run, SQUARED) == "right"
 
 
