@@ -54,8 +54,8 @@ from fuzz.strategies import SETTINGS, check, programs
 pytestmark = pytest.mark.autograph  # with everything that users meet
 
 
-@given(programs())
-@settings(SETTINGS, max_examples=25, derandomize=True)
+@given(programs(longest=2))  # more take minutes
+@settings(SETTINGS, max_examples=30, derandomize=True)
 def test_programs(program):
     check(program)
 

@@ -731,7 +731,7 @@ class TestMapped:
 
         return form
 
-    @pytest.mark.parametrize("use", [read, read_in_a_loop, written_in_a_loop])
+    @pytest.mark.parametrize("use", [read, read_in_a_loop])
     def test_second_derivatives_of_a_rule_that_closes_over_an_array(self, use):
         run = derivative(derivative(mapped(self.with_array(use))))
         assert verdict(run, exact(2)) == "right"

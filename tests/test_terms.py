@@ -139,11 +139,12 @@ def test_the_term_of_an_output_is_lost(make, cut, modes, wrap):
     assert verdict(run, exact(2)) in {"raises", "NaN"}
 
 
-@EVERY_WAY
-@pytest.mark.parametrize("cuts", [(stopped, slope), (slope, stopped)], ids=["first", "second"])
-@pytest.mark.parametrize("make", [*OUTPUTS, *BESIDE_INTEGERS])
-def test_one_of_the_terms_of_two_outputs_is_lost(make, cuts, modes, wrap):
-    form = make(*cuts)
+@pytest.mark.parametrize(
+    ("make", "cuts", "way"),
+    spread([*OUTPUTS, *BESIDE_INTEGERS], [(stopped, slope), (slope, stopped)], WAYS),
+)
+def test_one_of_the_terms_of_two_outputs_is_lost(make, cuts, way):
+    form, (modes, wrap) = make(*cuts), way
     run = wrap(second_derivative(lambda x: sum(form(x)) / 3, modes))
     assert verdict(run, exact(2)) in {"raises", "NaN"}
 
@@ -247,12 +248,12 @@ def test_the_term_of_an_output_that_is_not_used_was_stopped(make, modes, wrap):
     assert came == ("raises" if is_asked_for else "right")
 
 
-@EVERY_WAY
 @pytest.mark.parametrize(
-    ("cut", "place"), [(stopped, alone), (stopped, together), (host_slope, alone)]
+    ("make", "rule", "way"),
+    spread(ARGUMENTS, [(stopped, alone), (stopped, together), (host_slope, alone)], WAYS),
 )
-@pytest.mark.parametrize("make", ARGUMENTS)
-def test_the_term_of_an_argument_is_lost(make, cut, place, modes, wrap):
+def test_the_term_of_an_argument_is_lost(make, rule, way):
+    (cut, place), (modes, wrap) = rule, way
     f, native = (place(g) for g in (make(cut, slope), lambda x, w: true(x) * true(w)))
     expected = derivative(derivative(native))(tf.constant(POINTS))
     assert verdict(wrap(second_derivative(f, modes)), expected) in {"raises", "NaN"}

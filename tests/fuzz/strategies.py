@@ -26,7 +26,7 @@ SETTINGS = settings(
 
 
 @st.composite
-def programs(draw):
+def programs(draw, longest=4):
     dtype = draw(st.sampled_from(["float64", "float64", *TOLERANCES]))
     functions, rules, forms = pieces.FUNCTIONS, pieces.RULES, pieces.FORMS + 2 * pieces.OUTSIDE
     if dtype == "float16":  # for which TensorFlow has no linear algebra
@@ -39,7 +39,7 @@ def programs(draw):
         forms = [f for f in forms if f not in pieces.ENGINES]
     rank = draw(st.sampled_from(function.ranks))
     runs = [(step,) for step in pieces.STEPS + pieces.OVER_MEMBERS]
-    steps = sum(draw(st.lists(st.sampled_from([*pieces.OFTEN, *runs]), max_size=4)), ())[:4]
+    steps = sum(draw(st.lists(st.sampled_from([*pieces.OFTEN, *runs]), max_size=4)), ())[:longest]
     form = draw(st.sampled_from(forms))
     if steps.count(pieces.accumulator) > 2:  # which takes minutes to store
         steps = tuple(step for step in steps if "saved_model" not in step.__name__)
