@@ -111,12 +111,12 @@ def derivative(f: Form) -> Form:
     return run
 
 
-def forward_derivative(f: Form) -> Form:
-    """The derivative entry by entry, by an accumulator."""
+def forward_derivative(f: Callable[..., Any], k: int = 0) -> Callable[..., Any]:
+    """The derivative with respect to argument `k`, entry by entry, by an accumulator."""
 
-    def run(x: Any) -> Any:
-        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
-            y = f(x)
+    def run(*args: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(args[k], tf.ones_like(args[k])) as accumulator:
+            y = f(*args)
         return accumulator.jvp(y)
 
     return run

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import sgtrick
 from forms import compiled
+from forms import forward_derivative as forward
 from matrix import spread
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
@@ -65,15 +66,6 @@ def reverse(f, k):
             tape.watch(args[k])
             y = f(*args)
         return tape.gradient(y, args[k])
-
-    return run
-
-
-def forward(f, k):
-    def run(*args):
-        with tf.autodiff.ForwardAccumulator(args[k], tf.ones_like(args[k])) as accumulator:
-            y = f(*args)
-        return accumulator.jvp(y)
 
     return run
 

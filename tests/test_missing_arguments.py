@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import sgtrick
 from forms import compiled, derivative, hidden, slope, true, verdict
+from forms import forward_derivative as forward
 
 X = tf.constant([0.3, -0.7], tf.float64)
 W = tf.constant([1.5, 2.0], tf.float64)
@@ -79,16 +80,6 @@ def reverse(f, by):
             tape.watch([x, w])
             y = f(x, w)
         return tape.gradient(y, (x, w)[by])
-
-    return run
-
-
-def forward(f, by):
-    def run(x, w):
-        tangent = tf.ones_like((x, w)[by])
-        with tf.autodiff.ForwardAccumulator((x, w)[by], tangent) as accumulator:
-            y = f(x, w)
-        return accumulator.jvp(y)
 
     return run
 

@@ -1,7 +1,7 @@
 """What a tensor in a graph depends on."""
 
 import itertools
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -171,7 +171,7 @@ def begins(
 
 
 def begins_eagerly(
-    y: Tensor, point: Sequence[Tensor], before: int, operations: Sequence[tapes.Operation]
+    y: Tensor, point: Sequence[Tensor], before: int, made_by: Mapping[Hashable, tapes.Operation]
 ) -> list[Tensor]:
     """The older tensors that an eager tensor depends on and that are differentiated.
 
@@ -179,9 +179,8 @@ def begins_eagerly(
         y: The tensor.
         point: Tensors to leave out.
         before: The version before `y` was computed.
-        operations: Those since then.
+        made_by: The operations since then, as `tapes.noting` yields them.
     """
-    made_by = {graphs.identity_of(t): op for op in operations for t in op.outputs}
     seen = set(map(graphs.identity_of, point))
     tensors, stack = [], [y]
     while stack:

@@ -1,7 +1,7 @@
 """What a function depends on besides its arguments: variables, and tensors that it closes over."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -143,23 +143,23 @@ class Rest:
         """The function, called in the scope `noted`, uses the tensors `passed` as arguments."""
         self._message = _CLOSES_OVER.format(name, rule)
         self._passed, self._before = list(map(graphs.as_used, passed)), graphs.version()
-        self._operations: Sequence[tapes.Operation] = ()
+        self._made_by: Mapping[Hashable, tapes.Operation] = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         if tf.executing_eagerly() and tapes.somebody_records():
-            with tapes.noting() as self._operations:
+            with tapes.noting() as self._made_by:
                 yield
         else:
             yield
 
     def unknown(self, y: Tensor, kept: Tensor) -> Tensor:
         """`kept`, with errors for the derivatives with respect to what `y` closes over."""
-        return unknown_by(self._of(y), kept, self._message)
+        return unknown_by(kept, self._of(y), self._message)
 
     def _of(self, y: Tensor) -> list[Tensor]:
         if tf.executing_eagerly():
-            return ancestry.begins_eagerly(y, self._passed, self._before, self._operations)
+            return ancestry.begins_eagerly(y, self._passed, self._before, self._made_by)
         return ancestry.begins([y], self._passed, self._before)[0]
 
 

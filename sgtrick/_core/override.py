@@ -328,7 +328,7 @@ def _losing(name: str, part: Tensor, xs: Sequence[Tensor]) -> Tensor:
     return _pass_on(part, xs, pull, push)
 
 
-def unknown_by(xs: Sequence[Tensor], y: Tensor, message: str) -> Tensor:
+def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
     """The same tensor, with an error with this message for its derivatives with respect to `xs`.
 
     Its other derivatives are passed on, with derivatives of their own.

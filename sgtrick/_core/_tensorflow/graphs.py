@@ -83,7 +83,7 @@ def has_no_gradient(op: Operation) -> bool:
 
 
 def type_has_no_gradient(type_: str) -> bool:
-    """The same for an eager operation, by its type; functions are called by theirs."""
+    """The same for eager operations of a type. The type of a call is the name of the function."""
     try:
         return ops.gradient_registry.lookup(type_) is None
     except LookupError:

@@ -84,7 +84,9 @@ def over_members(
 
 
 def _list_of(lists: Tensor, u: Tensor) -> Tensor:
-    """A member's tensor list, as of a loop, in a function that is mapped, given a tensor of it.
+    """A member's tensor list, as of a loop, in a function that is mapped.
+
+    `u` is any tensor that differs between the members.
 
     `tf.vectorized_map` stacks the elements of lists, and not the lists, so it cannot be given them.
     """

@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from tensorflow.python.eager import forwardprop_util, record, tape
 from tensorflow.python.framework import op_callbacks
 from tensorflow.python.ops import resource_variable_ops
 
+from sgtrick._core._tensorflow.graphs import identity_of
 from sgtrick._core.types import Graph, Pullback, Pushforward, Tensor, Variable
 
 T = TypeVar("T")
@@ -70,24 +71,28 @@ def record_override(
     """
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
     for operations in _NOTED.get():
-        operations.append(Operation("sgtrick", inputs, outputs))
+        _note(operations, Operation("sgtrick", inputs, outputs))
 
 
 class Operation(NamedTuple):
-    """An eager operation."""
+    """An eager operation. It keeps its outputs alive, whose identities are those of objects."""
 
     type: str
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
 
 
-_NOTED: ContextVar[tuple[list[Operation], ...]] = ContextVar("_NOTED", default=())
+_NOTED: ContextVar[tuple[dict[Hashable, Operation], ...]] = ContextVar("_NOTED", default=())
+
+
+def _note(operations: dict[Hashable, Operation], operation: Operation) -> None:
+    operations.update((identity_of(t), operation) for t in operation.outputs)
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Operation]]:
-    """A scope that yields the eager operations in it, as they run."""
-    operations: list[Operation] = []
+def noting() -> Iterator[dict[Hashable, Operation]]:
+    """A scope that yields the eager operations in it, as they run, by what they compute."""
+    operations: dict[Hashable, Operation] = {}
 
     def note(  # as TensorFlow calls it
         op_type: str,
@@ -98,7 +103,7 @@ def noting() -> Iterator[list[Operation]]:
         graph: Graph | None = None,
     ) -> None:
         if graph is None:
-            operations.append(Operation(op_type, inputs, outputs))
+            _note(operations, Operation(op_type, inputs, outputs))
 
     token = _NOTED.set((*_NOTED.get(), operations))
     op_callbacks.add_op_callback(note)
