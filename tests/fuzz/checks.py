@@ -1,6 +1,7 @@
 """Functions drawn at random for `check_gradient`, with gradients of which is known where they err."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -132,12 +133,18 @@ class Check:
         """Whether TensorFlow's own derivative in float32 is off, as at the end of a tanh."""
         if self.dtype == "float64" or self.wrong is not None or entry.verdict != "wrong":
             return False
-        wide = dataclasses.replace(self, dtype="float64")
-        accurate = wide._report(lambda x: wide.function(wide.whole(x)), self.x.astype(np.float64))
         (true,) = (
-            e.embedded for e in accurate.entries if (e.name, e.order) == (entry.name, entry.order)
+            e.embedded
+            for e in self._accurate.entries
+            if (e.name, e.order) == (entry.name, entry.order)
         )
         return abs(entry.embedded - true) > 3e-4 * abs(true)
+
+    @functools.cached_property
+    def _accurate(self) -> Any:
+        """The report of the same function in float64."""
+        wide = dataclasses.replace(self, dtype="float64")
+        return wide._report(lambda x: wide.function(wide.whole(x)), self.x.astype(np.float64))
 
     def _allowed(self, name: str, place: tuple[int, ...] | None) -> tuple[str, ...]:
         is_random = self.mode == "random"
