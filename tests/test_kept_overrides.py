@@ -73,9 +73,9 @@ class TestTheValue:
         "huge": lambda x: 1e300 + 0 * x,
     }
 
-    @pytest.mark.parametrize("mode", ["nothing", "tape", "forward"])
-    @pytest.mark.parametrize("place", PLACES)
-    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize(
+        ("rule", "place", "mode"), spread(RULES, PLACES, ["nothing", "tape", "forward"])
+    )
     def test_is_that_of_f(self, rule, place, mode):
         rule = self.RULES[rule]
         forms = [

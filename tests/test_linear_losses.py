@@ -137,9 +137,14 @@ def test_what_is_linear(rule, cut, place, mode, moved, at):
     assert verdict(wrap(run), exact(1)) in due
 
 
-@pytest.mark.parametrize("wrap", [eager, tf.function], ids=["eager", "in a function"])
-@pytest.mark.parametrize("cut", [tf.identity, tf.stop_gradient, on_host(lambda t: t + 0)])
-@pytest.mark.parametrize("rule", [rule for rule in RULES if "twice" not in rule])
+@pytest.mark.parametrize(
+    ("rule", "cut", "wrap"),
+    spread(
+        [rule for rule in RULES if "twice" not in rule],
+        [tf.identity, tf.stop_gradient, on_host(lambda t: t + 0)],
+        [eager, tf.function],
+    ),
+)
 def test_under_vectorized_map(rule, cut, wrap):
     def run(x):
         return in_reverse(pulled, mapped(RULES[rule](cut)), x, tf.zeros_like(x))
@@ -235,18 +240,21 @@ def along_both_factors(f, x):
 
 
 @pytest.mark.parametrize(
-    ("cut", "along", "due"),
-    [
-        (tf.identity, along_one, {"right"}),
-        (on_host(lambda j: j + 0), along_one, {"raises", "NaN"}),
-        # What is not lost, TensorFlow cannot differentiate here.
-        (on_host(lambda j: j + 0), along_both_factors, {"raises", "NaN"}),
-    ],
-    ids=["whole", "on the host", "on the host, along both factors"],
+    ("make", "case", "wrap"),
+    spread(
+        [sgtrick.with_gradient, jvp_form, vjp_form],
+        [
+            (tf.identity, along_one),
+            (on_host(lambda j: j + 0), along_one),
+            # What is not lost, TensorFlow cannot differentiate here.
+            (on_host(lambda j: j + 0), along_both_factors),
+        ],
+        [eager, tf.function],
+    ),
 )
-@pytest.mark.parametrize("wrap", [eager, tf.function], ids=["eager", "in a function"])
-@pytest.mark.parametrize("make", [sgtrick.with_gradient, jvp_form, vjp_form])
-def test_the_tangent_of_what_is_linear_loses_the_same(make, cut, along, due, wrap):
+def test_the_tangent_of_what_is_linear_loses_the_same(make, case, wrap):
     """Forward mode by what the gradient, or the tangent, is linear in, and then by the point."""
+    cut, along = case
+    due = {"right"} if cut is tf.identity else {"raises", "NaN"}
     form = make(hidden, lambda x: cut(slope(x)))
     assert verdict(wrap(derivative(lambda x: along(form, x))), exact(2)) in due

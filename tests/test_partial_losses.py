@@ -21,6 +21,7 @@ from forms import (
     verdict,
     vjp_form,
 )
+from matrix import spread
 
 TWICE = {
     "eager": lambda f: derivative(derivative(f)),
@@ -172,8 +173,10 @@ def by_a_form(x):
     return host_slope(x), lambda upstream: upstream * -x * (1 + x**2) ** -1.5
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("rule", [by_an_engine, by_a_form])
+@pytest.mark.parametrize(
+    ("rule", "way", "where"),
+    spread([by_an_engine, by_a_form], WAYS, TWICE, valid=lambda rule, *place: place in PLACES),
+)
 def test_a_host_call_with_a_gradient_is_right(rule, way, where):
     form = sgtrick.with_gradient(hidden, WAYS[way](lambda x: (slope(x) + rule(x)) / 2))
     assert verdict(TWICE[where](form), exact(2)) == "right"
@@ -186,10 +189,16 @@ def test_a_host_call_in_tf_custom_gradient_is_right(way, where):
     assert verdict(TWICE[where](form), exact(2)) == "right"
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-@pytest.mark.parametrize("outer", [derivative, forward_derivative])
-@pytest.mark.parametrize("inner", [derivative, forward_derivative])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "inner", "outer", "wrap"),
+    spread(
+        FORMS,
+        [derivative, forward_derivative],
+        [derivative, forward_derivative],
+        [lambda f: f, tf.function],
+        together=3,
+    ),
+)
 def test_in_forward_mode(form, inner, outer, wrap):
     run = wrap(outer(inner(FORMS[form](in_part))))
     assert verdict(run, exact(2)) in {"raises", "NaN"}
@@ -293,9 +302,9 @@ def stopped(x):
     return tf.stop_gradient(slope(x))
 
 
-@pytest.mark.parametrize("outer", MODES)
-@pytest.mark.parametrize("cut", [in_part, host_slope, stopped])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "cut", "outer"), spread(FORMS, [in_part, host_slope, stopped], MODES)
+)
 def test_after_forward_mode_by_the_upstream_gradient(form, cut, outer):
     run = MODES[outer](linear_in_upstream(FORMS[form](cut)))
     assert verdict(run, exact(2)) in {"raises", "NaN"}

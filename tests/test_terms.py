@@ -130,11 +130,9 @@ def second_derivative(f, modes):
     return f
 
 
-@EVERY_WAY
-@pytest.mark.parametrize("cut", [stopped, host_slope])
-@pytest.mark.parametrize("make", OUTPUTS)
-def test_the_term_of_an_output_is_lost(make, cut, modes, wrap):
-    form = make(cut, slope)
+@pytest.mark.parametrize(("make", "cut", "way"), spread(OUTPUTS, [stopped, host_slope], WAYS))
+def test_the_term_of_an_output_is_lost(make, cut, way):
+    form, (modes, wrap) = make(cut, slope), way
     run = wrap(second_derivative(lambda x: form(x)[0], modes))
     assert verdict(run, exact(2)) in {"raises", "NaN"}
 
@@ -259,10 +257,9 @@ def test_the_term_of_an_argument_is_lost(make, rule, way):
     assert verdict(wrap(second_derivative(f, modes)), expected) in {"raises", "NaN"}
 
 
-@EVERY_WAY
-@pytest.mark.parametrize("cut", [stopped, host_slope])
-@pytest.mark.parametrize("make", ARGUMENTS[:2])
-def test_the_term_of_an_argument_that_does_not_move_is_lost(make, cut, modes, wrap):
+@pytest.mark.parametrize(("make", "cut", "way"), spread(ARGUMENTS[:2], [stopped, host_slope], WAYS))
+def test_the_term_of_an_argument_that_does_not_move_is_lost(make, cut, way):
+    modes, wrap = way
     f = alone(make(slope, cut))
     assert verdict(wrap(second_derivative(f, modes)), exact(2)) == "right"
 
