@@ -5,11 +5,8 @@ are the same on a GPU.
 """
 
 import contextlib
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -343,30 +340,15 @@ class TestBackward:
         assert groups - {b"loc:@" + op.name.encode() for op in ops}  # with ops of the forward
 
 
-THREE = """
-import tensorflow as tf
-
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
-
-import test_placement as t
-
-for name, form in t.FORMS.items():
+@EVERY
+def test_three_devices(form):
     results = set()
     for device in ("CPU:0", "CPU:1", "CPU:2"):
         with tf.device(device):
-            y, g = t.pull(form.h, tf.constant(t.X))
-        assert t.is_on(device, y.device, g.device), (name, device, y.device, g.device)
+            y, g = pull(form.h, tf.constant(X))
+        assert is_on(device, y.device, g.device)
         results.add((y.numpy().tobytes(), g.numpy().tobytes()))
-    assert len(results) == 1, name
-print(len(t.FORMS), "forms on three devices")
-"""
-
-
-def test_three_devices_of_a_process_of_their_own():
-    command = [sys.executable, "-c", THREE]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert f"{len(FORMS)} forms on three devices" in done.stdout, done.stderr
+    assert len(results) == 1
 
 
 class TestPlacementChangesNothing:

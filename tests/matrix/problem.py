@@ -13,11 +13,11 @@ Outcome = dict[str, Any]
 
 
 def configure() -> None:
-    """Two logical CPUs, for replicas and placement. Before anything else runs."""
+    """Three logical CPUs, for replicas and placement. Before anything else runs."""
     cpu = tf.config.list_physical_devices("CPU")[0]
-    if len(tf.config.get_logical_device_configuration(cpu) or ()) < 2:
+    if len(tf.config.get_logical_device_configuration(cpu) or ()) < 3:
         tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 3
         )
 
 
