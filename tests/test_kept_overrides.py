@@ -415,8 +415,9 @@ class TestLoopsAndBranches:
             for name in ALL
             for inside in (looped, branched)
             for mode in (derivative, forward_derivative)
-            # A rule that calls the host is copied as another one is.
-            if name not in CALLS_HOST - {"from_numpy"} or (inside is looped) == (mode is derivative)
+            # A rule is copied whatever it lacks.
+            if name not in FIRST_ORDER.keys() - {"from_numpy"}
+            or (inside is looped) == (mode is derivative)
         ],
     )
     def test_first_derivatives(self, name, inside, mode):
@@ -446,8 +447,9 @@ SECOND = {
 LONG = {"around tf.function", "between", "in vectorized_map"}
 
 
-def is_run(name, where, outer, inner):
+def is_run(name, where, modes):
     """XLA compiles the graph that `tf.function` traced, so that one form is enough for the modes."""
+    outer, inner = modes
     if where == "XLA" and name != "custom_vjp":
         return outer == inner == "reverse"
     return not (name == "implicit_root" and where in LONG and "forward" in (outer, inner))
@@ -462,10 +464,11 @@ class TestHigherDerivatives:
     """By any nesting, those of the rule."""
 
     @pytest.mark.parametrize(
-        ("name", "where", "outer", "inner"),
-        spread(EVERY_ORDER, SECOND, DERIVATIVES, DERIVATIVES, together=3, valid=is_run),
+        ("name", "where", "modes"),
+        spread(EVERY_ORDER, SECOND, itertools.product(DERIVATIVES, repeat=2), valid=is_run),
     )
-    def test_of_second_order(self, name, where, outer, inner):
+    def test_of_second_order(self, name, where, modes):
+        outer, inner = modes
         way = SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])
         came = verdict(way(EVERY_ORDER[name]), exact(2))
         if came != "right":  # TensorFlow cannot do it with native code either

@@ -1,6 +1,6 @@
 """Where everything runs: DESIGN 3.6.
 
-`matrix.configure` makes two logical CPUs, and one test a process with three. The tests marked `gpu`
+`matrix.configure` makes three logical CPUs. The tests marked `gpu`
 are the same on a GPU.
 """
 

@@ -100,9 +100,11 @@ class TestLoud:
     }
 
     @pytest.mark.parametrize(
-        ("name", "where", "outer", "inner"), spread(FIRST_ORDER, WHERE, MODES, MODES, together=3)
+        ("name", "where", "modes"),
+        spread(FIRST_ORDER, WHERE, NESTINGS),
     )
-    def test_in_every_nesting(self, name, where, outer, inner):
+    def test_in_every_nesting(self, name, where, modes):
+        outer, inner = modes
         run = self.WHERE[where](FIRST_ORDER[name], lambda f: outer(inner(f)))
         assert verdict(run, exact(2)) in LOUD
 

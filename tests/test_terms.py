@@ -210,7 +210,17 @@ def test_the_term_of_an_argument_that_is_passed_twice_is_lost(rule, use, way):
     assert verdict(run, SQUARED) in {"raises", "NaN"}
 
 
-@pytest.mark.parametrize(("make", "first", "second"), spread(ARGUMENTS, MODES, MODES))
+@pytest.mark.parametrize(
+    ("make", "first", "second"),
+    spread(
+        ARGUMENTS,
+        MODES,
+        MODES,
+        valid=lambda make, first, second: (
+            make in ARGUMENTS[:2] or not first == second == "forward by the upstream gradient"
+        ),  # takes long
+    ),
+)
 def test_no_term_of_an_argument_that_is_passed_twice_is_lost(make, first, second):
     run = second_derivative(USES["same"](make(slope, slope)), (first, second))
     assert verdict(run, SQUARED) == "right"

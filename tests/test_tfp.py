@@ -10,7 +10,7 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import sgtrick.tfp
-from matrix import Case, complaint, pairs
+from matrix import Case, complaint, pairs, spread
 from matrix import functions as fn
 from matrix.values import POINTS
 from sgtrick.tfp import Factor, LogDensity
@@ -19,7 +19,6 @@ tfb, tfd, tfde = tfp.bijectors, tfp.distributions, tfp.experimental.distribution
 Root = tfd.JointDistributionCoroutine.Root
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-DTYPES = pytest.mark.parametrize("dtype", [tf.float32, tf.float64], ids=lambda d: d.name)
 
 OBSERVED, SD = np.array([3.0, -1.0]), 0.5
 
@@ -114,9 +113,10 @@ def test_matrix(case, cell):
 
 
 class TestJointDistributions:
-    @EVERY_KIND
-    @DTYPES
-    @WRAPS
+    @pytest.mark.parametrize(
+        ("kind", "dtype", "wrap"),
+        spread(KINDS, [tf.float32, tf.float64], [lambda f: f, tf.function]),
+    )
     def test_factor(self, kind, dtype, wrap):
         jd = joint(kind, prior(dtype), factor_of(host))
         x, nothing = points(dtype, 3, 2), tf.zeros([0], dtype)
