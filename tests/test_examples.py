@@ -11,6 +11,8 @@ import pytest
 
 from pages import is_installed
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -159,6 +159,7 @@ class TestShutdownWithWorkQueued:
             executor.run(lambda: None)
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_run_and_the_function():
     """While it waits for work, and while it works."""
     script = f"""

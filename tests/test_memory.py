@@ -50,6 +50,7 @@ for f in (run, tf.function(run)):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+@pytest.mark.long
 def test_at_most_one_temporary_more_than_needed():
     out = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, check=True)
     eager, graph = map(float, out.stdout.split())
@@ -165,6 +166,7 @@ print(growth(true), growth(ALL["custom_vjp"]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_eager_vectorized_map_grows_no_more_than_native_code():
     """Each call traces anew."""

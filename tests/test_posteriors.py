@@ -169,6 +169,7 @@ def log_likelihood_of_pelts(x):
     return value, np.concatenate([by_path, np.sum(residual**2 - 1, 0).T], 1)
 
 
+@pytest.mark.long
 def test_an_ode_that_overflows_for_some_chains():
     theta = tfd.TruncatedNormal(np.array([1, 0.05, 1, 0.05]), [0.5, 0.05, 0.5, 0.05], 0, np.inf)
     rest = tfd.MultivariateNormalDiag(np.log([10, 10, np.exp(-1), np.exp(-1)]))

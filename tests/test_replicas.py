@@ -41,33 +41,6 @@ def sharded(strategy, data):
     return strategy.experimental_distribute_values_from_function(of)
 
 
-@pytest.fixture(scope="module")
-def workers():
-    """Two worker processes, ended whatever happens.
-
-    TensorFlow takes about 15 seconds to see that one has died, so they begin before other tests.
-    """
-    addresses = two_workers.free_addresses(2)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(task), *addresses],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for task in range(2)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-@pytest.mark.usefixtures("workers")
 class TestMirrored:
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
     @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -100,12 +73,30 @@ def test_model_fit(mirrored, name, loss):
 
 
 @pytest.fixture(scope="module")
-def ended(workers):
-    """`(exit status, stdout, stderr)` of each; raises `TimeoutExpired` for a worker that hangs."""
-    outputs = [worker.communicate(timeout=HANGS) for worker in workers]
-    return [(worker.returncode, *o) for worker, o in zip(workers, outputs, strict=True)]
+def ended():
+    """`(exit status, stdout, stderr)` of two worker processes, ended whatever happens."""
+    addresses = two_workers.free_addresses(2)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(task), *addresses],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=HANGS) for process in processes]
+        return [(process.returncode, *o) for process, o in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
+@pytest.mark.long
 class TestTwoWorkers:
     def test_gradients_and_fit(self, ended):
         replies = []

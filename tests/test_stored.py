@@ -102,6 +102,7 @@ print(json.dumps(came))
 """
 
 
+@pytest.mark.long
 def test_in_a_process_without_sgtrick(loaded, tmp_path):
     """What was stored, and what was loaded here and stored again; errors by what lacks its rule."""
 

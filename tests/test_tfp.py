@@ -646,6 +646,7 @@ class TestMCMC:
         chains = [sampled(kernel, d.log_prob, state) for d in gaussian()]
         np.testing.assert_allclose(chains[0], chains[1], atol=1e-9)
 
+    @pytest.mark.long
     def test_windowed_nuts(self):
         density = LogDensity(prior(tf.float64).log_prob, [2], tf.float64, name="x")
         jd = joint("Coroutine", density, factor_of(host))

@@ -52,11 +52,13 @@ def alike(came, expected):
         np.testing.assert_allclose(value, expected["averages"][0], rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "place", "suffix"), STORED)
 def test_loaded_in_a_fresh_process(form, place, suffix, loaded, expected):
     alike(loaded[f"{form} in {place}{suffix}"], expected[place])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 @pytest.mark.parametrize("place", ["activation", "loss"])
 @pytest.mark.parametrize("form", UNREGISTERED)
