@@ -10,6 +10,8 @@ import sgtrick
 from forms import POINTS, on_host, slope, verdict
 from matrix import spread
 
+pytestmark = pytest.mark.long
+
 X = tf.constant(POINTS)
 W = tf.constant(1.5 + 0 * POINTS)
 DATA = tf.constant(1.0 + 0 * POINTS)

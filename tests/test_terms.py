@@ -13,6 +13,8 @@ import sgtrick
 from forms import MODES, POINTS, derivative, exact, hidden, host_slope, mapped, slope, true, verdict
 from matrix import spread
 
+pytestmark = pytest.mark.long
+
 
 def of_two_outputs_by_vjp(first, second):
     return sgtrick.custom_vjp(
