@@ -49,19 +49,16 @@ class Closure:
             if not (self._passed or variables or is_recorded):
                 return None
             sources = [*self._passed, *variables]
-            unknown = not sources
             # In forward mode nothing would tell that something unknown was differentiated.
             if is_recorded and tapes.is_pushed([*selected.xs, *ys]):
                 closed_over = self._closed_over(point)
                 if closed_over is not None:
                     return self._known(closed_over, variables)
-                unknown = True
             return Others(
                 self._passed,
                 variables,
                 lambda us, ts: self._covers(ys, sources, point, us, ts),
                 lambda recording: self._is_complete(variables, point, recording),
-                unknown,
             )
         tensors, handles = ancestry.begins(ys, point, self.before)
         if not tensors and not handles and not self._passed:
@@ -71,7 +68,7 @@ class Closure:
         read = [v for key, v in known.items() if handles.get(key) == "read"]
         if len(read) == len(handles):
             return Others(self._passed, [*tensors, *read])
-        return Others(self._passed, [*tensors, *read], _is_zero, _never, unknown=True)
+        return Others(self._passed, [*tensors, *read], _is_zero, _never)
 
     def _covers(
         self,
@@ -133,7 +130,7 @@ class Closure:
         if len(tensors) == len(recorded):
             return Others(self._passed, [*tensors, *variables])
         # A watched variable that is not trainable.
-        return Others(self._passed, [*tensors, *variables], _is_zero, _never, unknown=True)
+        return Others(self._passed, [*tensors, *variables], _is_zero, _never)
 
 
 class Rest:

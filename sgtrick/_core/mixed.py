@@ -47,14 +47,12 @@ class Others(NamedTuple):
         closed: Tensors, followed by variables, that the gradients close over.
         covers: Whether these account for all derivatives of the values along given tangents.
         complete: Whether they do along any, of those that a tape knows, given what it has recorded.
-        unknown: Whether the values depend on something else, too, as far as can be seen.
     """
 
     passed: Sequence[Tensor]
     closed: Sequence[Tensor | Variable] = ()
     covers: Callable[[Sequence[Tensor | None], Sequence[Tangent]], Tensor | bool] | None = None
     complete: Callable[[Any | None], bool] | None = None
-    unknown: bool = False
 
 
 class ByPoint(NamedTuple):
@@ -268,13 +266,11 @@ class _Gap(NamedTuple):
         name: The function's name in errors.
         covers: Whether the known tensors account for the derivatives, given their cotangents.
         complete: Whether they do so for any cotangents.
-        unknown: Whether there certainly are unknown tensors.
     """
 
     name: str
     covers: Callable[..., Tensor | bool]
     complete: Callable[[], bool]
-    unknown: bool
 
     def pulled(
         self, by_xs: Sequence[Gradient], xs: Sequence[Tensor], us: Sequence[Tensor | None]
@@ -311,8 +307,6 @@ class _Gap(NamedTuple):
         self, along: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]
     ) -> Sequence[Tangent]:
         """Tangents along those of the point, or errors if a part is missing."""
-        if not self.unknown and self.complete():
-            return along
         return loud.unless_moving(_ELSEWHERE.format(self.name), along, present(tangents), xs)
 
 
@@ -321,7 +315,7 @@ def _gap(
 ) -> _Gap | None:
     """The gap of derivatives of values, None if everything that the values depend on is known."""
     others = point.others
-    return _Gap(point.name, covers, complete, others.unknown) if others.covers else None
+    return _Gap(point.name, covers, complete) if others.covers else None
 
 
 _ELSEWHERE = (
