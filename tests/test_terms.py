@@ -6,11 +6,24 @@ mean that the other one was meant to be, also where both arguments are one tenso
 
 import itertools
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import MODES, POINTS, derivative, exact, hidden, host_slope, mapped, slope, true, verdict
+from forms import (
+    MODES,
+    POINTS,
+    derivative,
+    exact,
+    hidden,
+    host_slope,
+    mapped,
+    on_host,
+    slope,
+    true,
+    verdict,
+)
 from matrix import spread
 
 pytestmark = pytest.mark.long
@@ -147,6 +160,20 @@ def test_one_of_the_terms_of_two_outputs_is_lost(make, cuts, way):
     form, (modes, wrap) = make(*cuts), way
     run = wrap(second_derivative(lambda x: sum(form(x)) / 3, modes))
     assert verdict(run, exact(2)) in {"raises", "NaN"}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "in tf.function"])
+@pytest.mark.parametrize("cut", [tf.stop_gradient, on_host(np.copy)], ids=["stopped", "host"])
+@pytest.mark.parametrize("first", [slope, stopped])
+def test_a_term_of_which_the_upstream_gradient_is_cut_off(first, cut, wrap):
+    form = sgtrick.custom_vjp(
+        lambda x: (
+            (hidden(x), 2 * hidden(x)),
+            lambda u, v: first(x) * cut(u) + 2 * slope(x) * v,
+        )
+    )
+    run = wrap(second_derivative(lambda x: sum(form(x)) / 3, ("reverse", "reverse")))
+    assert verdict(run, exact(2)) in ({"right"} if first is slope else {"raises", "NaN"})
 
 
 @pytest.mark.parametrize(
