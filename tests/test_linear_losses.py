@@ -258,3 +258,11 @@ def test_the_tangent_of_what_is_linear_loses_the_same(make, case, wrap):
     due = {"right"} if cut is tf.identity else {"raises", "NaN"}
     form = make(hidden, lambda x: cut(slope(x)))
     assert verdict(wrap(derivative(lambda x: along(form, x))), exact(2)) in due
+
+
+@pytest.mark.parametrize("wrap", [eager, tf.function], ids=["eager", "in a function"])
+def test_a_gradient_that_is_made_of_the_upstream_gradient_alone_loses_nothing(wrap):
+    """Other constants may have been computed by NumPy."""
+    form = sgtrick.custom_vjp(lambda x: (2 * x, lambda u: u + u))
+    run = wrap(derivative(derivative(lambda x: form(x) * x)))
+    assert verdict(run, 4 + 0 * exact(1)) == "right"
