@@ -52,6 +52,17 @@ def closing_over(a, name):
     return FORMS[name](lambda x: hidden(x, a), lambda x: slope(x, a))
 
 
+def closing_over_a_tensor(name, beside):
+    """The square of a form that closes over its second argument, and over a variable, if so."""
+    one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
+
+    def f(x, a):
+        form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
+        return form(x) ** 2
+
+    return f
+
+
 PASSED = {
     "with_gradient": sgtrick.with_gradient(hidden, slope),
     "from_value_and_gradient": sgtrick.from_value_and_gradient(
@@ -272,12 +283,7 @@ class TestTensors:
     @pytest.mark.parametrize("beside", ["nothing", "variable"])
     @pytest.mark.parametrize("name", FORMS)
     def test_in_eager(self, name, beside):
-        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
-
-        def f(x, a):
-            form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
-            return form(x) ** 2
-
+        f = closing_over_a_tensor(name, beside)
         np.testing.assert_allclose(reverse(reverse(f, 0), 1)(X, A), expected((0, 1)), rtol=1e-12)
         np.testing.assert_allclose(reverse(reverse(f, 0), 0)(X, A), expected((0, 0)), rtol=1e-12)
         np.testing.assert_allclose(reverse(f, 1)(X, A), expected((1,)), rtol=1e-12)
@@ -294,12 +300,7 @@ class TestTensors:
         ids=in_words,
     )
     def test_in_eager_by_forward_mode_of_the_upstream_gradient(self, name, beside, modes):
-        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
-
-        def f(x, a):
-            form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
-            return form(x) ** 2
-
+        f = closing_over_a_tensor(name, beside)
         y = came(chain(modes, (1, 0))(f), X, A)
         assert y in ("LookupError", "InvalidArgumentError") or np.isnan(y)
 
@@ -308,12 +309,7 @@ class TestTensors:
     @pytest.mark.parametrize("name", FORMS)
     def test_in_eager_at_an_upstream_gradient_of_zero(self, name, beside, persistent):
         """Where nothing is missing from the derivative itself; and nobody asked for that by `u`."""
-        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
-
-        def f(x, a):
-            form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
-            return form(x) ** 2
-
+        f = closing_over_a_tensor(name, beside)
         assert np.isnan(transposed_at_zero(f, A, persistent=persistent))
 
     @pytest.mark.parametrize("persistent", [False, True])
@@ -341,12 +337,7 @@ class TestTensors:
         ids=in_words,
     )
     def test_in_eager_by_forward_mode(self, name, by, modes, beside):
-        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
-
-        def f(x, a):
-            form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
-            return form(x) ** 2
-
+        f = closing_over_a_tensor(name, beside)
         np.testing.assert_allclose(chain(modes, by)(f)(X, A), expected(by), rtol=1e-12)
 
     @pytest.mark.parametrize("name", FORMS)

@@ -1,7 +1,6 @@
 """Where everything runs: DESIGN 3.6.
 
-`matrix.configure` makes three logical CPUs. The tests marked `gpu`
-are the same on a GPU.
+`matrix.configure` makes three logical CPUs. The tests marked `gpu` are the same on a GPU.
 """
 
 import contextlib

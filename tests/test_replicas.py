@@ -74,7 +74,10 @@ def test_model_fit(mirrored, name, loss):
 
 @pytest.fixture(scope="module")
 def ended():
-    """`(exit status, stdout, stderr)` of two worker processes, ended whatever happens."""
+    """`(exit status, stdout, stderr)` of two worker processes, ended whatever happens.
+
+    Raises `TimeoutExpired` for a worker that hangs.
+    """
     addresses = two_workers.free_addresses(2)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     processes = [
