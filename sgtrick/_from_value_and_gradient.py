@@ -2,10 +2,11 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import calls, devices, lost, loud, mixed
+from sgtrick._core import calls, devices, lost, loud, mixed, structures
 from sgtrick._core._tensorflow import autograph, tapes
 from sgtrick._core.closures import Closure
 from sgtrick._core.fixed_point import (
@@ -53,7 +54,9 @@ def from_value_and_gradient(
             it returns `((value, aux), gradient)`. Without `fn`, `from_value_and_gradient` returns a
             decorator.
         argnums: The arguments that the gradient is with respect to: positions or parameter names.
-        has_aux: Whether `fn` also returns auxiliary results.
+        has_aux: Whether `fn` also returns auxiliary results, in any structure. Nothing is known of
+            their derivatives with respect to `argnums`: taking one is an error or NaN, except for
+            results that do not depend on these arguments, or are stopped.
         batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `fn` runs there too.
 
@@ -69,7 +72,7 @@ def from_value_and_gradient(
         ValueError: `argnums` does not name an argument, or a gradient does not have the structure
             or shape of its argument.
         LookupError: When a second derivative is taken and TensorFlow cannot differentiate the
-            gradient, as in `with_gradient`.
+            gradient, as in `with_gradient`; or when an auxiliary result is differentiated.
     """
     if fn is None:
         return functools.partial(
@@ -120,9 +123,25 @@ def _from_value_and_gradient(
             known = _differentiable(call, at, jacobians(gradients, y), evaluated)
             # Not named y: the Jacobians are those of the value that is not embedded.
             embedded = call.embed(y, at, known, evaluated)
-            return (embedded, aux) if has_aux else embedded
+            return (embedded, _auxiliary(call, at, f, aux)) if has_aux else embedded
 
     return autograph.form(call)
+
+
+def _auxiliary(call: ValueAtPoint, at: calls.Call, f: Function, aux: Structure) -> Structure:
+    """The auxiliary results, of which only derivatives with respect to the point are unknown."""
+
+    def flat(aux: Structure) -> list[Any]:
+        leaves: list[Any] = tf.nest.flatten(aux, expand_composites=True)
+        return leaves
+
+    def kept(i: int, result: Any) -> Any:
+        if not (tf.is_tensor(result) and structures.is_differentiable(result.dtype)):
+            return result
+        return call.auxiliary(result, at, lambda other: flat(other(f)[0][1])[i])
+
+    results = [kept(i, result) for i, result in enumerate(flat(aux))]
+    return tf.nest.pack_sequence_as(aux, results, expand_composites=True)
 
 
 def _differentiable(

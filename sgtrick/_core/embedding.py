@@ -4,11 +4,15 @@ Multiplication by a Jacobian is linear and works in both modes. Only the derivat
 may be unknown: it is a Hessian or an error.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import tensorflow as tf
+
 from sgtrick._core import loud
 from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core.absent import present
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
@@ -70,6 +74,42 @@ def embed_constant(
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
     return keep([y], xs, of_jacobians(name, y, jacobians)._replace(lost=False))[0]
+
+
+def auxiliary(
+    name: str,
+    result: Tensor,
+    xs: Sequence[Tensor],
+    depends: Callable[[], Sequence[bool]],
+) -> Rule:
+    """The rule of a result beside the value, of which no gradient is known.
+
+    Args:
+        name: The function's name in errors.
+        result: The result, the same at any points if it is not differentiated again.
+        xs: The points.
+        depends: On which of them it depends.
+    """
+    message = _AUXILIARY.format(name)
+
+    def pull(upstream: Tensor) -> list[Gradient]:
+        return loud.failures(xs, message, [upstream, result], depends())
+
+    def push(*tangents: Tangent) -> list[Tangent]:
+        moving = present(list(itertools.compress(tangents, depends())))
+        if not moving:
+            return [None]
+        with loud.not_raising():  # forward mode computes tangents of all results, used or not
+            return loud.unless_moving(message, [tf.zeros_like(result)], moving, xs)
+
+    return Rule(name, pull, push, lost=False)
+
+
+_AUXILIARY = (
+    "A result beside the value of {0} (aux) was differentiated, but {0} only gives the gradient of "
+    "the value. If it counts as a constant, use tf.stop_gradient of it. If not, compute it in "
+    "another function."
+)
 
 
 class Hessian(Protocol):

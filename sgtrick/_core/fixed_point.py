@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import ancestry, calls, embedding, mixed, structures
+from sgtrick._core import ancestry, calls, embedding, lost, mixed, structures
+from sgtrick._core._tensorflow import graphs
 from sgtrick._core.closures import Closure
 from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Argnums, Args, Gradient, Kwargs, Structure, Tensor
@@ -49,14 +51,7 @@ class ValueAtPoint(NamedTuple):
         rule = embedding.of_jacobians(self.name, y, lambda: evaluated(at))
         if known is not None:
             rule = embedding.of_jacobians(self.name, y, known)._replace(again=rule.pull)
-        if not tf.executing_eagerly() and not ancestry.has_sources(
-            y, self.point.stopped_xs, self.closure.before
-        ):
-            # Otherwise TensorFlow would differentiate all of f, to no purpose.
-            return keep([y], xs, rule)[0]
-        others = self.closure.others([y], self.point)
-        if others is None:
-            return keep([y], [y, *xs], embedding.beside(rule)._replace(sources=xs))[0]
+        rule = rule._replace(sources=xs)
 
         def gradients(
             us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
@@ -64,8 +59,52 @@ class ValueAtPoint(NamedTuple):
             leaves = evaluated(self.at(at, xs, passed))
             return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
 
-        moving = mixed.ByPoint(self.name, gradients, xs, others)
-        return mixed.keep_own(moving, [y], rule._replace(sources=xs))[0]
+        return self._kept(y, rule, gradients)
+
+    def auxiliary(
+        self, result: Tensor, at: calls.Call, evaluated: Callable[[calls.Call], Tensor]
+    ) -> Tensor:
+        """A result beside the value: its derivative with respect to the point is an error.
+
+        Args:
+            result: The result.
+            at: As in `embed`.
+            evaluated: Returns the result of any call.
+        """
+        xs = self.point.xs
+
+        def depends() -> list[bool]:
+            traced = lost.Traced(self.point.stopped_xs, [result])
+            if graphs.operation(result) is None:
+                found = lost.traced(lambda *xs: [evaluated(self.point.on(at, xs))], xs)
+                if found is None:
+                    return [True] * len(xs)
+                traced = found
+            cuts = graphs.HOST_CALLS
+            return [bool(p) for p in ancestry.paths(traced.outputs[0], traced.inputs, cuts=cuts)]
+
+        def gradients(
+            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> Sequence[Gradient]:
+            again = evaluated(self.at(at, xs, passed))  # what is unknown varies with all of it
+            return embedding.auxiliary(self.name, again, xs, depends).pull(us[0])
+
+        if graphs.operation(result) is not None and not any(depends()):
+            return result
+        return self._kept(result, embedding.auxiliary(self.name, result, xs, depends), gradients)
+
+    def _kept(self, y: Tensor, rule: Rule, gradients: mixed.PointGradients) -> Tensor:
+        """A result with a rule for the point; what else it depends on keeps autodiff."""
+        xs = self.point.xs
+        if not tf.executing_eagerly() and not ancestry.has_sources(
+            y, self.point.stopped_xs, self.closure.before
+        ):
+            # Otherwise TensorFlow would differentiate all of f, to no purpose.
+            return keep([y], xs, rule)[0]
+        others = self.closure.others([y], self.point)
+        if others is None:
+            return keep([y], [y, *xs], embedding.beside(rule))[0]
+        return mixed.keep_own(mixed.ByPoint(self.name, gradients, xs, others), [y], rule)[0]
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
         """A call at another point and with other tensors as the other arguments."""

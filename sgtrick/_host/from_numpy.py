@@ -74,7 +74,8 @@ def from_numpy(
             engine is called once for each member.
         has_aux: Whether the engine returns `((value, aux), gradient)`, or with `grad` `(value,
             aux)`. `aux` is an array of real numbers of the same shape for all members of a batch.
-            If all members failed, it is one NaN for each.
+            If all members failed, it is one NaN for each. Its derivatives are unknown: taking one
+            is an error or NaN.
         dtype: The floating dtype in which the engine computes.
         executor: A `concurrent.futures.Executor` that evaluates the members of a batch in parallel:
             threads, processes, or `dask.distributed`'s `Client.get_executor()`. Draws do not
@@ -111,8 +112,9 @@ def from_numpy(
         NotImplementedError: Tracing for XLA, `jit_compile=True`, which cannot call the host.
         AssertionError: From `tf.saved_model.save`, for a function that calls the engine.
         LookupError: A second derivative, of the result or anything computed from it, without
-            `hessp` or `hess`; or a third derivative. Inside a `tf.function`, this is a
-            `tf.errors.InvalidArgumentError` at run time; around it, the derivative is NaN.
+            `hessp` or `hess`; a third derivative; or a derivative of `aux`. Inside a `tf.function`,
+            this is a `tf.errors.InvalidArgumentError` at run time; around it, the derivative is
+            NaN.
     """
     options = Options(
         vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,

@@ -12,6 +12,7 @@ from sgtrick._core import calls, embedding, structures
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.hessian import symmetric
+from sgtrick._core.override import keep
 from sgtrick._core.types import Args, DTypeLike, Kwargs, Structure, Tensor
 from sgtrick._host import foreign
 from sgtrick._host.arguments import broadcast_batches, padded, tensors_of, with_event_ndims
@@ -213,11 +214,14 @@ class HostFunction:
                     batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
                     leaves.append(structures.Leaf(path, x, gx, batch_ndims))
             hessian: Structure = _NO_HESSIAN.format(self._name)
+            points = [leaf.x for leaf in leaves]
             if self._engine.has_hessian:
-                points = [leaf.x for leaf in leaves]
                 hessian = symmetric(self._name, call.hessian_times, hosted, points)
             y = embedding.embed_constant(self._name, value, leaves, hessian)
-        return (y, aux) if self._has_aux else y
+            if aux is None:
+                return y
+            rule = embedding.auxiliary(self._name, aux, points, lambda: [True] * len(points))
+            return y, keep([aux], points, rule)[0]
 
     def get_config(self) -> NoReturn:
         """Raises: Keras calls it when it stores a model, and could not load what it stored."""

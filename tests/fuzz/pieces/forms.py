@@ -89,11 +89,13 @@ def from_value_and_gradient_with_aux(function, rule):
 
     @sgtrick.from_value_and_gradient(argnums=(1,), has_aux=True)
     def form(scale, x):
-        return (misled(function, x) * scale, tf.size(x)), (rule(function, x) * scale,)
+        aux = tf.size(x), tf.reduce_sum(x)
+        return (misled(function, x) * scale, aux), (rule(function, x) * scale,)
 
     def run(x):
         scale = tf.exp(tf.reduce_mean(x))
-        y, n = form(scale, x)
+        y, (n, total) = form(scale, x)
+        y += tf.stop_gradient(total - tf.reduce_sum(x))
         return y * tf.cast(n + 1, x.dtype) / tf.cast(tf.size(x) + 1, x.dtype) / scale
 
     return run
@@ -506,18 +508,19 @@ def with_gradient_of_a_variable(function, rule):
 
 
 def implicit_root(function, rule):
-    """Of equations with a rule of its own in them: each row of roots is a system."""
+    """Of equations with a rule of its own in them, two for each entry: each row is a system."""
     form = custom_vjp(function, rule)
 
     def run(x):
         root = misled(function, x)
         rank = root.shape.rank or 0
 
-        def residual(y, x):
+        def residual(roots, x):
+            y, z = roots
             r = (y - form(x)) * (2 + tf.sin(y))
-            return r + tf.cumsum(r, -1) / 2 if rank else r
+            return r + tf.cumsum(r, -1) / 2 if rank else r, (z - y) * (2 + tf.cos(z))
 
-        return sgtrick.implicit_root(residual, root, x, batch_ndims=max(rank - 1, 0))
+        return sgtrick.implicit_root(residual, (root, root), x, batch_ndims=max(rank - 1, 0))[1]
 
     return run
 

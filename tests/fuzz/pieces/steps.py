@@ -521,7 +521,8 @@ OFTEN = (
     (accumulator,), (vectorized_map,), (tape,), (batch_jacobian, function),
     (pullback_by_accumulator, tape), (pullback_by_accumulator, accumulator),
     (accumulator, pullback_by_accumulator), 2 * (pullback_by_accumulator,),
-    (twice_in_reverse, pullback_by_accumulator),
+    (twice_in_reverse, pullback_by_accumulator), (tape, twice_in_reverse), (tape, tangent_by_tape),
+    (tape, pullback_by_accumulator),
 )  # fmt: skip
 
 
