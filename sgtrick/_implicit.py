@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import ancestry, shapes, structures
+from sgtrick._core import adjoint, ancestry, loud, shapes, structures
 from sgtrick._core._tensorflow import autograph, graphs, tracing
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
@@ -63,6 +63,9 @@ def implicit_root(
         TypeError: `x_star` is not floating or mixes dtypes, or the residual has another dtype.
         ValueError: The residual does not have the structure or shapes of `x_star` or does not
             depend on it, or `batch_ndims` is not a number of dimensions of `x_star`.
+        LookupError: When differentiated, if the residual of a batch member depends on the root of
+            another. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
+            function runs; in XLA, the derivative is NaN.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(
@@ -115,6 +118,8 @@ def implicit_reparameterize(
         TypeError: `sample` is not floating, or `distribution_cdf` returns another dtype.
         ValueError: `distribution_cdf` does not return the shape of `sample` or does not depend on
             it, or `event_ndims` is not a number of dimensions of `sample`.
+        LookupError: When differentiated, if entries of different events depend on each other. Where
+            nothing can raise, as in `implicit_root`.
     """
     distribution_cdf = autograph.as_caller(distribution_cdf)
     return _reparameterized(distribution_cdf, sample, params, event_ndims)
@@ -207,7 +212,7 @@ def _solved(
         cs = list(map(graphs.here, captured))
         fs = [t for t in cs if structures.is_differentiable(t.dtype)]
         root = _solved(equation, x, ts, cs, reads)
-        j = _jacobian(lambda x: equation.r([x, *ts], cs), root)
+        j = _jacobian(equation.name, lambda x: equation.r([x, *ts], cs), root)
         weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
         sources = [*ts, *fs, *equation.variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -306,21 +311,46 @@ def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
         )
 
 
-def _jacobian(r: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The Jacobian of each row, `[roots, n, n]`."""
+def _jacobian(name: str, r: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The Jacobian of each row, `[roots, n, n]`; an error if rows depend on each other."""
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(x)
         x_ = tf.identity(x)
         y = r(x_)
     n = x.shape[1]
+    if x.shape[0] == 0:
+        return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype)
     if n is not None and n <= 8:  # the residual is a single operation here, and so is its gradient
         unit = tf.eye(n, dtype=x.dtype)
         rows = [tape.gradient(y, x_, tf.zeros_like(y) + unit[i]) for i in range(n)]
-        return tf.stack(rows, 1)
-    if x.shape[0] == 0:
-        return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype)
-    # pfor compiles its loop, which pays off only if that happens once.
-    return tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
+        j = tf.stack(rows, 1)
+    else:
+        # pfor compiles its loop, which pays off only if that happens once.
+        j = tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
+    if x.shape[0] == 1:
+        return j
+    # Each column of the Jacobian is a sum over all rows: of one that is there, if they are
+    # independent.
+    u = adjoint.probe(y)
+    fits = tracing.as_one(_are_independent, j, u, tape.gradient(y, x_, u))
+    # Whatever is computed from a NaN here is NaN too, and so are its derivatives.
+    return j + tf.cast(loud.zero_if(fits, _DEPENDENT.format(name), []), j.dtype)
+
+
+def _are_independent(j: Tensor, u: Tensor, pulled: Tensor) -> Tensor:
+    """Whether a pullback is that of the Jacobians `j` of rows, up to half of the digits."""
+    alone = tf.linalg.matvec(j, u, transpose_a=True)
+    size = tf.linalg.matvec(tf.abs(j), tf.abs(u), transpose_a=True)
+    difference = tf.abs(pulled - alone)
+    near = difference <= tf.cast(adjoint.eps(j.dtype) ** 0.5, j.dtype) * size
+    return tf.reduce_all(near | tf.math.is_nan(tf.stop_gradient(difference)))
+
+
+_DEPENDENT = (
+    "{0} was stated to return independent equations, one system for each batch member or entry, "
+    "but an equation depends on the unknowns of another member. Choose a smaller batch_ndims "
+    "(with implicit_reparameterize, a larger event_ndims)."
+)
 
 
 def _inverse(j: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import functools
 
 import numpy as np
 import pytest
@@ -219,6 +220,80 @@ def test_systems_around_the_size_that_is_mapped(n, wrap):
         for x, w in zip(star, weights, strict=True)
     ]
     np.testing.assert_allclose(wrap(run)(tf.constant(theta)), expected, rtol=1e-9)
+
+
+class TestDependentMembers:
+    """Members that depend on each other, although they were stated not to."""
+
+    MESSAGE = "was stated to return independent equations"
+
+    @staticmethod
+    def root(theta, batch_ndims, coupling=0.01):
+        """Of cubic equations, where each member depends on all members before it."""
+        n = theta.shape[-1]
+        star = tf.stop_gradient(tf.sin(theta))
+
+        def residual(x, theta):
+            before = tf.cumsum(x**2, 0, exclusive=True)
+            sin = tf.sin(theta)
+            return x - sin + coupling * (before - tf.cumsum(sin**2, 0, exclusive=True)) / n
+
+        return implicit_root(residual, star, theta, batch_ndims=batch_ndims)
+
+    @pytest.mark.parametrize("n", [1, 2, 9])
+    def test_raise(self, n):
+        theta = tf.constant(np.linspace(0.1, 1, 3 * n).reshape(3, n))
+        run = lambda theta: grad(lambda t: self.root(t, 1), theta)  # noqa: E731
+        with pytest.raises(LookupError, match=self.MESSAGE):
+            run(theta)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=self.MESSAGE):
+            tf.function(run)(theta)
+        anyhow = grad(tf.function(lambda t: self.root(t, 1)), theta)
+        assert not np.isfinite(anyhow).any()
+        if n < 9:  # XLA has no pfor of QR
+            compiled = tf.function(run, jit_compile=True)(theta)
+            assert not np.isfinite(compiled).any()
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_are_right_as_one_system(self, wrap):
+        theta = tf.constant(np.linspace(0.1, 1, 6).reshape(3, 2))
+        run = wrap(lambda theta: grad(lambda t: self.root(t, 0), theta))
+        np.testing.assert_allclose(run(theta), tf.cos(theta), rtol=1e-9)
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+    def test_independent_ones_are_no_error(self, dtype):
+        theta = tf.cast(np.linspace(0.1, 1, 40).reshape(20, 2), dtype)
+        found = grad(lambda t: self.root(t, 1, coupling=0), theta)
+        np.testing.assert_allclose(
+            tf.cast(found, tf.float64), tf.cast(tf.cos(theta), tf.float64), rtol=2e-2
+        )
+
+    def test_a_member_that_is_not_finite_is_no_error(self):
+        theta = tf.constant([[0.1], [0.5], [np.nan]])
+        root = lambda t: implicit_root(lambda x, t: x**3 - t, tf.sin(t), t, batch_ndims=1)  # noqa: E731
+        found = grad(root, theta)
+        np.testing.assert_allclose(found[:2], (3 * tf.sin(theta) ** 2)[:2] ** -1, rtol=1e-5)
+
+    @pytest.mark.parametrize("order", [2, 3])
+    def test_higher_derivatives_are_not_finite(self, order):
+        f = tf.function(lambda t: self.root(t, 1))
+        for _ in range(order):
+            f = functools.partial(grad, f)
+        assert not np.isfinite(f(tf.constant([[0.1], [0.5]]))).any()
+
+    def test_a_sample_without_its_event_ndims(self):
+        """The conditional distribution function of a correlated normal."""
+        sample = tf.constant([[0.3, -0.5], [1.2, 0.4]])
+
+        def cdf(x, loc):
+            z = x - loc
+            return tfd.Normal(0.0, 1.0).cdf(z - 0.5 * tf.cumsum(z, -1, exclusive=True))
+
+        loc = tf.constant([0.1, 0.2])
+        with pytest.raises(LookupError, match="larger event_ndims"):
+            grad(lambda loc: implicit_reparameterize(cdf, sample, loc), loc)
+        moved = lambda loc: implicit_reparameterize(cdf, sample, loc, event_ndims=1)  # noqa: E731
+        np.testing.assert_allclose(grad(moved, loc), [2.0, 2.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

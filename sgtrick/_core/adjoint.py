@@ -48,7 +48,7 @@ class _Balance:
         sizes = [tf.cast(tf.reduce_sum(tf.abs(t)), dtype) for t in terms]
         difference = tf.add_n([s if i < self.count else -s for i, s in enumerate(sums)])
         # Rounding in L itself is not bounded by eps, so compare only half of the digits.
-        fits = tf.abs(difference) <= max(_eps(t.dtype) for t in tensors) ** 0.5 * tf.add_n(sizes)
+        fits = tf.abs(difference) <= max(eps(t.dtype) for t in tensors) ** 0.5 * tf.add_n(sizes)
         # Not written as "not greater", which TensorFlow's optimizer turns into "less or equal",
         # false for NaN. Stopped, since the second JVP of is_nan fails in a function.
         return fits | tf.math.is_nan(tf.stop_gradient(difference))
@@ -74,7 +74,7 @@ class _Multiple:
             expected = tf.cast(self.factor, o.dtype) * o
             wrong = tf.reduce_sum(tf.abs(m - expected))
             size = tf.reduce_sum(tf.abs(expected))
-            near = wrong <= tf.cast(_eps(o.dtype) ** 0.5, size.dtype) * size
+            near = wrong <= tf.cast(eps(o.dtype) ** 0.5, size.dtype) * size
             fits.append(near | tf.math.is_nan(tf.stop_gradient(wrong)))
         return tf.reduce_all(tf.stack(fits))
 
@@ -115,7 +115,8 @@ def _term(p: Tensor, q: Tensor) -> Tensor:
     return tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
 
 
-def _eps(dtype: DType) -> float:
+def eps(dtype: DType) -> float:
+    """The rounding unit."""
     if dtype == tf.bfloat16:  # NumPy does not know it
         return 2.0**-7
     return float(np.finfo(dtype.real_dtype.as_numpy_dtype).eps)
