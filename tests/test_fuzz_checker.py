@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import sgtrick
 from fuzz.checks import Check
-from fuzz.strategies import SETTINGS, check_checker, checks
+from fuzz.drawing import SETTINGS
+from fuzz.strategies import check_checker, checks
 
 
 @given(checks())

@@ -7,7 +7,8 @@ TensorFlow's own derivatives of the same function.
 import pytest
 from hypothesis import given, settings
 
-from fuzz.strategies import SETTINGS, check_engine, engines, foreigns
+from fuzz.drawing import SETTINGS
+from fuzz.strategies import check_engine, engines, foreigns
 
 
 @given(engines())

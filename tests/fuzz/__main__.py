@@ -9,12 +9,11 @@ import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import hypothesis
-
 from fuzz.apart import Apart
-from fuzz.strategies import KINDS, SETTINGS
+from fuzz.drawing import check_some
+from fuzz.strategies import KINDS
 
-EACH = 50  # draws of a seed
+EACH = 50  # checks of a seed
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--seconds", type=float, default=3600)
@@ -24,16 +23,12 @@ parser.add_argument("--as-found", action="store_true", help="do not make smaller
 parser.add_argument("--limit", type=float, default=120, help="seconds for one draw")
 arguments = parser.parse_args()
 
-settings = hypothesis.settings(SETTINGS, max_examples=EACH)
-if arguments.as_found:
-    settings = hypothesis.settings(settings, phases=[hypothesis.Phase.generate])
 begin = time.monotonic()
 counts = dict.fromkeys(arguments.kinds, 0)
 with contextlib.closing(Apart(arguments.limit)) as apart:
     for seed, kind in zip(itertools.count(arguments.seed), itertools.cycle(arguments.kinds)):
-        run = hypothesis.given(KINDS[kind][0]())(apart.checks(kind))
         try:
-            hypothesis.seed(seed)(settings(run))()
+            check_some(KINDS[kind][0](), seed, EACH, apart.checks(kind), not arguments.as_found)
         except AssertionError as error:
             print(error)
             again = f"--kinds {kind} --seed {seed}"

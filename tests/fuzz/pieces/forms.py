@@ -598,10 +598,6 @@ FORMS = (
     implicit_root, implicit_reparameterize, straight_through, scale_gradient, clip_gradient,
     stop_gradient, magic_box,
 )  # fmt: skip
-# Which reach for what was computed outside, as those do in which most was wrong.
-OUTSIDE = (
-    custom_vjp_in_a_function, custom_vjp_closing_over_an_array, with_gradient_in_a_branch,
-)  # fmt: skip
 # Which there are only of functions to a number and of those entry by entry.
 ENGINES = (from_numpy, from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized)
 # Which there are not of complex numbers.
