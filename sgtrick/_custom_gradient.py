@@ -83,11 +83,12 @@ def custom_gradient(
             `jax.hessian` returns it, each of shape `B + R + D_i + D_j`, None for a zero block; or a
             linear function `v -> H v` on the structure of `x`, which is called only when a second
             derivative is requested (if `fx` has a range, and hence several Hessians, or is complex
-            although `x` is real, TensorFlow has to be able to differentiate the function). Only the
-            symmetric part matters. 0: the Hessian is zero, so the gradient is a constant. None: the
-            Hessian is unknown, and a second derivative with respect to `x`, of the result or of
-            anything computed from it, is an error or NaN. So is a third derivative, unless `hx` is
-            0.
+            although `x` is real, TensorFlow has to be able to differentiate the function). Of
+            blocks, the symmetric part is used; a function has to be symmetric, which
+            `check_gradient` with `order=2` checks. 0: the Hessian is zero, so the gradient is a
+            constant. None: the Hessian is unknown, and a second derivative with respect to `x`, of
+            the result or of anything computed from it, is an error or NaN. So is a third
+            derivative, unless `hx` is 0.
         device: Where to place the ops: a name such as `"GPU:0"` or `"CPU"`, a `tf.DeviceSpec`, a
             list of these in order of preference, or None for the surrounding `tf.device` scope.
 

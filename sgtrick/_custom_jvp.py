@@ -86,8 +86,7 @@ def custom_jvp(
     return calls.as_form(f, lambda f: _custom_jvp(f, positions), "defjvp")
 
 
-def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
-    function = calls.Callee(f)
+def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Function:
     name = function.name
     rule: Function | None = None
 
@@ -100,7 +99,7 @@ def _custom_jvp(f: Function, nondiff_argnums: Sequence[int]) -> Function:
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
         f, jvp = converted(function.f), converted(rule)
         others = point.others()
-        closure = Closure(lambda: point.stopped(f), others.xs)
+        closure = Closure(lambda: others.own(f), others.xs)
         y = closure.result
         if not point.xs:
             return y
@@ -198,7 +197,8 @@ def _point(
             f"{name} has the keyword-only arguments {list(call.kwargs)}, which JVP rules do not "
             "support. Make them positional."
         )
-    own, count = function.own, len(call.args) - function.own
+    own = function.own(call.args)
+    count = len(call.args) - own
     for i in nondiff_argnums:
         if not -count <= i < count:
             raise ValueError(

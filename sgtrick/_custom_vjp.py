@@ -22,7 +22,7 @@ from sgtrick._core.types import (
     TensorLike,
     Variable,
 )
-from sgtrick._core.variables import Reader
+from sgtrick._core.variables import recorded
 
 
 def custom_vjp(f: Function | None = None) -> Function:
@@ -73,19 +73,21 @@ def custom_vjp(f: Function | None = None) -> Function:
             of it, is not connected to the arguments; and with respect to a tensor that `f` closes
             over. With respect to what that tensor was computed from, the derivative is NaN. In
             graphs this is a `tf.errors.InvalidArgumentError` when the graph runs; around a
-            `tf.function` and in XLA, the derivative is NaN.
+            `tf.function` and in XLA, the derivative is NaN. Also when one eager operation of `f`
+            reads several variables, so that their order is unknown.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
 
-def _custom_vjp(f: Function) -> Function:
-    function, read = calls.Callee(f), Reader()
+def _custom_vjp(function: calls.Callee) -> Function:
+    f = function.f
 
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
         if kwargs:
             given = function.given(args, kwargs)
             args, kwargs = given.args, given.kwargs
-        owner, args = args[: function.own], args[function.own :]  # of a method, without gradient
+        own = function.own(args)
+        owner, args = args[:own], args[own:]  # of a method, without gradient
         passed = tf.nest.flatten((args, kwargs))
         args, kwargs = tf.nest.map_structure(_own, (args, kwargs))
         leaves = vjp_protocol.leaves_of(args, kwargs)
@@ -94,7 +96,7 @@ def _custom_vjp(f: Function) -> Function:
         tensors = [a for a in arguments if tf.is_tensor(a) and not isinstance(a, tf.Variable)]
         rest = Rest(function.name, "grad_fn", list(map(_component, tensors)))
         with rest.noted():
-            returned, variables, tape = read.recorded(run, arguments)
+            returned, variables, tape = recorded(run, arguments, function.name)
         y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
         rule = _Rule(f, grad_fn, leaves, y, variables)
         sources = [*rule.inputs, *variables]

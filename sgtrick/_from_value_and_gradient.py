@@ -89,10 +89,12 @@ def from_value_and_gradient(
 
 
 def _from_value_and_gradient(
-    fn: Function, argnums: Argnums, has_aux: bool, batch_ndims: int | None, device: Device
+    function: calls.Callee,
+    argnums: Argnums,
+    has_aux: bool,
+    batch_ndims: int | None,
+    device: Device,
 ) -> Function:
-    function = calls.Callee(fn)
-
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
         name, f = function.name, converted(function.f)
 
@@ -109,7 +111,7 @@ def _from_value_and_gradient(
             point = select(function, argnums, args, kwargs)
             others = point.others()
             # If recording is suspended, a tape inside fn would find no gradient.
-            run = functools.partial(tapes.unsuspended, lambda: point.stopped(f))
+            run = functools.partial(tapes.unsuspended, lambda: others.own(f))
             closure = Closure(run, others.xs)
             y, gradients = pair_of(closure.result, f"{name} must return (value, gradient)")
             if has_aux:

@@ -1,12 +1,13 @@
 """Functions with a custom gradient with respect to some arguments; all others keep autodiff."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from sgtrick._core import calls, devices
 from sgtrick._core._tensorflow import autograph
+from sgtrick._core.absent import present, spread
 from sgtrick._core.closures import Closure, Rest
 from sgtrick._core.fixed_point import (
     ValueAtPoint,
@@ -16,6 +17,7 @@ from sgtrick._core.fixed_point import (
     pair_of,
     select,
 )
+from sgtrick._core.mixed import ByPoint, Others, keep_own
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
@@ -31,7 +33,7 @@ from sgtrick._core.types import (
     Structure,
     Tensor,
 )
-from sgtrick._core.variables import Reader, pull_variables
+from sgtrick._core.variables import pull_variables, reads
 
 
 def with_gradient(
@@ -78,9 +80,9 @@ def with_gradient(
             a tuple. It is called when a derivative is requested, once in each backward pass and
             never in a forward pass, and sees variables among the arguments with the values that
             they had when `f` was called. If `grad` takes a keyword `variables`, it receives the
-            trainable variables that `f` read and that are not among its arguments, each once, in
-            the order in which they were read, and returns `(gradients, variable_gradients)`: for
-            each variable a Jacobian, of the shape of the value followed by that of the variable, or
+            trainable variables that `f` read other than as its arguments, each once, in the order
+            in which they were read, and returns `(gradients, variable_gradients)`: for each
+            variable a Jacobian, of the shape of the value followed by that of the variable, or
             for a scalar value `tf.IndexedSlices`. The variables then get exactly these gradients,
             and other tensors that `f` closes over have none: requesting one is an error, unless `f`
             stops it.
@@ -101,7 +103,8 @@ def with_gradient(
             connected to the point: it came from the host or NumPy, was stopped, or is a constant
             (in that case add `0 * x`). Inside a `tf.function` this is a
             `tf.errors.InvalidArgumentError` when the function runs; around it and in XLA, where
-            nothing can raise, the derivative is NaN.
+            nothing can raise, the derivative is NaN. Also when `grad` takes variables, and one
+            eager operation of `f` reads several, so that their order is unknown.
     """
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
@@ -111,10 +114,12 @@ def with_gradient(
 
 
 def _with_gradient(
-    f: Function, grad: Function | None, argnums: Argnums, batch_ndims: int | None, device: Device
+    function: calls.Callee,
+    grad: Function | None,
+    argnums: Argnums,
+    batch_ndims: int | None,
+    device: Device,
 ) -> Function:
-    function = calls.Callee(f)
-    read = Reader()
     rule: calls.Callee | None = None
 
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Tensor:
@@ -133,9 +138,9 @@ def _with_gradient(
                 return point.jacobians(gradients, y, batch_ndims)
 
             if rule.takes("variables") and not function.takes("variables"):
-                return _with_variables(function.name, point, f, grad, jacobians, read)
+                return _with_variables(function.name, point, f, grad, jacobians)
             others = point.others()
-            closure = Closure(lambda: point.stopped(f), others.xs)
+            closure = Closure(lambda: others.own(f), others.xs)
             y = checked_value(closure.result, function.name)
             at, call = point.read(), ValueAtPoint(function.name, point, others, closure)
 
@@ -165,33 +170,61 @@ def _with_variables(
     f: Function,
     grad: Function,
     jacobians: Callable[[Structure, Tensor], list[Leaf | None]],
-    read: Reader,
 ) -> Tensor:
     """The call where `grad` also returns the gradients with respect to the variables.
 
     All derivatives of `f` go through one pullback: there is no other way to stop the variables
     alone.
     """
-    others, at = point.others(), point.read()
-    rest = Rest(name, "grad", [*others.xs, *point.stopped_xs])
+    others, at = point.others(own=True), point.read()
+    call = others.at(others.xs)
+    beside = others.originals()
+    known = [*others.xs, *beside]
+    rest = Rest(name, "grad", [*known, *point.stopped_xs])
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(others.xs)
+        tape.watch(known)
         with rest.noted():
-            y, variables = read(lambda: others.at(others.xs)(f), point.call.leaves())
+            y, variables = reads(lambda: call(f), call.leaves(), name)
     y = checked_value(y, name)
-    reads = [tf.convert_to_tensor(v) for v in variables]
+    values = [tf.convert_to_tensor(v) for v in variables]
 
-    def pull(upstream: Tensor) -> list[Gradient]:
+    def pulled(call: calls.Call, upstream: Tensor) -> tuple[list[Gradient], Structure]:
         gradients, by_variables = pair_of(
-            grad(*at.args, **at.kwargs, variables=variables),
+            grad(*call.args, **call.kwargs, variables=variables),
             f"grad of {name} takes variables, so it must return (gradients, variable_gradients)",
         )
+        leaves = jacobians(gradients, y)
+        return [leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in leaves], by_variables
+
+    def by_point(
+        us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+    ) -> list[Gradient]:
+        assert us[0] is not None
+        return pulled(others.on(point.on(at, xs), passed), us[0])[0]
+
+    def by_others(upstream: Tensor) -> list[Gradient]:
+        """The gradients of `f` at the stopped point, whose derivatives by the point are known."""
+        found = tape.gradient(y, known, upstream)
+        mixed = ByPoint(name, by_point, point.xs, Others(others.xs, [*beside, *variables]))
+
+        def along(
+            ts: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> list[Tensor]:
+            cotangents = [*spread(ts, found), *[None] * len(variables)]
+            return mixed.along_others(passed[:1], xs, passed[1:], cotangents)
+
+        live = [tf.convert_to_tensor(g) for g in present(found)]
+        return spread(keep_own(mixed.again(along, [upstream]), live), found) if live else found
+
+    def pull(upstream: Tensor) -> list[Gradient]:
+        by_xs, by_variables = pulled(at, upstream)
         return [
-            *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in jacobians(gradients, y)),
-            *tape.gradient(y, others.xs, upstream),
-            *pull_variables(by_variables, variables, reads, y, upstream, name),
+            *by_xs,
+            *by_others(upstream),
+            *pull_variables(by_variables, variables, values, y, upstream, name),
         ]
 
-    xs = [*point.xs, *others.xs, *reads]
-    (kept,) = keep([y], xs, Rule(name, pull, sources=[*xs, *variables]))
+    sources = [*point.xs, *others.xs, *values, *variables]
+    rule = Rule(name, pull, sources=sources, others=beside)
+    (kept,) = keep([y], [*point.xs, *known, *values], rule)
     return rest.unknown(y, kept)

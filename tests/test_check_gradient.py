@@ -326,6 +326,39 @@ def wrong_in(errors):
     )
 
 
+class TestTheSameTensorTwice:
+    """As two arguments it is two points, whose gradients are not added up."""
+
+    X = constant([1.0, 2.0, -3.0])
+
+    @MODES
+    @pytest.mark.parametrize("pack", [tuple, list])
+    @pytest.mark.parametrize("order", [1, 2])
+    def test_native(self, pack, order, mode):
+        f = {
+            tuple: lambda a, b: tf.reduce_sum(a * b**2),
+            list: lambda x: tf.reduce_sum(x[0] * x[1] ** 2),
+        }[pack]
+        assert check_gradient(f, pack([self.X, self.X]), order=order, mode=mode).passed
+
+    @MODES
+    @pytest.mark.parametrize("x", [X, tf.cast(X, tf.float32)], ids=["float64", "float32"])
+    @pytest.mark.parametrize(
+        "grad", [lambda a, b: (b, None), lambda a, b: (b / 2, a / 2)], ids=["none", "halves"]
+    )
+    def test_wrong_gradients_of_the_right_sum(self, grad, x, mode):
+        @sgtrick.custom_vjp
+        def f(a, b):
+            return tf.reduce_sum(a * b), lambda u: [g if g is None else u * g for g in grad(a, b)]
+
+        assert report(f, (x, x), mode=mode).worst.verdict == "wrong"
+
+    @MODES
+    def test_that_the_function_reads_too(self, mode):
+        """The differences do not move what is not an argument, so neither may the tape."""
+        assert check_gradient(lambda x: tf.reduce_sum(x * self.X), self.X, mode=mode).passed
+
+
 class TestUnconnected:
     @MODES
     def test_counts_as_zero_and_is_said(self, mode):

@@ -255,6 +255,36 @@ class TestPassed:
         run = WAYS[way](squared(PASSED[name]), modes, by)
         np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
 
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "XLA"])
+    @pytest.mark.parametrize("name", PASSED)
+    def test_and_is_closed_over_as_well(self, name, way):
+        """In eager execution, an error says to pass what is closed over."""
+
+        def f(x, a):
+            form = {
+                "with_gradient": sgtrick.with_gradient(
+                    lambda x, p: p * hidden(x, a), lambda x, p: p * slope(x, a)
+                ),
+                "from_value_and_gradient": sgtrick.from_value_and_gradient(
+                    lambda x, p: (p * hidden(x, a), p * slope(x, a))
+                ),
+                "custom_jvp": sgtrick.custom_jvp(
+                    lambda p, x: p * hidden(x, a), nondiff_argnums=(0,)
+                ),
+            }[name]
+            if name != "custom_jvp":
+                return form(x, a)
+            form.defjvp(lambda p, primals, tangents: (None, p * slope(*primals, a) * tangents[0]))
+            return form(a, x)
+
+        exact = chain([reverse] * 2, (1, 0))(lambda x, a: a * true(x, a))(X, A)
+        run = WAYS[way](f, (reverse, reverse), (1, 0))
+        if way == "eager":
+            with pytest.raises(LookupError, match="Pass what it closes over as an argument"):
+                run(X, A)
+        else:
+            np.testing.assert_allclose(run(X, A), exact, rtol=1e-12)
+
     @pytest.mark.parametrize("name", PASSED)
     def test_the_same_tensor_twice(self, name):
         run = chain([reverse] * 2, (0, 0))(lambda x: PASSED[name](x, x) ** 2)

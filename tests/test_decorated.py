@@ -6,8 +6,12 @@ object, gets another number.
 """
 
 import copy
+import dataclasses
 import functools
+import inspect
+from typing import NamedTuple
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -360,3 +364,150 @@ class TestInheritedEngines:
         check(super(self.Derived, object_).h, 2.0)
         check(functools.partial(self.Base.h, object_), 2.0)
         check(object_.h, 200.0)
+
+
+FIRST = {name: form for name, form in FORMS.items() if not name.startswith("from_numpy")}
+
+
+def first_derivatives(h, *args):
+    with tf.GradientTape() as tape:
+        tape.watch(args)
+        y = h(*args)
+    return tape.gradient(y, args)
+
+
+@pytest.mark.parametrize("name", FIRST)
+class TestAFirstArgumentCalledSelf:
+    """It is the object of a method, and an argument like any other elsewhere."""
+
+    @staticmethod
+    def decorated(name, f):
+        """A form of `f(first, x)` whose derivative by the first argument is tenfold."""
+        tenfold = lambda first, x: 20 * first * x  # noqa: E731
+        if name == "with_gradient":
+            return sgtrick.with_gradient(f, tenfold)
+        if name == "from_value_and_gradient":
+            return sgtrick.from_value_and_gradient(calls_like(f, lambda *a: (f(*a), tenfold(*a))))
+        if name == "custom_jvp":
+            return jvp_form(
+                f, lambda p, t: (None, tf.reduce_sum(tenfold(*p) * t[0] + p[0] ** 2 * t[1]))
+            )
+        rule = lambda *a: (f(*a), lambda u: (u * tenfold(*a), u * a[0] ** 2))  # noqa: E731
+        return sgtrick.custom_vjp(calls_like(f, rule))
+
+    @staticmethod
+    def check_both(h, wrap=lambda f: f):
+        by_first, by_x = wrap(functools.partial(first_derivatives, h))(X, 3 * X)
+        np.testing.assert_allclose(by_first, 20 * X * 3 * X)
+        np.testing.assert_allclose(by_x, X**2)
+
+    @WRAPS
+    def test_of_functions(self, name, wrap):
+        of_self = self.decorated(name, lambda self, x: tf.reduce_sum(self**2 * x))
+        of_cls = self.decorated(name, lambda cls, x: tf.reduce_sum(cls**2 * x))
+        for h in (of_self, of_cls):
+            self.check_both(h, wrap)
+        self.check_both(lambda first, x: of_self(self=first, x=x), wrap)
+        self.check_both(lambda first, x: of_cls(x=x, cls=first), wrap)
+
+    def test_of_static_and_bound_methods(self, name):
+        decorated = self.decorated
+
+        class Model:
+            def plain(self, x):
+                return tf.reduce_sum(self**2 * x)
+
+            def method(_, cls, x):  # noqa: N805
+                return tf.reduce_sum(cls**2 * x)
+
+            h = staticmethod(decorated(name, plain))
+
+        self.check_both(Model.h)
+        self.check_both(Model().h)
+        self.check_both(self.decorated(name, Model().method))
+
+    @WRAPS
+    def test_of_objects_that_hold_tensors(self, name, wrap):
+        """Also those that TensorFlow takes for structures of tensors."""
+        f, decorate = FORMS[name]
+
+        class Named(NamedTuple):
+            scale: tf.Tensor
+            h = decorate(of_object)(of_object(f))
+
+        class Extension(tf.experimental.ExtensionType):
+            scale: tf.Tensor
+
+            def h(self, x):
+                return f(self.scale, x)
+
+        Extension.h = decorate(of_object)(Extension.h)
+
+        @dataclasses.dataclass(slots=True)
+        class Data:
+            scale: tf.Tensor
+            h = decorate(of_object)(of_object(f))
+
+        class Layer(keras.layers.Layer):
+            def __init__(self, scale):
+                super().__init__(dtype="float64")
+                self.scale = scale
+
+            call = decorate(of_object)(of_object(f))
+
+        scale = tf.constant(3.0, tf.float64)
+        for of in (Named, Extension, Data):
+            check(of(scale).h, 3.0, wrap)
+        check(Layer(scale), 3.0, wrap)
+
+    @WRAPS
+    def test_of_methods_under_other_decorators(self, name, wrap):
+        f, decorate = FORMS[name]
+
+        class Model(tf.Module):
+            scale = 3.0
+
+            def plain(self, x):
+                return f(self.scale, x)
+
+            other = decorate(of_object)(plain)
+            plain = tf.Module.with_name_scope(other)
+
+        check(Model().plain, 3.0, wrap)
+        check(Model().other, 3.0, wrap)
+
+    def test_of_a_method_that_is_a_tf_function(self, name):
+        f, decorate = FORMS[name]
+
+        class Model:
+            def __init__(self, scale):
+                self.scale = scale
+
+            def h(self, x):
+                return f(self.scale, x)
+
+            h = tf.function(decorate(of_object)(h))
+
+        one, two = Model(3.0), Model(5.0)
+        check(one.h, 3.0)
+        check(two.h, 5.0)
+
+    def test_of_functions_that_become_methods(self, name):
+        f, decorate = FORMS[name]
+
+        class Model:
+            scale = 3.0
+
+        class Other:
+            scale = 5.0
+
+        Model.h = decorate(of_object)(of_object(f))
+        Other.g = Model.h
+        check(Model().h, 3.0)
+        check(Other().g, 5.0)
+
+
+def calls_like(f, g):
+    """`g` with the signature of `f`."""
+    g.__signature__ = inspect.signature(f)
+    return g

@@ -124,6 +124,24 @@ class TestWithGradient:
         x = tf.constant(2.0)
         assert gradient(lambda x: h(x=x), x)[0].numpy() == 5.0
 
+    def test_any_number_of_arguments(self):
+        """Which the name of `*args` or `**kwargs` does not select."""
+
+        def f(x, *args, **kwargs):
+            return x * args[0] * args[1] * kwargs["k"]
+
+        xs = [constant(x) for x in (2.0, 3.0, 5.0, 7.0)]
+        call = lambda h: gradient(lambda x, y, z, k: h(x, y, z, k=k), *xs)  # noqa: E731
+        rule = lambda *_, **__: (100.0, 200.0)  # noqa: E731
+        found = call(sgtrick.with_gradient(f, rule, argnums=("k", 2)))
+        np.testing.assert_allclose(found, [3 * 5 * 7, 2 * 5 * 7, 200, 100])
+        for name, message in {
+            "args": r"argnums has 'args', but \*args of f stands for any .* Pass the positions",
+            "kwargs": r"argnums has 'kwargs', but \*\*kwargs of f stands for any .* Pass the names",
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                call(sgtrick.with_gradient(f, rule, argnums=(0, name)))
+
     def test_functions_without_a_signature(self):
         h = sgtrick.with_gradient(max, lambda a, b: 5.0)
         assert gradient(h, tf.constant(2.0), tf.constant(1.0))[0].numpy() == 5.0
@@ -614,6 +632,56 @@ class TestLaws:
         for form in forms:
             got = wrap(lambda x, form=form: gradient(form, x, upstream=u))(x)[0]
             np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+def of_square(rest, rule):
+    """Forms of `x**2 * rest(a)` by `x`, whose derivative by `a` is that of autodiff."""
+    f = lambda x, a: tf.stop_gradient(x) ** 2 * rest(a)  # noqa: E731
+    jvp = sgtrick.custom_jvp(f, nondiff_argnums=1)
+    jvp.defjvp(lambda a, p, t: (None, rule(*p, a) * t[0]))
+    return {
+        "with_gradient": sgtrick.with_gradient(f, rule),
+        "from_value_and_gradient": sgtrick.from_value_and_gradient(
+            lambda x, a: (f(x, a), rule(x, a))
+        ),
+        "custom_jvp": jvp,
+    }
+
+
+@WRAPS
+@pytest.mark.parametrize("form", ["with_gradient", "from_value_and_gradient", "custom_jvp"])
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_ragged_and_sparse_arguments(kind, form, wrap):
+    """Their components keep autodiff; a mixed derivative is right or refused."""
+    values = constant([1.0, 2.0, 3.0])
+    make = {
+        "ragged": lambda v: tf.RaggedTensor.from_row_lengths(v, [1, 2]),
+        "sparse": lambda v: tf.SparseTensor([[0, 0], [1, 0], [1, 1]], v, [2, 2]),
+    }[kind]
+    rest = lambda a: tf.reduce_sum(a.values**2)  # noqa: E731
+    h = of_square(rest, lambda x, a: 2 * x * rest(a))[form]
+    run = lambda x, v: h(x, make(v))  # noqa: E731
+    x = constant(3.0)
+    by_x, by_values = wrap(gradient)(run, x, values)
+    np.testing.assert_allclose(by_x, 2 * 3 * 14)
+    np.testing.assert_allclose(by_values, 9 * 2 * values)
+
+    def mixed(first, second):
+        def run_twice(x, v):
+            with tf.GradientTape() as tape:
+                tape.watch([x, v])
+                g = tf.reduce_sum(gradient(run, x, v)[first])
+            return tape.gradient(g, [x, v][second])
+
+        return wrap(run_twice)(x, values)
+
+    np.testing.assert_allclose(mixed(0, 1), 2 * 3 * 2 * values)
+    try:
+        found = mixed(1, 0)
+    except (LookupError, tf.errors.InvalidArgumentError) as error:
+        assert "mixed derivative" in str(error)  # noqa: PT017
+    else:
+        np.testing.assert_allclose(found, 2 * 3 * 2 * 6)
 
 
 @pytest.mark.parametrize("outer", ["custom_vjp", "custom_jvp", "with_gradient"])

@@ -1,5 +1,6 @@
 """Products of an engine's Hessian with a vector, beside autodiff of the true function."""
 
+import itertools
 import multiprocessing
 import threading
 from concurrent import futures
@@ -313,6 +314,172 @@ class TestFrameworks:
         )
         np.testing.assert_allclose(rows, hess(POINTS[0]), rtol=1e-12, atol=1e-14)
         assert h.hess_calls == 1
+
+
+class TestSymmetry:
+    """A Hessian is symmetric, so that reverse mode may use rows and forward mode columns."""
+
+    @WRAPS
+    @pytest.mark.parametrize("vectorized", [True, False])
+    @pytest.mark.parametrize("on_error", ["raise", -np.inf])
+    def test_of_one_triangle_is_refused(self, wrap, vectorized, on_error):
+        h = sgtrick.from_numpy(
+            value, grad=gradient, hess=lambda x: np.triu(hess(x)),
+            vectorized=vectorized, on_error=on_error,
+        )  # fmt: skip
+        message = (
+            r"the Hessian of value with respect to x and x must be symmetric, got .* and, with rows "
+            r"and columns exchanged, 0\. Return all of it, not one triangle"
+        )
+        with pytest.raises((ValueError, tf.errors.OpError), match=message):
+            wrap(lambda x, v: hessian_times(h, [x], [v]))(POINTS, VECTORS)
+
+    @pytest.mark.parametrize("zero", [0.0, None])
+    def test_of_blocks(self, zero):
+        """A block that is unknown is not one that is zero."""
+        h = sgtrick.from_numpy(
+            lambda x, a: (x @ x * a, (2 * a * x, x @ x)),
+            hess=lambda x, a: ((2 * a * np.eye(3), 2 * x), (zero if zero is None else 0 * x, 0.0)),
+            event_ndims=(1, 0),
+        )
+        x, a = tf.constant(POINTS[0]), tf.constant(2.0, tf.float64)
+        v = tf.constant(VECTORS[0])
+        if zero is None:
+            by_x, by_a = hessian_times(h, [x, a], [v, a])
+            close([by_x], exact(lambda x, a: tf.reduce_sum(x**2) * a, [x, a], [v, a])[:1])
+            assert np.isnan(by_a)
+        else:
+            message = "the Hessian of .* with respect to x and a must be symmetric"
+            with pytest.raises(ValueError, match=message):
+                hessian_times(h, [x, a], [v, a])
+
+    @WRAPS
+    @pytest.mark.parametrize("vectorized", [True, False])
+    def test_up_to_rounding_the_symmetric_part_counts(self, wrap, vectorized):
+        """A large entry of one member does not excuse those of the others."""
+        scales = np.array([1.0, 1e6, 1e-6, 1.0])[:, np.newaxis]
+        noise = RANDOM.normal(size=(3, 3)) * 1e-5
+
+        def hess(x):
+            size = x[..., 0, np.newaxis, np.newaxis]
+            return size * (np.ones((3, 3)) + noise)
+
+        h = sgtrick.from_numpy(
+            lambda x: (x[..., 0], 0 * x), hess=hess, vectorized=vectorized, event_ndims=1
+        )
+        x = tf.constant(scales * np.ones((4, 3)))
+        (came,) = wrap(lambda x, v: hessian_times(h, [x], [v]))(x, VECTORS)
+        part = np.ones((3, 3)) + (noise + noise.T) / 2
+        np.testing.assert_allclose(came, scales * (VECTORS @ part), rtol=1e-12)
+
+        noise[0, 1] += 0.01
+        with pytest.raises(RAISED, match="must be symmetric"):
+            wrap(lambda x, v: hessian_times(h, [x], [v]))(x, VECTORS)
+
+    def test_of_integers_and_of_what_is_not_finite(self):
+        both = np.array([[0, 1], [1, 0]], np.uint8), np.array([[np.nan, np.inf], [np.inf, 1.0]])
+        x = tf.ones([2], tf.float64)
+        for found, want in zip(both, ([1.0, 1.0], [np.nan, np.inf]), strict=True):
+            h = sgtrick.from_numpy(lambda x: (x[0], x), hess=lambda x, found=found: found)
+            np.testing.assert_array_equal(hessian_times(h, [x], [x])[0], want)
+
+
+class TestWhereTheEngineFailed:
+    """Its value is replaced by a constant there, so `hessp` is the Hessian of something else."""
+
+    X = tf.constant([[0.5, 2.0], [2.0, 3.0], [1.0, -1.0]], tf.float64)
+    HESSIANS = np.array([np.diag([3.0, 12.0]), np.full([2, 2], np.nan), np.diag([6.0, -6.0])])
+
+    @pytest.fixture(
+        params=itertools.product([True, False], [True, False], ["hess", "hessp"]), ids=str
+    )
+    def h(self, request):
+        vectorized, has_aux, second = request.param
+
+        def cubes(x):
+            if np.any(x[..., 0] > 1):
+                raise ArithmeticError
+            y = np.sum(x**3, -1)
+            return (y, x) if has_aux else y, 3 * x**2
+
+        functions = {
+            "hess": lambda x: 6 * x[..., np.newaxis] * np.eye(2),
+            "hessp": lambda x, v: 6 * x * v,
+        }
+        h = sgtrick.from_numpy(
+            cubes, on_error=-1e3, vectorized=vectorized, has_aux=has_aux,
+            **{second: functions[second]},
+        )  # fmt: skip
+        return (lambda x: h(x)[0]) if has_aux else h
+
+    @staticmethod
+    def by_tapes(f, x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = f(x)
+            g = tape.gradient(y, x)
+        return outer.batch_jacobian(g, x)
+
+    @staticmethod
+    def forward_over_reverse(f, x):
+        columns = []
+        for v in tf.unstack(tf.eye(2, dtype=tf.float64)):
+            with tf.autodiff.ForwardAccumulator(x, tf.zeros_like(x) + v) as accumulator:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = f(x)
+                g = tape.gradient(y, x)
+            columns.append(accumulator.jvp(g))
+        return tf.stack(columns, -1)
+
+    @WRAPS
+    @pytest.mark.parametrize("inside", [lambda f: f, tf.function], ids=["", "around"])
+    @pytest.mark.parametrize("mode", ["by_tapes", "forward_over_reverse"])
+    def test_second_derivatives_are_nan(self, h, wrap, inside, mode):
+        came = wrap(lambda x: getattr(self, mode)(inside(h), x))(self.X)
+        np.testing.assert_array_equal(came, self.HESSIANS)
+
+    @WRAPS
+    def test_beside_something_else(self, h, wrap):
+        came = wrap(lambda x: self.by_tapes(lambda x: h(x) + tf.reduce_sum(x**2, -1), x))(self.X)
+        np.testing.assert_array_equal(came, self.HESSIANS + 2 * np.eye(2))
+
+    @WRAPS
+    def test_mapped(self, h, wrap):
+        def second(x):
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = h(x)
+                g = tape.gradient(y, x)
+            return outer.gradient(g, x)
+
+        came = wrap(lambda x: tf.vectorized_map(second, x, fallback_to_while_loop=False))(self.X)
+        np.testing.assert_array_equal(came, self.HESSIANS.sum(-1))
+
+    @pytest.mark.parametrize("shape", [[None, None], None])
+    def test_of_unknown_shape(self, h, shape):
+        def second(x):
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = h(x)
+                g = tape.gradient(y, x)
+            return outer.gradient(g, x)
+
+        came = tf.function(second, input_signature=[tf.TensorSpec(shape, tf.float64)])(self.X)
+        np.testing.assert_array_equal(came, self.HESSIANS.sum(-1))
+
+    def test_first_derivatives_are_zero(self, h):
+        with tf.GradientTape() as tape:
+            tape.watch(self.X)
+            y = h(self.X)
+        np.testing.assert_array_equal(y, [8.125, -1000.0, 0.0])
+        np.testing.assert_array_equal(tape.gradient(y, self.X), [[0.75, 12], [0, 0], [3, 3]])
 
 
 class TestErrors:

@@ -517,6 +517,26 @@ class TestHigherDerivatives:
         assert verdict(way(EVERY_ORDER[name]), exact(3)) == "right"
 
 
+@pytest.mark.parametrize("where", ["eager", "in tf.function", "around tf.function"])
+@pytest.mark.parametrize("name", EVERY_ORDER)
+@pytest.mark.parametrize("index", [tf.int32, tf.int64])
+def test_derivatives_behind_a_gather(name, where, index):
+    """Where TensorFlow makes upstream gradients of slices."""
+    places = tf.constant([0, 0, 2], index)
+
+    def twice(f):
+        total = lambda x: tf.gather(f(x), places) ** 2  # noqa: E731
+        first = lambda x: tf.convert_to_tensor(derivative(total)(x))  # noqa: E731
+        return lambda x: tf.convert_to_tensor(derivative(first)(x))
+
+    form, x = EVERY_ORDER[name], tf.constant(POINTS)
+    if where == "around tf.function":
+        run = twice(tf.function(form))
+    else:
+        run = twice(form) if where == "eager" else tf.function(twice(form))
+    np.testing.assert_allclose(run(x), twice(true)(x), rtol=1e-9)
+
+
 class TestTapesAroundForwardMode:
     """They are asked for derivatives of a JVP, whose rule was traced apart."""
 

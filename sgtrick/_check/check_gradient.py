@@ -151,7 +151,11 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
     """Returns `f` as a function of those leaves of `x` that have derivatives, the leaves, notes."""
     leaves = list(structures.flatten(x, "x"))
     places = [i for i, (_, leaf) in enumerate(leaves) if structures.has_derivatives(leaf)]
-    inputs = [(leaves[i][0], structures.to_tensor(leaves[i][1], leaves[i][0])) for i in places]
+    # Copies, as tapes tell tensors apart by identity, and the same tensor may occur twice.
+    inputs = [
+        (name, tf.identity(structures.to_tensor(leaf, name)))
+        for name, leaf in (leaves[i] for i in places)
+    ]
     if not any(tf.size(leaf) for _, leaf in inputs):
         raise TypeError(
             "x has nothing to differentiate with respect to. Pass tensors, arrays or numbers that "

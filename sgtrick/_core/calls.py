@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._core import shapes, structures
 from sgtrick._core._tensorflow import tapes
 from sgtrick._core._tensorflow.autograph import unconverted
-from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow.graphs import as_used, here, identity_of
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Argnums, Args, Function, Kwargs, Structure, Tensor
@@ -76,11 +76,31 @@ class Selection:
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
-    def others(self) -> "Selection":
-        """The other arguments of the stopped call whose gradient may be requested."""
+    def others(self, *, own: bool = False) -> "Selection":
+        """The other arguments of the stopped call whose gradient may be requested.
+
+        In graphs, what a function closes over is found by name, unless each argument is its `own`.
+        """
         call = self.stopped
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
-        return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded, here)
+        to_input = tapes.own if own or tf.executing_eagerly() else here
+        names = [str(key) for key in keys]
+        return Selection(call, keys, names, structures.may_be_recorded, to_input)
+
+    @property
+    def own(self) -> Call:
+        """The call with its own copies of tensors: the function may close over the same ones."""
+        leaves = [self._flat[i] for i in self._places]
+        return self.at(
+            [x if tf.is_tensor(leaf) else leaf for x, leaf in zip(self.xs, leaves, strict=True)]
+        )
+
+    def originals(self) -> list[Tensor]:
+        """The tensors of which `xs` are copies, each once, as a function closes over them."""
+        tensors = [t for t in (self._flat[i] for i in self._places) if isinstance(t, tf.Tensor)]
+        copies = set(map(identity_of, self.xs))
+        found = {identity_of(t): as_used(t) for t in tensors}
+        return [t for key, t in found.items() if key not in copies]
 
     def on(self, call: Call, xs: Sequence[Tensor]) -> Call:
         """Another call, with the leaves `xs` in these arguments."""
@@ -157,22 +177,38 @@ class Callee:
     Attributes:
         f: The function itself.
         name: Its name in errors.
-        own: How many of the positional arguments are the instance or class: 1 for a method.
+        form: The function that is called in its place.
     """
 
     def __init__(self, f: Function) -> None:
         self.f = f
         self.name = name_of(f)
+        self.form: Function | None = None
         self._signature = signature_of(f)
         self._parameters = list(self._signature.parameters.values()) if self._signature else []
         kinds = {parameter.kind for parameter in self._parameters}
         self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        # self and cls do not count as arguments.
-        self.own = int(bool(self._parameters) and self._parameters[0].name in ("self", "cls"))
+        self._body = getattr(f, "__qualname__", "").rpartition(".")[0]
+        self._may_be_method = any(p.name in ("self", "cls") for p in self._parameters[:1])
 
     def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
         """Calls the function."""
         return self.f(*args, **kwargs)
+
+    def own(self, args: Sequence[Structure]) -> int:
+        """How many of the arguments are the instance or class: 1 in the call of a method."""
+        if not (self._may_be_method and args):
+            return 0
+        owner = args[0] if isinstance(args[0], type) else args[0].__class__
+        return int(any(map(self._is_method_of, owner.__mro__)))
+
+    def _is_method_of(self, owner: type) -> bool:
+        attributes = vars(owner)
+        # It may be there under another name; or under its own, but in another decorator.
+        found = [a for a in attributes.values() if unbound(a) is self.form]
+        if owner.__qualname__ == self._body:
+            found += [attributes.get(self.name, None)]
+        return any(a is not None and not isinstance(a, staticmethod) for a in found)
 
     def given(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
         """The arguments with keywords turned into positions where possible, without defaults."""
@@ -202,20 +238,22 @@ class Callee:
             ValueError: There is no such argument.
         """
         call = self.bind(args, kwargs)
+        own = self.own(call.args)
         parameters = [parameter.name for parameter in self._parameters]
         keys, names = [], []
         for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
             if not (shapes.is_int(key) or isinstance(key, str)):
                 raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
             if isinstance(key, int) and key >= 0:
-                key += self.own
+                key += own
             if isinstance(key, str) and key in parameters and key not in call.kwargs:
+                self._check_single(key)
                 key = parameters.index(key)  # a positional parameter by its name
             count = len(call.args)
-            there = key in call.kwargs if isinstance(key, str) else self.own - count <= key < count
+            there = key in call.kwargs if isinstance(key, str) else own - count <= key < count
             if not there:
                 raise ValueError(
-                    f"argnums has {key!r}, but the call of {self.name} has {count - self.own} "
+                    f"argnums has {key!r}, but the call of {self.name} has {count - own} "
                     f"positional arguments and the keywords {list(call.kwargs)}; its parameters "
                     f"are {parameters}."
                 )
@@ -229,6 +267,20 @@ class Callee:
                 key if isinstance(key, str) else parameters[key] if named else f"args[{key}]"
             )
         return Selection(call, keys, names)
+
+    def _check_single(self, key: str) -> None:
+        """Checks that a parameter does not stand for any number of arguments."""
+        kind = next(parameter.kind for parameter in self._parameters if parameter.name == key)
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            stars, these = "*", "positions"
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            stars, these = "**", "names"
+        else:
+            return
+        raise ValueError(
+            f"argnums has {key!r}, but {stars}{key} of {self.name} stands for any number of "
+            f"arguments. Pass the {these} of those that the gradients are with respect to."
+        )
 
 
 def imitate(form: Any, f: Function) -> Any:
@@ -247,10 +299,12 @@ def imitate(form: Any, f: Function) -> Any:
 
 
 @unconverted
-def as_form(f: Function, make: Callable[[Function], Function], *attributes: str) -> Function:
-    """Returns `make(f)`, under a class method or static method if `f` is one."""
+def as_form(f: Function, make: Callable[[Callee], Function], *attributes: str) -> Function:
+    """Returns `make` of `f`, under a class method or static method if `f` is one."""
     if not isinstance(f, (classmethod, staticmethod)):
-        form: Function = imitate(make(f), f)
+        function = Callee(f)
+        form: Function = imitate(make(function), f)
+        function.form = form
         if form.__name__ == "<lambda>":  # Keras stores a lambda's code, here the code of the form
             form.__name__ = "sgtrick(<lambda>)"
         return form

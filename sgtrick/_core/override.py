@@ -112,13 +112,22 @@ def _pull(
 ) -> list[Gradient]:
     """Calls the pullback on the device of the outputs, with errors for derivatives it loses."""
     upstream = [
-        u if structures.is_differentiable(y.dtype) else None
+        _dense(u) if structures.is_differentiable(y.dtype) else None
         for u, y in zip(upstream, ys, strict=True)
     ]
     with devices.of(ys[0]):
         if tf.executing_eagerly() and not tapes.somebody_records():
             return list(rule.pull(*upstream))
         return _guarded(rule, xs, upstream, by_graph=by_graph)
+
+
+def _dense(u: Gradient) -> Tensor | None:
+    """An upstream gradient as a tensor: behind `tf.gather` it is `tf.IndexedSlices`."""
+    if not isinstance(u, tf.IndexedSlices):
+        return u
+    if u.dense_shape is None:
+        return tf.convert_to_tensor(u)
+    return tf.math.unsorted_segment_sum(u.values, u.indices, u.dense_shape[0])
 
 
 def _pull_for_graph(

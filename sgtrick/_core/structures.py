@@ -121,8 +121,8 @@ def is_number(leaf: object) -> bool:
 
 
 def may_be_recorded(leaf: object) -> bool:
-    """Whether a tape may have recorded a leaf, which it cannot for numbers and arrays."""
-    return has_derivatives(leaf) and (tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__"))
+    """Whether a tape may have recorded a dense leaf, which it cannot for numbers and arrays."""
+    return has_derivatives(leaf) and is_dense(leaf)
 
 
 def is_pair(returned: object) -> bool:

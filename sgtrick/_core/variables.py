@@ -1,72 +1,64 @@
 """Which trainable variables a function reads."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from sgtrick._core import shapes, structures
-from sgtrick._core._tensorflow import tapes
+from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Gradient, Graph, Structure, Tape, Tensor, Variable
 
 
-class Reader:
-    """Runs a function and finds the trainable variables that it reads."""
+def reads(
+    f: Callable[[], Structure], arguments: Sequence[Any], name: str
+) -> tuple[Structure, list[Variable]]:
+    """Returns the result of `f`, and the trainable variables that it reads.
 
-    def __init__(self) -> None:
-        self._orders: dict[frozenset[Any], list[Variable]] = {}
+    Each once, in the order first read; without any order where nothing is differentiated.
 
-    def __call__(
-        self, f: Callable[[], Structure], arguments: Sequence[Any]
-    ) -> tuple[Structure, list[Variable]]:
-        """Returns the result of `f`, and its variables, each once, in the order first read.
+    Args:
+        f: The call.
+        arguments: Variables among these are left out.
+        name: The function's name in errors.
+    """
+    result, variables, _ = _run(f, arguments, name, tf.GradientTape())
+    return result, variables
 
-        Eager execution does not keep the order. So if `f` reads several variables, it is traced
-        once; if it cannot be traced, the order is that in which the variables were created.
 
-        Args:
-            f: The call.
-            arguments: Variables among these are left out.
-        """
-        result, variables, _ = self._run(f, arguments, tf.GradientTape())
-        return result, variables
+def recorded(
+    f: Callable[[], Structure], arguments: Sequence[Any], name: str
+) -> tuple[Structure, list[Variable], Tape | None]:
+    """The same, with a persistent tape of how it was computed from the arguments, in eager."""
+    if not tf.executing_eagerly() or not tapes.somebody_records():
+        return (*reads(f, arguments, name), None)
+    return _run(f, arguments, name, tf.GradientTape(persistent=True))
 
-    def recorded(
-        self, f: Callable[[], Structure], arguments: Sequence[Any]
-    ) -> tuple[Structure, list[Variable], Tape | None]:
-        """The same, with a persistent tape of how it was computed from the arguments, in eager."""
-        if not tf.executing_eagerly() or not tapes.somebody_records():
-            return (*self(f, arguments), None)
-        return self._run(f, arguments, tf.GradientTape(persistent=True))
 
-    def _run(
-        self, f: Callable[[], Structure], arguments: Sequence[Any], tape: Tape
-    ) -> tuple[Structure, list[Variable], Tape | None]:
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        before = 0 if graph is None else len(graph.get_operations())
-        with tape:
-            tape.watch(
-                [a for a in arguments if structures.is_dense(a) and not hasattr(a, "assign")]
-            )
-            result = f()
-        handles = [_handle(a) for a in arguments]  # kept alive, so that no id is reused
-        known = {id(t) for t in (*arguments, *handles) if t is not None}
-        variables = [
-            v
-            for v in tape.watched_variables()
-            if id(v) not in known and id(_handle(v)) not in known
-        ]
-        if len(variables) < 2:
-            return result, variables, tape
-        if graph is not None:
-            return result, _in_order(variables, _used(graph, before), graph), tape
-        key = frozenset(v.ref() for v in variables)
-        if key not in self._orders:
-            if len(self._orders) == _KEPT:
-                self._orders.pop(next(iter(self._orders)))
-            self._orders[key] = _in_order(variables, _traced(f))
-        return result, self._orders[key], tape
+def _run(
+    f: Callable[[], Structure], arguments: Sequence[Any], name: str, tape: Tape
+) -> tuple[Structure, list[Variable], Tape | None]:
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    before = 0 if graph is None else len(graph.get_operations())
+    is_recorded = graph is None and tapes.somebody_records()
+    noting: contextlib.AbstractContextManager[dict[Hashable, int]] = (
+        tapes.noting_reads() if is_recorded else contextlib.nullcontext({})
+    )
+    with tape, noting as places:
+        tape.watch([a for a in arguments if structures.is_dense(a) and not hasattr(a, "assign")])
+        result = f()
+    handles = [_handle(a) for a in arguments]  # kept alive, so that no id is reused
+    known = {id(t) for t in (*arguments, *handles) if t is not None}
+    variables = [
+        v for v in tape.watched_variables() if id(v) not in known and id(_handle(v)) not in known
+    ]
+    if len(variables) > 1 and graph is not None:
+        variables = _sorted(variables, _places(variables, graph, before), name)
+    elif len(variables) > 1 and is_recorded:
+        variables = _sorted(variables, places, name)
+    return result, variables, tape
 
 
 def _handle(variable: object) -> Tensor | None:
@@ -79,10 +71,6 @@ def _handle(variable: object) -> Tensor | None:
         return getattr(variable, "handle", None)
     except ValueError:  # a variable of many replicas, read outside of them
         return None
-
-
-# A method is called on many objects, each with its own variables, which must not stay alive here.
-_KEPT = 16
 
 
 def pull_variables(
@@ -134,32 +122,25 @@ def _pull_one(gx: Tensor, x: Tensor, y: Tensor, upstream: Tensor, variable: str)
     return tf.IndexedSlices(pulled, indices, tf.shape(x))
 
 
-def _in_order(
-    variables: list[Variable], handles: list[Tensor], graph: Graph | None = None
-) -> list[Variable]:
-    """Sorted by their first place in `handles`; variables that are not there come last."""
-    places: dict[int, int] = {id(handle): i for i, handle in reversed(list(enumerate(handles)))}
-
-    def place(v: Variable) -> int:
-        handle = v.handle
-        if graph is not None and hasattr(graph, "capture"):
-            handle = graph.capture(handle)
-        return places.get(id(handle), len(handles))
-
-    return sorted(variables, key=place)
+def _sorted(variables: list[Variable], places: Mapping[Hashable, int], name: str) -> list[Variable]:
+    """Variables by their places, which are unknown if they are equal or missing."""
+    found = [places.get(v.ref(), -1) for v in variables]
+    unclear = [v.name for v, i in zip(variables, found, strict=True) if i < 0 or found.count(i) > 1]
+    if unclear:
+        raise LookupError(
+            f"{name} reads the variables {unclear}, but the order in which it does, that of their "
+            "gradients, cannot be told. Read them one after the other, with "
+            "tf.convert_to_tensor(variable), or pass them as arguments."
+        )
+    return sorted(variables, key=lambda v: places[v.ref()])
 
 
-def _used(graph: Graph, before: int) -> list[Tensor]:
-    """The handles of variables that operations of a graph use, in the order of operations."""
-    taken = [t for op in graph.get_operations()[before:] for t in op.inputs]
-    return [t for t in taken if t.dtype == tf.resource]
-
-
-def _traced(f: Callable[[], Structure]) -> list[Tensor]:
-    """The handles of variables that a function captures, in that order."""
-    try:
-        function = tf.function(lambda: [f(), None][1], autograph=False)
-        graph = function.get_concrete_function().graph
-    except Exception:  # code that only runs eagerly
-        return []
-    return [outside for outside, _ in graph.captures]
+def _places(variables: list[Variable], graph: Graph, before: int) -> dict[Hashable, int]:
+    """The places of variables among what the latest operations of a graph use."""
+    used: dict[Hashable, int] = {}
+    for op in graph.get_operations()[before:]:
+        for t in op.inputs:
+            if t.dtype == tf.resource:
+                used.setdefault(graphs.identity_of(t), len(used))
+    keys = {v.ref(): graphs.identity_of(graphs.as_used(v.handle)) for v in variables}
+    return {v: used[key] for v, key in keys.items() if key in used}

@@ -26,7 +26,9 @@ class CallSpec:
         has_aux: Whether the engine returns aux beside the value.
         places: The indices of the leaves that have derivatives.
         gradient_dtypes: The gradient dtypes of those leaves.
-        outputs: The dtypes of the results: value, gradients of leaves with derivatives, aux.
+        tells_failures: Whether the results tell for which batch members the engine failed.
+        outputs: The dtypes of the results: value, gradients of leaves with derivatives, whether the
+            engine failed, aux.
     """
 
     def __init__(
@@ -38,13 +40,18 @@ class CallSpec:
         dtypes: Sequence[DTypeLike | None],
         value_dtype: DTypeLike,
         aux_dtype: DTypeLike | None,
+        *,
+        tells_failures: bool,
     ) -> None:
         self.name, self.paths, self.event_ndims = name, paths, event_ndims
         self.dtypes, self.has_aux = dtypes, aux_dtype is not None
+        self.tells_failures = tells_failures
         self.places = [k for k, dtype in enumerate(dtypes) if dtype is not None]
         self._without = [k for k, dtype in enumerate(dtypes) if dtype is None]
         self.gradient_dtypes = [np.dtype(dtypes[k]) for k in self.places]
         self.outputs = [np.dtype(value_dtype), *self.gradient_dtypes]
+        if tells_failures:
+            self.outputs.append(np.dtype(bool))
         if aux_dtype is not None:
             self.outputs.append(np.dtype(aux_dtype))
         # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.

@@ -107,6 +107,11 @@ class Engine:
         """Whether the engine has second derivatives."""
         return bool(self._hessian)
 
+    @property
+    def tells_failures(self) -> bool:
+        """Whether second derivatives need to know where a number replaced the engine's value."""
+        return self.has_hessian and self._instead is not None
+
     def _answer(self, asked: "_Asked", arrays: Sequence[Array]) -> list[Array]:
         """The results as arrays for TensorFlow; updates the counters."""
         with self._turn:

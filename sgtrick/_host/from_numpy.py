@@ -63,7 +63,8 @@ def from_numpy(
             second derivative is requested. If `fn` is a method, so are `hessp`, `hess` and `grad`.
         hess: Instead of `hessp`, `hess(*arrays)`, which returns the Hessian as `jax.hessian` does:
             for one array of shape `E` an array of shape `E + E`, for structures and several
-            arguments a structure of structures. None stands for an unknown block.
+            arguments a structure of structures. None stands for an unknown block. It must be
+            symmetric up to rounding, and its symmetric part is used.
         event_ndims: The number of trailing dimensions of an argument that form one point: an int
             for all arguments, or a tuple with one entry for each, which is an int or, for an
             argument that is a structure, a structure of ints. All leading dimensions are batch. The
@@ -83,8 +84,8 @@ def from_numpy(
         on_error: `"raise"`, or a number that becomes the value, with zero gradient, wherever the
             engine raises an exception. `-np.inf` makes a sampler reject the point. If a vectorized
             engine raises, it is called again with batches of one, to find the members for which it
-            raises. Where `hessp` or `hess` raises, second derivatives are NaN. A result of the
-            wrong form and the loss of an executor always raise.
+            raises. Where it raised, or `hessp` or `hess` raises, second derivatives are NaN. A
+            result of the wrong form and the loss of an executor always raise.
         name: The name of the engine in op names and error messages; by default the function's name.
 
     Returns:
@@ -105,8 +106,9 @@ def from_numpy(
             `hess` are given, or (when called) the engine returned no gradient or something other
             than real numbers.
         ValueError: Shapes do not broadcast, `event_ndims` or `on_error` is invalid, or (when
-            called) the engine returned the wrong shape or structure. In graphs, errors of the call
-            arrive as a `tf.errors.OpError` with the same message.
+            called) the engine returned the wrong shape or structure, or a Hessian that is not
+            symmetric. In graphs, errors of the call arrive as a `tf.errors.OpError` with the same
+            message.
         RuntimeError: The engine raised, in which case the message contains its own message and the
             arguments; or the executor did not answer.
         NotImplementedError: Tracing for XLA, `jit_compile=True`, which cannot call the host.

@@ -1,11 +1,14 @@
 """The Hessian of an engine times a vector, from `hessp` or `hess` (SciPy's names)."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from sgtrick._core.types import Array, DTypeLike, Structure
 from sgtrick._host.contract import CallSpec, Parts, Shape, copy
+
+Blocks = dict[tuple[int, int], Array | None]  # by two leaves
 
 
 class HessianTimes:
@@ -55,7 +58,7 @@ class HessianTimes:
 
         Raises:
             TypeError: The engine returned something other than real numbers.
-            ValueError: The shape or structure is wrong.
+            ValueError: The shape or structure is wrong, or a whole Hessian is not symmetric.
         """
         n = len(self._spec.paths)
         events = events[:n]
@@ -66,11 +69,21 @@ class HessianTimes:
                     "the arguments, got None."
                 )
             return self._spec.gradients(returned, batch, events, "the Hessian times v")
-        rows = self._rows(returned)
-        vs = dict(zip(self._spec.places, leaves[n:], strict=True))
+        rows, places = self._rows(returned), self._spec.places
+        blocks = self._symmetric(
+            {(i, j): self._block(rows[i][j], batch, events, i, j) for i in places for j in places}
+        )
+        # Flattened to [batch..., columns, 1].
+        vs = {
+            j: np.broadcast_to(v, batch + events[j]).reshape((*batch, -1, 1))
+            for j, v in zip(places, leaves[n:], strict=True)
+        }
         return [
-            sum(self._product(rows[i][j], batch, events, i, j, vs[j]) for j in self._spec.places)
-            for i in self._spec.places
+            np.broadcast_to(
+                sum(_product(blocks[i, j], vs[j]) for j in places),
+                (*batch, math.prod(events[i]), 1),
+            ).reshape(batch + events[i])
+            for i in places
         ]
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
@@ -93,20 +106,49 @@ class HessianTimes:
             for row, path in zip(rows, spec.paths, strict=True)
         ]
 
-    def _product(
-        self, block: Structure, batch: Shape, events: Sequence[Shape], i: int, j: int, v: Array
-    ) -> Array:
-        """`H_ij v_j`, NaN where the block is unknown and `v_j` is not zero."""
-        by = " and ".join(self._spec.paths[k] for k in (i, j))
-        shape = batch + events[i] + events[j]
-        domain = events[j]
-        # Flatten to [batch..., rows, columns].
-        v = np.broadcast_to(v, batch + domain).reshape((*batch, 1, -1))
+    def _block(
+        self, block: Structure, batch: Shape, events: Sequence[Shape], i: int, j: int
+    ) -> Array | None:
+        """A checked block as matrices `[batch..., rows, columns]`; None if it is unknown."""
         if block is None:
-            unknown = np.where(v == 0, 0.0, np.nan).sum(-1)
-            return np.broadcast_to(
-                unknown.reshape(batch + (1,) * len(events[i])), batch + events[i]
-            )
-        h = self._spec.checked(block, shape, "the Hessian", by)
-        rows = h.reshape((*batch, int(np.prod(events[i])), int(np.prod(domain))))
-        return (rows @ np.swapaxes(v, -1, -2)).reshape(batch + events[i])
+            return None
+        h = self._spec.checked(block, batch + events[i] + events[j], "the Hessian", self._by(i, j))
+        # Not of unsigned integers, whose differences would wrap around.
+        return h.astype(np.float64).reshape((*batch, math.prod(events[i]), math.prod(events[j])))
+
+    def _symmetric(self, blocks: Blocks) -> Blocks:
+        """The symmetric part, which is the same for both modes of differentiation.
+
+        Raises:
+            ValueError: It differs from the blocks by more than rounding explains.
+        """
+        known = [np.abs(h) for h in blocks.values() if h is not None]
+        sizes = [np.fmax.reduce(h, (-2, -1), initial=0.0) for h in known]
+        means = dict(blocks)
+        for (i, j), h in blocks.items():
+            other = blocks[j, i]
+            if h is None or other is None:
+                continue
+            mirrored = np.swapaxes(other, -1, -2)
+            with np.errstate(invalid="ignore"):  # entries may be infinite
+                off = np.abs(h - mirrored) > _ROUNDING * np.max(sizes, 0)[..., None, None]
+                means[i, j] = (h + mirrored) / 2
+            if np.any(off):
+                raise ValueError(
+                    f"the Hessian of {self.name} with respect to {self._by(i, j)} must be "
+                    f"symmetric, got {h[off][0]:.8g} and, with rows and columns exchanged, "
+                    f"{mirrored[off][0]:.8g}. Return all of it, not one triangle."
+                )
+        return means
+
+    def _by(self, i: int, j: int) -> str:
+        return " and ".join(self._spec.paths[k] for k in (i, j))
+
+
+# Relative to the largest entry: solvers are not exact, and float16 has three digits.
+_ROUNDING = 1e-3
+
+
+def _product(h: Array | None, v: Array) -> Array:
+    """`H_ij v_j`, NaN where the block is unknown and `v_j` is not zero."""
+    return np.where(v == 0, 0.0, np.nan).sum(-2, keepdims=True) if h is None else h @ v

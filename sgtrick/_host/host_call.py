@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from sgtrick._core._tensorflow import graphs, host_calls
@@ -27,7 +28,7 @@ class HostCall:
         self._engine, self.spec = engine, spec
 
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The value, the gradients of the leaves that have derivatives, and aux if any."""
+        """The value, the gradients of the leaves that have derivatives, failures and aux if any."""
         evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.spec))
         outputs = self._call(evaluate, xs, self.spec.outputs)
         # Second derivatives come with a value, and forward mode over forward mode traces them where
@@ -36,11 +37,12 @@ class HostCall:
             host_calls.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
         return outputs
 
-    def hessian_times(self, xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
+    def hessian_times(self, at: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
         """The Hessian of each batch member times a vector.
 
         Args:
-            xs: The leaves.
+            at: The leaves, and for which batch members `evaluate` failed if it tells: there the
+                value is constant, but the Hessian would be that of the engine, so it is NaN.
             vs: The vector: for each leaf that has derivatives, a tensor of its event shape with the
                 batch dimensions of the value.
 
@@ -50,9 +52,17 @@ class HostCall:
         """
         reply = HessianTimes(self.spec, whole=self._engine.has_whole_hessian)
         product = functools.partial(self._engine.hessian_times, reply)
+        n = len(self.spec.paths)
+        xs, failures = at[:n], at[n:]
         outputs = self._call(product, [*xs, *vs], self.spec.gradient_dtypes)
         for output, v in zip(outputs, vs, strict=True):
             output.set_shape(v.shape)
+        for failed in failures:
+            event_ndims = (self.spec.event_ndims[k] for k in self.spec.places)
+            outputs = [
+                tf.where(failed[(..., *[tf.newaxis] * ndims)], tf.constant(np.nan, y.dtype), y)
+                for y, ndims in zip(outputs, event_ndims, strict=True)
+            ]
         return outputs
 
     def _call(

@@ -213,10 +213,13 @@ class HostFunction:
                     gx.set_shape(x.shape)
                     batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
                     leaves.append(structures.Leaf(path, x, gx, batch_ndims))
+            failures = gradients  # what is left, if the call tells them
+            for failed in failures:
+                failed.set_shape(batch)
             hessian: Structure = _NO_HESSIAN.format(self._name)
             points = [leaf.x for leaf in leaves]
             if self._engine.has_hessian:
-                hessian = symmetric(self._name, call.hessian_times, hosted, points)
+                hessian = symmetric(self._name, call.hessian_times, [*hosted, *failures], points)
             y = embedding.embed_constant(self._name, value, leaves, hessian)
             if aux is None:
                 return y
@@ -244,7 +247,10 @@ class HostFunction:
         xs, dtypes, value_dtype = tensors_of(flat, self._engine.dtype)
         points, batch = broadcast_batches(xs, event_ndims, paths)
         aux_dtype = self._engine.dtype if self._has_aux else None
-        spec = CallSpec(self._name, args, paths, event_ndims, dtypes, value_dtype, aux_dtype)
+        spec = CallSpec(
+            *(self._name, args, paths, event_ndims, dtypes, value_dtype, aux_dtype),
+            tells_failures=self._engine.tells_failures,
+        )
         hosted = points if batch.rank is None else padded(xs, event_ndims, batch.rank)
         return HostCall(self._engine, spec), points, hosted, batch
 

@@ -65,13 +65,14 @@ class ValueAndGradient:
         return self._spec.pack(leaves)
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """The shapes of the value and the gradients."""
-        return [batch, *(batch + events[k] for k in self._spec.places)]
+        """The shapes of the value, the gradients, and whether the engine failed."""
+        failed = [batch] * self._spec.tells_failures
+        return [batch, *(batch + events[k] for k in self._spec.places), *failed]
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> Parts:
-        """The value, the gradients of leaves that have derivatives, and aux if any.
+        """The value, the gradients of leaves that have derivatives, no failure, and aux if any.
 
         Raises:
             TypeError: The engine did not return `(value, gradient)`, or `((value, aux), gradient)`,
@@ -101,15 +102,18 @@ class ValueAndGradient:
                     f"got {shapes.show(aux[0].shape)}."
                 )
         value = spec.checked(value, batch, "the value", events=events)
-        return [value, *spec.gradients(gradient, batch, events), *aux]
+        failed = [np.zeros(batch)] * spec.tells_failures
+        return [value, *spec.gradients(gradient, batch, events), *failed, *aux]
 
     def _wanted(self) -> str:
         return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
 
     def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
-        """The parts for a failed call: `value`, zero gradients, and NaN for aux."""
+        """The parts for a failed call: `value`, zero gradients, the failure, and NaN for aux."""
         parts = [np.zeros(shape) for shape in self.shapes(batch, events)]
         parts[0][...] = value
+        if self._spec.tells_failures:
+            parts[-1][...] = True
         return [*parts, np.full(batch, np.nan)] if self._spec.has_aux else parts
 
     def outgoing(self, parts: Parts) -> list[Array]:

@@ -79,6 +79,14 @@ class Rule:
             "keras.ops.stop_gradient to it."
         )
 
+    def loses(self) -> LookupError:
+        """The error for a second derivative of which the gradient was cut off."""
+        return LookupError(
+            f"The gradient of {self.__name__} was differentiated again, but is not connected to "
+            "the arguments: keras.ops.stop_gradient, or NumPy, has cut it off. Compute it from the "
+            "arguments themselves; or, if it really is a constant, add 0 * x to it."
+        )
+
     def _checked(self, g: Gradient, x: Tensor, path: str) -> Gradient:
         if g is None:
             return None

@@ -58,9 +58,9 @@ def custom_gradient(
         batch_ndims: `len(B)`, if it should not be inferred.
         hx: The Hessian at `x`, one of: blocks in a structure of structures, each `B + R + D_i +
             D_j`, or None for a zero block, of which the symmetric part is used; a callable
-            `v -> H v`, linear and differentiable by the backend, which is evaluated only for a
-            second derivative (on torch, inside `torch.func` transformations, also in each forward
-            pass); or 0, which states that the gradient is a constant.
+            `v -> H v`, linear, symmetric and differentiable by the backend, which is evaluated only
+            for a second derivative (on torch, inside `torch.func` transformations, also in each
+            forward pass); or 0, which states that the gradient is a constant.
 
     Returns:
         A tensor with the dtype, shape and value of `fx`; a `KerasTensor` if an argument is one.

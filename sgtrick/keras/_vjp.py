@@ -49,7 +49,8 @@ def custom_vjp(f: Function | None = None) -> Function:
             arguments, or assigns one.
         ValueError: `grad` returned gradients of the wrong number or shape.
         LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
-            argument. (On tensorflow as in `sgtrick.custom_vjp`.)
+            argument; or a second derivative where `grad` computes gradients from an argument only
+            through `stop_gradient` or NumPy. (On tensorflow as in `sgtrick.custom_vjp`.)
         NotImplementedError: On jax, forward mode with a `grad` that cannot be transposed; on torch,
             forward mode over forward mode, and `torch.func` inside `torch.compile`; or the backend
             has no derivatives.
@@ -92,7 +93,9 @@ def _is_bound(f: Function, body: str | None, args: Args) -> bool:
     if body is None or not args:
         return False
     owner = args[0] if isinstance(args[0], type) else type(args[0])
-    return any(c.__qualname__ == body and f.__name__ in vars(c) for c in owner.__mro__)
+    found = (vars(c).get(f.__name__) for c in owner.__mro__ if c.__qualname__ == body)
+    # A static method may take an instance of its own class, such as a named tuple of tensors.
+    return any(m is not None and not isinstance(m, staticmethod) for m in found)
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")

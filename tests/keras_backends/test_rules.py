@@ -2,13 +2,27 @@
 
 import doctest
 import functools
+import itertools
 import types
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import pytest
 from keras import ops
-from transformations import BACKEND, FIRST, MAPPED, SECOND, array, check, gradient, tensor
+from transformations import (
+    BACKEND,
+    FIRST,
+    MAPPED,
+    MAPPED_SECOND,
+    OF,
+    SECOND,
+    TWICE,
+    array,
+    check,
+    gradient,
+    tensor,
+)
 
 from sgtrick.keras import _values, _vjp, custom_vjp
 
@@ -35,6 +49,112 @@ FORMS = {
     "one argument": (cube, lambda x: x**3, [POINTS]),
     "two arguments": (product, lambda x, y: x * y, [POINTS, POINTS + 1]),
 }
+
+
+@custom_vjp
+def stopped(x, y):
+    return misled(x**3 * y), lambda u: (
+        u * 3 * ops.stop_gradient(x**2 * y),
+        u * ops.stop_gradient(x) ** 3,
+    )
+
+
+@custom_vjp
+def kinked(x):
+    """Its gradient is constant nearly everywhere; a stop makes no difference to that."""
+    is_positive = ops.softmax(ops.stack([x, 0 * x]), 0)[0] > 0.5
+    return misled(ops.relu(x)), lambda u: 3 * u / 3 * ops.where(is_positive, ops.ones_like(x), 0.0)
+
+
+@custom_vjp
+def linear(x):
+    return misled(2 * x), lambda u: 2 * u * ops.ones_like(x)
+
+
+def in_turn(cases, others):
+    return list(zip(cases, itertools.cycle(others), strict=False))
+
+
+class TestStopped:
+    """A gradient that is cut off from the arguments has no derivative, but is one itself."""
+
+    MESSAGE = "of stopped was differentiated again, but .*(not connected to the arg|no connection)"
+
+    @staticmethod
+    def native(x, y):
+        return x**3 * y
+
+    @pytest.mark.parametrize("transformation", FIRST)
+    def test_of_first_order(self, transformation):
+        check(FIRST[transformation], stopped, self.native, [POINTS, POINTS + 1])
+
+    @pytest.mark.parametrize("transformation", MAPPED)
+    def test_that_map_members(self, transformation):
+        matrix = np.outer(POINTS, [1.0, 2.0, 3.0])
+        check(MAPPED[transformation], stopped, self.native, [matrix, matrix + 1])
+
+    @pytest.mark.parametrize(("transformation", "of"), in_turn(SECOND, OF))
+    def test_of_second_order(self, transformation, of):
+        with pytest.raises(LookupError, match=self.MESSAGE):
+            check(SECOND[transformation], OF[of](stopped), self.native, [POINTS, POINTS + 1])
+
+    @pytest.mark.parametrize("transformation", MAPPED_SECOND)
+    def test_of_second_order_that_map_members(self, transformation):
+        matrix = np.outer(POINTS, [1.0, 2.0, 3.0])
+        with pytest.raises(LookupError, match=self.MESSAGE):
+            check(MAPPED_SECOND[transformation], stopped, self.native, [matrix, matrix + 1])
+
+    @pytest.mark.parametrize(
+        "stop",
+        [
+            lambda x: ops.cond(
+                ops.sum(x) < 1e9, lambda: ops.stop_gradient(x), lambda: ops.stop_gradient(2 * x)
+            ),
+            pytest.param(
+                lambda x: tensor(ops.convert_to_numpy(x)),
+                marks=pytest.mark.skipif(BACKEND == "jax", reason="jax raises its own error"),
+            ),
+        ],
+        ids=["in a branch", "NumPy"],
+    )
+    def test_in_other_ways(self, stop):
+        form = custom_vjp(
+            lambda x: (misled(x**3), lambda u: u * 3 * ops.cast(stop(x), u.dtype) ** 2)
+        )
+        with pytest.raises(LookupError, match=r"not connected to the arg|no connection"):
+            check(TWICE, OF["a sum with native terms"](form), lambda x: x**3, [POINTS])
+
+    @pytest.mark.parametrize("transformation", SECOND)
+    def test_by_what_does_not_move_the_arguments(self, transformation):
+        """Of `stopped(c, c) * x`, where the gradient is not differentiated again."""
+        check(
+            SECOND[transformation],
+            lambda x: stopped(tensor(POINTS), tensor(POINTS + 1)) * x**2,
+            lambda x: self.native(tensor(POINTS), tensor(POINTS + 1)) * x**2,
+            [POINTS],
+        )
+
+    @pytest.mark.parametrize("transformation", SECOND)
+    def test_one_argument(self, transformation):
+        """The derivative by the other is not lost."""
+
+        @custom_vjp
+        def half(x, y):
+            return misled(x * y**2), lambda u: (u * ops.stop_gradient(x * 0 + y**2), u * 2 * x * y)
+
+        check(
+            SECOND[transformation],
+            lambda y: half(tensor(POINTS), y),
+            lambda y: tensor(POINTS) * y**2,
+            [POINTS + 1],
+        )
+
+    @pytest.mark.skipif(BACKEND == "tensorflow", reason="an error there, which asks for 0 * x")
+    @pytest.mark.parametrize(("transformation", "form"), in_turn(SECOND, [kinked, linear]))
+    def test_constant_gradients_are_not_lost(self, transformation, form):
+        truth = ops.relu if form is kinked else lambda x: 2 * x
+        beside = OF["a sum with native terms"]
+        check(SECOND[transformation], beside(form), beside(truth), [POINTS])
 
 
 class TestTransformations:
@@ -147,6 +267,34 @@ class TestProtocol:
         assert Scale.times.__doc__ == "Scales."
         check(REVERSE, Scale().times, lambda x: 3 * x, [POINTS])
         check(REVERSE, lambda x: Scale().times(x=x), lambda x: 3 * x, [POINTS])
+
+    def test_a_static_method_of_an_instance_of_its_own_class(self):
+        """Its first argument is no `self`, which would get no gradient."""
+
+        class Pair(NamedTuple):
+            a: keras.KerasTensor
+            b: keras.KerasTensor
+
+            @staticmethod
+            @custom_vjp
+            def inside(pair):
+                return misled(pair.a * pair.b), lambda u: (u * pair.b, u * pair.a)
+
+            @custom_vjp
+            @staticmethod
+            def outside(pair):
+                return misled(pair.a * pair.b), lambda u: (u * pair.b, u * pair.a)
+
+        class Derived(Pair):
+            pass
+
+        for f in (Pair.inside, Pair.outside, Derived.inside):
+            for of in (Pair, Derived):
+
+                def form(x, y, f=f, of=of):
+                    return f(of(x, y))
+
+                check(REVERSE, form, lambda x, y: x * y, [POINTS, POINTS + 1])
 
     def test_methods_of_every_kind(self):
         def rule(factor, x):

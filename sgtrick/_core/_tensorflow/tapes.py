@@ -114,6 +114,42 @@ def noting() -> Iterator[dict[Hashable, Operation]]:
         _NOTED.reset(token)
 
 
+@contextlib.contextmanager
+def noting_reads() -> Iterator[dict[Hashable, int]]:
+    """A scope that yields numbers in the order in which operations first read variables.
+
+    By references to the variables. Equal ones say that the order is unknown.
+    """
+    numbers: dict[Hashable, int] = {}
+
+    def note(  # as TensorFlow calls it
+        op_type: str = "",  # noqa: ARG001
+        inputs: Sequence[Tensor] = (),
+        attrs: object = None,  # noqa: ARG001
+        outputs: Sequence[Tensor] = (),  # noqa: ARG001
+        op_name: str | None = None,  # noqa: ARG001
+        graph: Graph | None = None,  # noqa: ARG001
+    ) -> None:
+        variables, before = watcher.watched_variables(), len(numbers)
+        if len(variables) == before:
+            return
+        new = [v for v in variables if v.ref() not in numbers]
+        numbers.update((v.ref(), before) for v in new)
+        # A function takes the handles of its variables. Others read them without saying which.
+        handles = {id(v.handle): v.ref() for v in new} if len(new) > 1 else {}
+        taken = dict.fromkeys(handles[id(t)] for t in inputs if id(t) in handles)
+        if len(taken) == len(new):
+            numbers.update((v, before + i) for i, v in enumerate(taken))
+
+    with record.VariableWatcher() as watcher:  # also sees what is read without being recorded
+        op_callbacks.add_op_callback(note)
+        try:
+            yield numbers
+        finally:
+            op_callbacks.remove_op_callback(note)
+            note()
+
+
 def note_accesses(variables: Sequence[Variable]) -> None:
     """Tells all tapes that these variables have been read, as by the call of a function."""
     for variable in variables:

@@ -1,5 +1,6 @@
 """Functions with their own vector-Jacobian product, under every transformation of jax."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,17 +13,16 @@ from jax.interpreters import ad, batching, mlir
 
 from sgtrick._core import dtypes
 from sgtrick._core.types import Args, Structure
+from sgtrick.keras._jax import stops
 from sgtrick.keras._jax.batches import Dims, batch_size, in_front, instantiated
-from sgtrick.keras._types import Pullback
+from sgtrick.keras._rule import Rule
 
 Arrays: TypeAlias = Sequence[Array]
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
 Pull: TypeAlias = Callable[[Arrays, Arrays], list[Array]]
 
 
-def with_vjp(
-    f: Callable[..., tuple[list[Array], Pullback]], xs: Arrays, refusal: Exception
-) -> list[Array]:
+def with_vjp(f: Rule, xs: Arrays, refusal: Exception) -> list[Array]:
     """Returns the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as their derivative."""
     # The derivative may be taken after the trace in which f was called has ended. So f is traced
     # now, and the tracers that it closes over become arguments.
@@ -37,10 +37,18 @@ def with_vjp(
 
     backward = jax.make_jaxpr(pulled)(list(xs), outs)
 
+    @functools.cache
+    def lost() -> list[bool]:
+        return stops.are_lost(backward, len(xs))
+
     def pull(arguments: Arrays, us: Arrays) -> list[Array]:
         n = len(backward.consts)
         closed = ClosedJaxpr(backward.jaxpr, list(arguments[:n]))
-        return list(jaxpr_as_fun(closed)(*arguments[n:], *us))
+        points = [
+            stops.refusing(x, f.loses()) if is_lost else x
+            for x, is_lost in zip(arguments[n:], lost(), strict=True)
+        ]
+        return list(jaxpr_as_fun(closed)(*points, *us))
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
     def h(constants: tuple[Arrays, Arrays], xs: Arrays) -> list[Array]:
@@ -74,8 +82,16 @@ def _pushed(*args: Array, n: int, pull: Pull, outs: Shapes) -> list[Array]:
 
 
 def _pushed_jvp(primals: Arrays, tangents: Sequence[Array | ad.Zero], **params: Any) -> Structure:
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(lambda *args: _pushed(*args, **params), tuple(primals), tangents)
+    moving = [k for k, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def along(*some: Array) -> list[Array]:
+        args = list(primals)
+        for k, arg in zip(moving, some, strict=True):
+            args[k] = arg
+        return _pushed(*args, **params)
+
+    # The others do not move: an error for their derivatives would be a false alarm.
+    return jax.jvp(along, [primals[k] for k in moving], [tangents[k] for k in moving])
 
 
 def _pushed_transpose(

@@ -6,7 +6,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from sgtrick._core.structures import Leaf
@@ -43,7 +42,7 @@ def _one_level(xs: Tensors) -> bool:
     """
     if modes.transformed():
         return False
-    return all(forward_ad.unpack_dual(x).tangent is None for x in xs)
+    return not any(map(modes.has_tangent, xs))
 
 
 def _as_they_are(gs: Tensors, xs: Tensors) -> Tensors:

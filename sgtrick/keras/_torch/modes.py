@@ -1,11 +1,17 @@
 """Which torch transformation is running. Torch has no public API for this."""
 
 import torch
+from torch.autograd import forward_ad
 
 
 def transformed() -> bool:
     """Whether a transformation of `torch.func` is active."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward mode outside `torch.func` follows `x`."""
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def compiling() -> bool:

@@ -1,10 +1,12 @@
 """Functions with their own vector-Jacobian product, under every transformation of torch."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -12,7 +14,8 @@ from torch.utils import _pytree
 from sgtrick._core.types import Args, Function, Kwargs, Structure
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._torch import modes
-from sgtrick.keras._torch.refusal import Refuse, zeros_for_none
+from sgtrick.keras._torch.refusal import Refuse, RefuseAlways, zeros_for_none
+from sgtrick.keras._torch.stops import Stops
 from sgtrick.keras._types import Gradient, Pullback
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -66,7 +69,8 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def jvp(ctx: FunctionCtx, _: None, n: None, *z: Tensor | None) -> tuple[Gradient, ...]:
         del n
-        tensors = ctx.saved_tensors
+        # They still have their tangents, which would differentiate pull as well.
+        tensors = tuple(forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors)
         xs, constants = tensors[: ctx.n], tensors[ctx.n :]
         smooth = [u for u in ctx.upstream if u is not None]
 
@@ -104,12 +108,21 @@ class _Call:
     def pull(self, xs: Tensors, constants: Tensors, us: Gradients) -> Gradients:
         if self._evaluated is not None:
             # For higher derivatives, pull has to be recomputed with a graph from these xs.
-            pull = self._f(*xs)[1] if torch.is_grad_enabled() else self._evaluated[1]
-            return pull(*us)
+            again = torch.is_grad_enabled() or any(map(modes.has_tangent, xs))
+            return self._once_more(xs, us) if again else self._evaluated[1](*us)
         with _Outside(xs, dict(zip(self._outside, constants, strict=True))) as inside:
-            pull = self._f(*xs)[1]
             inside.know(us)
-            return pull(*us)
+            return self._once_more(xs, us)
+
+    def _once_more(self, xs: Tensors, us: Gradients) -> Gradients:
+        """The gradients, with errors for derivatives that the rule stops."""
+        with Stops(xs) as stops:
+            gradients = self._f(*xs)[1](*us)
+        lost = list(itertools.compress(xs, stops.are_lost(gradients)))
+        if not lost:
+            return gradients
+        error = self._f.loses()
+        return [g if g is None else RefuseAlways.apply(g, error, *lost) for g in gradients]
 
 
 class _Mapped:
