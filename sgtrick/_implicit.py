@@ -3,18 +3,19 @@
 However such a value was computed, its derivatives follow from the equation.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, loud, shapes, structures
-from sgtrick._core._tensorflow import autograph, graphs, tracing
-from sgtrick._core.override import keep
+from sgtrick._core import adjoint, ancestry, lost, loud, shapes, structures, walk
+from sgtrick._core._tensorflow import autograph, graphs, tapes, tracing
+from sgtrick._core.override import keep, unknown_by
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike, Variable
+from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
 
 
 def implicit_root(
@@ -165,32 +166,38 @@ def _root(
 
     x = rows.pack(rows.stars)
     thetas = [graphs.here(tf.convert_to_tensor(flat[i])) for i in places]
-    specs = tracing.specs_of([x, *thetas])
-    with tf.GradientTape() as tape:
-        traced = tracing.Traced(r, specs)
+    traced = tracing.Traced(r, tracing.specs_of([x, *thetas]))
     if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
             f"{names[0]} returned something that is not connected to its first argument, "
             f"{names[1]}. TensorFlow must be able to differentiate it; if it calls code outside "
             "TensorFlow, give it derivatives with one of sgtrick's functions."
         )
-    equation = _Equation(names[0], traced, list(tape.watched_variables()))
-    reads = [tf.convert_to_tensor(v) for v in equation.variables]
+    equation = _Equation(names[0], traced, _made_of(traced.captured))
+    reads = list(map(tapes.read, traced.handles))
     return rows.unpack(_solved(equation, x, thetas, traced.captured, reads))
 
 
-class _Equation(NamedTuple):
+class _Equation:
     """`r(x, *thetas) = 0`, where `x` is a matrix of rows.
 
     Attributes:
         name: The function's name in errors.
         r: The traced residual. Other tensors that it uses are captured, and can be replaced.
-        variables: The variables that it reads.
+        listed: The tensors in a `tf.TensorArray` that it captures.
     """
 
-    name: str
-    r: tracing.Traced
-    variables: list[Variable]
+    def __init__(self, name: str, r: tracing.Traced, listed: list[Tensor]) -> None:
+        self.name, self.r, self.listed = name, r, listed
+
+    @functools.cached_property
+    def on_host(self) -> list[bool]:
+        """Whether a host call makes the residual of `x`, the arguments, what it captures, reads."""
+        inner = [t for t in self.r.inner if structures.is_differentiable(t.dtype)]
+        tensors = [*self.r.inputs, *inner]
+        paths = ancestry.paths(self.r.outputs[0], tensors, cuts=graphs.HOST_CALLS)
+        reads = lost.on_host(self.r.outputs, self.r.handles) if self.r.handles else []
+        return [*map(any, paths), *reads]
 
 
 def _solved(
@@ -201,27 +208,67 @@ def _solved(
     reads: list[Tensor],
 ) -> Tensor:
     """The root `x`, as a function of everything that the equation depends on."""
+    name = equation.name
     captured = list(map(graphs.here, captured))
     x, thetas = graphs.here(x), list(map(graphs.here, thetas))
-    floating = [t for t in captured if structures.is_differentiable(t.dtype)]
-    inputs = [*thetas, *floating, *reads]
+    are_live = [structures.is_differentiable(t.dtype) for t in captured]
+    inputs = [*thetas, *itertools.compress(captured, are_live), *reads]
 
     def pull(upstream: Tensor) -> list[Gradient]:
-        # A tensor that a graph has captured before is not recorded when it is used again.
-        ts = list(map(graphs.here, thetas))
-        cs = list(map(graphs.here, captured))
-        fs = [t for t in cs if structures.is_differentiable(t.dtype)]
+        # Equal tensors have to be told apart, and a tensor that a graph has captured before is not
+        # recorded when it is used again.
+        ts, cs = list(map(tf.identity, thetas)), list(map(_own, captured))
         root = _solved(equation, x, ts, cs, reads)
-        j = _jacobian(equation.name, lambda x: equation.r([x, *ts], cs), root)
+        x_on_host, *on_host = equation.on_host
+        # Before the residual, which may assign variables itself.
+        unchanged = _are_unchanged(equation.r.handles, reads)
+        j = _jacobian(name, lambda x, ts, cs: equation.r([x, *ts], cs), root, ts, cs)
+        if x_on_host:
+            j = _unless(tf.constant(False), _ON_HOST.format(name), j)
+        if reads:
+            j = _unless(unchanged, _ASSIGNED.format(name), j)
         weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
-        sources = [*ts, *fs, *equation.variables]
+        sources = [*ts, *itertools.compress(cs, are_live), *equation.r.handles]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             r = equation.r([root, *ts], cs)
-        return list(tape.gradient(r, sources, output_gradients=weights))
+        gradients = tape.gradient(r, sources, output_gradients=weights)
+        unknown = loud.failures(inputs, _ON_HOST.format(name), [upstream], on_host)
+        return [g if u is None else u for g, u in zip(gradients, unknown, strict=True)]
 
-    rule = Rule(equation.name, pull, lost=False)
-    return keep([tf.stop_gradient(x)], inputs, rule)[0]
+    root = keep([tf.stop_gradient(x)], inputs, Rule(name, pull, lost=False))[0]
+    return unknown_by(root, equation.listed, _IN_LIST.format(name))
+
+
+def _made_of(captured: list[Tensor]) -> list[Tensor]:
+    """The floating tensors that lists of tensors (`tf.TensorArray`) among others are made of."""
+
+    def ends(visit: walk.Visit) -> bool:
+        return structures.is_differentiable(visit.tensor.dtype) and not visit.calls
+
+    lists = [t for t in captured if t.dtype == tf.variant]
+    visits = [v for t in lists for v in walk.back(t, differentiably=True, ends=ends)]
+    return [v.tensor for v in visits if ends(v)]
+
+
+def _own(t: Tensor) -> Tensor:
+    """A tensor in the graph that is being traced; another object if it has derivatives."""
+    return tf.identity(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
+
+
+def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
+    """`t`, or an error with this message, or NaN, if `holds` is false."""
+    # Whatever is computed from a NaN here is NaN too, and so are its derivatives.
+    return t + tf.cast(loud.zero_if(holds, message, []), t.dtype)
+
+
+def _are_unchanged(handles: list[Tensor], reads: list[Tensor]) -> Tensor:
+    """Whether variables still have the values that were read."""
+    same = [tf.constant(True)]
+    for now, then in zip(map(graphs.read, handles), reads, strict=True):
+        both_nan = tf.not_equal(now, now) & tf.not_equal(then, then)
+        same.append(tf.reduce_all(tf.equal(now, then) | both_nan))
+    return tf.reduce_all(tf.stack(same))
 
 
 def _solve(m: Tensor, b: Tensor) -> Tensor:
@@ -311,15 +358,40 @@ def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
         )
 
 
-def _jacobian(name: str, r: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The Jacobian of each row, `[roots, n, n]`; an error if rows depend on each other."""
+def _jacobian(
+    name: str, r: Callable[..., Tensor], x: Tensor, ts: list[Tensor], cs: list[Tensor]
+) -> Tensor:
+    """The Jacobian of each row of `r(x, ts, cs)`, `[roots, n, n]`.
+
+    An error, when computed or when differentiated, if rows depend on each other.
+    """
+    j, fits = _of_rows(lambda x: r(x, ts, cs), x)
+    if fits is None:
+        return j
+    message = _DEPENDENT.format(name)
+    j = _unless(fits, message, j)
+
+    def pull(upstream: Tensor) -> list[Gradient]:
+        # At the root they may be independent to first order only.
+        at = tf.stop_gradient(graphs.here(x))
+        others = [list(map(graphs.here, tensors)) for tensors in (ts, cs)]
+        size = tf.where(tf.equal(at, 0), tf.ones_like(at), tf.abs(at))
+        _, fits = _of_rows(lambda x: r(x, *others), at + 0.1 * size * adjoint.probe(at))
+        assert fits is not None
+        return [_unless(fits, message, upstream)]
+
+    return keep([tf.stop_gradient(j)], [j], Rule(name, pull, lost=False))[0]
+
+
+def _of_rows(r: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The Jacobian of each row, and whether rows are independent, None if there is one at most."""
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(x)
         x_ = tf.identity(x)
         y = r(x_)
     n = x.shape[1]
     if x.shape[0] == 0:
-        return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype)
+        return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype), None
     if n is not None and n <= 8:  # the residual is a single operation here, and so is its gradient
         unit = tf.eye(n, dtype=x.dtype)
         rows = [tape.gradient(y, x_, tf.zeros_like(y) + unit[i]) for i in range(n)]
@@ -328,13 +400,11 @@ def _jacobian(name: str, r: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         # pfor compiles its loop, which pays off only if that happens once.
         j = tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
     if x.shape[0] == 1:
-        return j
+        return j, None
     # Each column of the Jacobian is a sum over all rows: of one that is there, if they are
     # independent.
     u = adjoint.probe(y)
-    fits = tracing.as_one(_are_independent, j, u, tape.gradient(y, x_, u))
-    # Whatever is computed from a NaN here is NaN too, and so are its derivatives.
-    return j + tf.cast(loud.zero_if(fits, _DEPENDENT.format(name), []), j.dtype)
+    return j, tracing.as_one(_are_independent, j, u, tape.gradient(y, x_, u))
 
 
 def _are_independent(j: Tensor, u: Tensor, pulled: Tensor) -> Tensor:
@@ -350,6 +420,22 @@ _DEPENDENT = (
     "{0} was stated to return independent equations, one system for each batch member or entry, "
     "but an equation depends on the unknowns of another member. Choose a smaller batch_ndims "
     "(with implicit_reparameterize, a larger event_ndims)."
+)
+
+_ON_HOST = (
+    "{0} was differentiated with respect to something that it passes to a host call or to NumPy, "
+    "where TensorFlow knows no derivative. Give the host call its own gradient with one of "
+    "sgtrick's functions. If it is meant to be constant, use tf.stop_gradient of its result."
+)
+
+_ASSIGNED = (
+    "{0} reads a variable that was assigned between the call and the gradient, which is that "
+    "of the call. Assign the variable after the gradient, or pass it as an argument."
+)
+
+_IN_LIST = (
+    "{0} was differentiated with respect to a tensor in a tf.TensorArray that it closes over. Read "
+    "the array before, and pass what was read to {0} as an argument."
 )
 
 

@@ -9,10 +9,11 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
+from forms import forward_derivative, on_host
 from matrix import Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS
-from sgtrick import _implicit, implicit_reparameterize, implicit_root
+from sgtrick import _implicit, from_numpy, implicit_reparameterize, implicit_root
 
 tfd = tfp.distributions
 
@@ -170,6 +171,192 @@ def test_what_the_residual_closes_over_is_differentiated():
     np.testing.assert_allclose([by_a, by_v], [v / star / 2, a / star / 2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("where", ["eager", "graph", "around a graph", "forward", "forward graph"])
+@pytest.mark.parametrize("way", ["twice", "nested", "closed over"])
+def test_one_tensor_in_several_places(way, where):
+    """The square root, as the root of `x^2 a = a^2`."""
+
+    def root(a):
+        star = tf.stop_gradient(tf.sqrt(a))
+        if way == "twice":
+            return implicit_root(lambda x, p, q: x**2 * p - q**2, star, a, a)
+        if way == "nested":
+            return implicit_root(lambda x, d: x**2 * d["p"] - d["q"] ** 2, star, {"p": a, "q": a})
+        return implicit_root(lambda x, p: x**2 * p - a**2, star, a)
+
+    def derivatives(derivative, f, a):
+        first = derivative(f)
+        # TensorFlow has no gradient of forward mode over a function.
+        return first(a), -1 / 32 if where == "forward graph" else grad(first, a)
+
+    a = tf.constant(4.0, tf.float64)
+    derivative = forward_derivative if "forward" in where else lambda f: functools.partial(grad, f)
+    f = tf.function(root) if where in ("around a graph", "forward graph") else root
+    run = tf.function(derivatives) if where == "graph" else derivatives
+    np.testing.assert_allclose(run(derivative, f, a), [1 / 4, -1 / 32], rtol=1e-9)
+
+
+def in_branch(v, x):
+    return tf.cond(x > 0, lambda: v * x**2, lambda: v * x)
+
+
+READERS = {
+    "itself": lambda v: lambda x, a: v * x**2 - a,
+    "in a branch": lambda v: lambda x, a: in_branch(v, x) - a,
+    "in a function": lambda v: tf.function(lambda x, a: v * x**2 - a),
+    "in a loop": lambda v: (
+        lambda x, a: (
+            tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, v * y), (0, x**2))[1] - a
+        )
+    ),
+}
+
+
+class TestVariables:
+    """`x = sqrt(a / v)`, where the residual reads `v`."""
+
+    DERIVATIVES = (1 / 4, -1.0)  # at a = 4, v = 1
+
+    @staticmethod
+    def run(reader, *, trainable=True, then=lambda v: None):
+        v = tf.Variable(1.0, trainable=trainable)
+        residual = reader(v)
+
+        def run(a):
+            with tf.GradientTape() as tape:
+                tape.watch([a, v])
+                x = implicit_root(residual, tf.constant(2.0), a)
+            then(v)
+            return tape.gradient(x, [a, v])
+
+        return run
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @pytest.mark.parametrize("trainable", [True, False])
+    @pytest.mark.parametrize("reader", READERS)
+    def test_are_differentiated(self, reader, trainable, wrap):
+        run = wrap(self.run(READERS[reader], trainable=trainable))
+        np.testing.assert_allclose(run(tf.constant(4.0)), self.DERIVATIVES, rtol=1e-6)
+
+    @pytest.mark.parametrize("trainable", [True, False])
+    def test_in_forward_mode_and_again(self, trainable):
+        v = tf.Variable(1.0, trainable=trainable)
+        root = lambda: implicit_root(lambda x: v * x**2 - 4.0, tf.constant(2.0))  # noqa: E731
+        with tf.autodiff.ForwardAccumulator(v, tf.constant(1.0)) as accumulator:
+            x = root()
+        np.testing.assert_allclose(accumulator.jvp(x), -1.0, rtol=1e-6)
+        second = grad(lambda v: grad(lambda _: root(), v), v)
+        np.testing.assert_allclose(second, 1.5, rtol=1e-6)
+
+    @pytest.mark.parametrize("reader", READERS)
+    def test_are_an_error_if_they_were_assigned(self, reader):
+        run = lambda: self.run(READERS[reader], then=lambda v: v.assign(100.0))  # noqa: E731
+        message = "variable that was assigned between the call and the gradient"
+        with pytest.raises(LookupError, match=message):
+            run()(tf.constant(4.0))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            tf.function(run())(tf.constant(4.0))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_that_are_integers(self, wrap):
+        """And are passed: then the value at the call counts."""
+        n = tf.Variable(2)
+
+        def run(a):
+            with tf.GradientTape() as tape:
+                tape.watch(a)
+                residual = lambda x, a, n: x ** tf.cast(n, a.dtype) - a  # noqa: E731
+                x = implicit_root(residual, tf.constant(2.0), a, tf.convert_to_tensor(n))
+            n.assign(7)
+            return tape.gradient(x, a)
+
+        np.testing.assert_allclose(wrap(run)(tf.constant(4.0)), 1 / 4, rtol=1e-6)
+
+
+def test_what_is_in_a_list_that_the_residual_closes_over():
+    def root(a, b):
+        array = tf.TensorArray(tf.float32, 1, clear_after_read=False).write(0, a)
+        return implicit_root(lambda x, b: x**2 - array.read(0) * b, tf.constant(2.0), b)
+
+    def by_both(a, b):
+        return grad(lambda ab: root(*ab), [a, b])
+
+    a, b = tf.constant(2.0), tf.constant(2.0)
+    np.testing.assert_allclose(by_both(a, b), [1 / 2, 1 / 2])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"a tensor in a tf\.TensorArray"):
+        tf.function(by_both)(a, b)
+    f = tf.function(root)
+    assert np.isnan(grad(lambda a: f(a, b), a))
+    np.testing.assert_allclose(tf.function(grad)(lambda b: root(a, b), b), 1 / 2)
+
+
+same_on_host = on_host(lambda x: x)
+
+
+class TestHostCalls:
+    """`x = sqrt(a)`, where the residual passes a part of itself through the host."""
+
+    MESSAGE = "residual was differentiated with respect to something that it passes to a host call"
+    RESIDUALS = {
+        "a part of x": lambda x, a: x * same_on_host(x) - a,
+        "theta": lambda x, a: x**2 - same_on_host(a),
+        "a part of theta": lambda x, a: x**2 - a * same_on_host(a) / 4,
+    }
+
+    @pytest.mark.parametrize("residual", [*RESIDUALS, "what it closes over"])
+    def test_raise(self, residual):
+        def root(a):
+            if residual in self.RESIDUALS:
+                return implicit_root(self.RESIDUALS[residual], tf.constant(2.0), a)
+            return implicit_root(lambda x: x**2 - same_on_host(a), 2.0)
+
+        a = tf.constant(4.0)
+        with pytest.raises(LookupError, match=self.MESSAGE):
+            grad(root, a)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=self.MESSAGE):
+            tf.function(grad)(root, a)
+        assert np.isnan(grad(tf.function(root), a))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=self.MESSAGE):
+            forward_derivative(root)(a)
+        assert np.isnan(forward_derivative(tf.function(root))(a))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_of_variables_raise(self, wrap):
+        v = tf.Variable(4.0)
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                x = implicit_root(lambda x: x**2 - same_on_host(tf.identity(v)), 2.0)
+            return tape.gradient(x, v)
+
+        error = LookupError if wrap is not tf.function else tf.errors.InvalidArgumentError
+        with pytest.raises(error, match=self.MESSAGE):
+            run()
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @pytest.mark.parametrize(
+        "residual",
+        [
+            lambda x, a, b: x**2 - a * same_on_host(b),
+            lambda x, a, b: x**2 - a * b * tf.stop_gradient(same_on_host(a)) / 4,
+        ],
+        ids=["of another argument", "stopped"],
+    )
+    def test_leave_other_derivatives_right(self, residual, wrap):
+        root = lambda a: implicit_root(residual, tf.constant(2.0), a, tf.constant(1.0))  # noqa: E731
+        np.testing.assert_allclose(wrap(grad)(root, tf.constant(4.0)), 1 / 4, rtol=1e-6)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_with_gradients_of_their_own_are_right(self, wrap):
+        square = from_numpy(
+            lambda x: (x**2, 2 * x), event_ndims=0, hessp=lambda x, v: 2 * v, vectorized=True
+        )
+        root = lambda a: implicit_root(lambda x, a: square(x) - a, tf.constant(2.0), a)  # noqa: E731
+        run = wrap(lambda a: [grad(root, a), grad(lambda a: grad(root, a), a)])
+        np.testing.assert_allclose(run(tf.constant(4.0)), [1 / 4, -1 / 32], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "options", [None, {}, {"jit_compile": True}], ids=["eager", "graph", "XLA"]
 )
@@ -280,6 +467,43 @@ class TestDependentMembers:
         for _ in range(order):
             f = functools.partial(grad, f)
         assert not np.isfinite(f(tf.constant([[0.1], [0.5]]))).any()
+
+    @pytest.mark.parametrize("power", [1, 2])
+    def test_to_a_higher_order_only(self, power):
+        """Around 0, where the first derivatives show nothing of it."""
+
+        def root(a, batch_ndims=1):
+            def residual(x, a):
+                total = tf.reduce_sum(x)
+                return x - a + x * (total if power == 1 else total * total)
+
+            return implicit_root(residual, tf.zeros_like(a), a, batch_ndims=batch_ndims)
+
+        a, unit = tf.constant([0.0, 0.0], tf.float64), tf.constant([1.0, 0.0], tf.float64)
+        first = lambda root: lambda a: grad(root, a, unit)  # noqa: E731
+        second = lambda root: lambda a: grad(first(root), a, unit)  # noqa: E731
+        np.testing.assert_array_equal(first(root)(a), unit)
+        with pytest.raises(LookupError, match=self.MESSAGE):
+            second(root)(a)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=self.MESSAGE):
+            tf.function(second(root))(a)
+        assert not np.isfinite(second(tf.function(root))(a)).any()
+        assert not np.isfinite(tf.function(second(root), jit_compile=True)(a)).any()
+        right = second(lambda a: root(a, batch_ndims=0))(a)
+        np.testing.assert_allclose(right, [-2, -1] if power == 1 else [0, 0])
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_higher_derivatives_of_independent_ones(self, dtype, wrap):
+        """Also where the equation is not defined everywhere around the roots."""
+        a = tf.constant(np.linspace(0.01, 0.999, 30), dtype)
+
+        def root(a):
+            residual = lambda x, a: tf.sqrt(1 - x) - tf.sqrt(1 - a)  # noqa: E731
+            return implicit_root(residual, a, a, batch_ndims=1)
+
+        second = wrap(lambda a: grad(lambda a: grad(root, a), a))
+        np.testing.assert_allclose(second(a), np.zeros(30), atol=0.1)
 
     def test_a_sample_without_its_event_ndims(self):
         """The conditional distribution function of a correlated normal."""

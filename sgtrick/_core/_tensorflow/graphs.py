@@ -7,7 +7,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 
 from sgtrick._core.structures import is_differentiable
-from sgtrick._core.types import Graph, Operation, Tensor, Variable
+from sgtrick._core.types import DType, Graph, Operation, Tensor, Variable
 
 # Operations that call Python functions.
 HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -185,13 +185,23 @@ def identity_of(tensor: Tensor) -> Hashable:
     return id(tensor)
 
 
+def is_variable(handle: Tensor) -> bool:
+    """Whether a tensor is the handle of a variable."""
+    return _dtype_of_variable(handle) is not None
+
+
 def holds_floats(handle: Tensor) -> bool:
     """Whether a resource is a variable that has derivatives."""
+    dtype = _dtype_of_variable(handle)
+    return dtype is not None and is_differentiable(dtype)
+
+
+def _dtype_of_variable(handle: Tensor) -> DType | None:
     outside = None if operation(handle) is None else captured_from(handle)
     data = getattr(handle if outside is None else outside, "_handle_data", None)
     if data is None or not data.is_set or not data.shape_and_type:
-        return False
-    return is_differentiable(tf.as_dtype(data.shape_and_type[0].dtype))
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
 def in_xla(graph: Graph) -> bool:

@@ -14,6 +14,7 @@ from tensorflow.python.eager import forwardprop_util, record, tape
 from tensorflow.python.framework import op_callbacks
 from tensorflow.python.ops import resource_variable_ops
 
+from sgtrick._core._tensorflow import graphs
 from sgtrick._core._tensorflow.graphs import identity_of
 from sgtrick._core.types import Graph, Pullback, Pushforward, Tensor, Variable
 
@@ -217,6 +218,18 @@ def own(x: Tensor) -> Tensor:
     record_override([copy], [x], lambda u: [u], lambda t: [t])
     setattr(copy, _OWN, x)
     return copy
+
+
+def read(handle: Tensor) -> Tensor:
+    """The value of the variable with this handle, recorded with respect to the handle itself.
+
+    A graph may have captured the handle before a tape was there to record it.
+    """
+    with not_recording():
+        value = graphs.read(handle)
+    record_override([value], [handle], lambda u: [u], lambda t: [t])
+    setattr(value, _OWN, handle)
+    return value
 
 
 def asked_for(x: Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 from tensorflow.python.ops import gradients_util
 
-from sgtrick._core._tensorflow.graphs import here, operation
+from sgtrick._core._tensorflow.graphs import here, is_variable, operation
 from sgtrick._core._tensorflow.tapes import not_recording, recording
 from sgtrick._core.types import ConcreteFunction, Function, Gradient, Graph, Spec, Tensor, Variable
 
@@ -28,6 +28,8 @@ class Traced:
 
     Attributes:
         captured: The outer tensors that it uses.
+        inner: The same in its graph.
+        handles: The handles of the variables among these.
         variables: The variables that it uses.
         inputs: The placeholders of its arguments.
         outputs: The tensors that it returns.
@@ -37,6 +39,8 @@ class Traced:
         with contextlib.nullcontext() if graph is None else graph.as_default():
             self._function = trace(f, specs)
         self.captured = list(self._function.captured_inputs)
+        self.inner = self._function.graph.inputs[len(specs) :]
+        self.handles = list(filter(is_variable, self.captured))
         self.variables: list[Variable] = list(self._function.graph.variables)
         self.inputs = self._function.graph.inputs[: len(specs)]
         self.outputs = self._function.graph.outputs
