@@ -46,7 +46,8 @@ def implicit_root(
     Args:
         residual: Called as `residual(x, *theta)` with an `x` like `x_star`; returns the structure,
             shapes and dtypes of `x_star`. The root also gets derivatives with respect to other
-            tensors and variables that the residual depends on.
+            tensors and variables that the residual depends on. It must not stop `x` in part, which
+            would change `J`.
         x_star: The root: a floating tensor or a structure of these, all of one dtype. It is
             stopped. The derivatives are as accurate as the root.
         *theta: Arguments with respect to which the root is differentiated, of any structure.
@@ -65,8 +66,10 @@ def implicit_root(
         ValueError: The residual does not have the structure or shapes of `x_star` or does not
             depend on it, or `batch_ndims` is not a number of dimensions of `x_star`.
         LookupError: When differentiated, if the residual of a batch member depends on the root of
-            another. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
-            function runs; in XLA, the derivative is NaN.
+            another, passes what is differentiated or `x` to a host call without its own gradient,
+            reads it from a `tf.TensorArray`, or reads a variable that has been assigned since.
+            Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the function
+            runs; around it and in XLA, the derivative is NaN.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(
@@ -221,11 +224,11 @@ def _solved(
         root = _solved(equation, x, ts, cs, reads)
         x_on_host, *on_host = equation.on_host
         # Before the residual, which may assign variables itself.
-        unchanged = _are_unchanged(equation.r.handles, reads)
+        unchanged = _are_unchanged(equation.r.handles, reads) if reads else None
         j = _jacobian(name, lambda x, ts, cs: equation.r([x, *ts], cs), root, ts, cs)
         if x_on_host:
             j = _unless(tf.constant(False), _ON_HOST.format(name), j)
-        if reads:
+        if unchanged is not None:
             j = _unless(unchanged, _ASSIGNED.format(name), j)
         weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
         sources = [*ts, *itertools.compress(cs, are_live), *equation.r.handles]
@@ -264,7 +267,7 @@ def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
 
 def _are_unchanged(handles: list[Tensor], reads: list[Tensor]) -> Tensor:
     """Whether variables still have the values that were read."""
-    same = [tf.constant(True)]
+    same = []
     for now, then in zip(map(graphs.read, handles), reads, strict=True):
         both_nan = tf.not_equal(now, now) & tf.not_equal(then, then)
         same.append(tf.reduce_all(tf.equal(now, then) | both_nan))
@@ -411,9 +414,7 @@ def _are_independent(j: Tensor, u: Tensor, pulled: Tensor) -> Tensor:
     """Whether a pullback is that of the Jacobians `j` of rows, up to half of the digits."""
     alone = tf.linalg.matvec(j, u, transpose_a=True)
     size = tf.linalg.matvec(tf.abs(j), tf.abs(u), transpose_a=True)
-    difference = tf.abs(pulled - alone)
-    near = difference <= tf.cast(adjoint.eps(j.dtype) ** 0.5, j.dtype) * size
-    return tf.reduce_all(near | tf.math.is_nan(tf.stop_gradient(difference)))
+    return tf.reduce_all(adjoint.are_near(pulled - alone, size))
 
 
 _DEPENDENT = (

@@ -59,6 +59,18 @@ def test_programs():
     check_some(programs(longest=2), seed=0, count=24, check=check, shrink=True)
 
 
+def test_what_is_wrong_is_made_smaller():
+    def check_steps(program):
+        assert tape not in program.steps or program.form is not custom_vjp, repr(program)
+
+    with pytest.raises(AssertionError) as found:
+        check_some(programs(), seed=1, count=1000, check=check_steps, shrink=False)
+    with pytest.raises(AssertionError) as smaller:
+        check_some(programs(), seed=1, count=1000, check=check_steps, shrink=True)
+    assert "custom_vjp, " in str(smaller.value)
+    assert len(str(smaller.value)) < len(str(found.value))
+
+
 # Each was wrong once, or an error without a reason.
 FOUND = [
     Program(Asinh, on_host, custom_jvp, (pieces.function, accumulator, accumulator), (3,)),

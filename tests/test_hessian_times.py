@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import engines
 import sgtrick
+from forms import derivative, mapped
 from hanging import HANGS
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
@@ -448,29 +449,12 @@ class TestWhereTheEngineFailed:
 
     @WRAPS
     def test_mapped(self, h, wrap):
-        def second(x):
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    y = h(x)
-                g = tape.gradient(y, x)
-            return outer.gradient(g, x)
-
-        came = wrap(lambda x: tf.vectorized_map(second, x, fallback_to_while_loop=False))(self.X)
+        came = wrap(mapped(derivative(derivative(h))))(self.X)
         np.testing.assert_array_equal(came, self.HESSIANS.sum(-1))
 
     @pytest.mark.parametrize("shape", [[None, None], None])
     def test_of_unknown_shape(self, h, shape):
-        def second(x):
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    y = h(x)
-                g = tape.gradient(y, x)
-            return outer.gradient(g, x)
-
+        second = derivative(derivative(h))
         came = tf.function(second, input_signature=[tf.TensorSpec(shape, tf.float64)])(self.X)
         np.testing.assert_array_equal(came, self.HESSIANS.sum(-1))
 

@@ -47,11 +47,7 @@ class _Balance:
         sums = [tf.cast(tf.reduce_sum(t), dtype) for t in terms]
         sizes = [tf.cast(tf.reduce_sum(tf.abs(t)), dtype) for t in terms]
         difference = tf.add_n([s if i < self.count else -s for i, s in enumerate(sums)])
-        # Rounding in L itself is not bounded by eps, so compare only half of the digits.
-        fits = tf.abs(difference) <= max(eps(t.dtype) for t in tensors) ** 0.5 * tf.add_n(sizes)
-        # Not written as "not greater", which TensorFlow's optimizer turns into "less or equal",
-        # false for NaN. Stopped, since the second JVP of is_nan fails in a function.
-        return fits | tf.math.is_nan(tf.stop_gradient(difference))
+        return are_near(difference, tf.add_n(sizes), max(_eps(t.dtype) for t in tensors))
 
 
 def is_multiple(many: Sequence[Tensor], ones: Sequence[Tensor], factor: int) -> Tensor:
@@ -73,10 +69,23 @@ class _Multiple:
         for m, o in zip(tensors[:n], tensors[n:], strict=True):
             expected = tf.cast(self.factor, o.dtype) * o
             wrong = tf.reduce_sum(tf.abs(m - expected))
-            size = tf.reduce_sum(tf.abs(expected))
-            near = wrong <= tf.cast(eps(o.dtype) ** 0.5, size.dtype) * size
-            fits.append(near | tf.math.is_nan(tf.stop_gradient(wrong)))
+            fits.append(are_near(wrong, tf.reduce_sum(tf.abs(expected)), _eps(o.dtype)))
         return tf.reduce_all(tf.stack(fits))
+
+
+def are_near(difference: Tensor, size: Tensor, eps: float | None = None) -> Tensor:
+    """Whether differences are rounding, entry by entry; true where they are NaN.
+
+    Args:
+        difference: Differences of numbers.
+        size: The sizes of what was added up to compute these numbers.
+        eps: The rounding unit, by default that of the dtype.
+    """
+    # Rounding in what is compared is not bounded by eps, so compare only half of the digits.
+    tolerance = tf.cast((_eps(size.dtype) if eps is None else eps) ** 0.5, size.dtype)
+    # Not written as "not greater", which TensorFlow's optimizer turns into "less or equal", false
+    # for NaN. Stopped, since the second JVP of is_nan fails in a function.
+    return (tf.abs(difference) <= tolerance * size) | tf.math.is_nan(tf.stop_gradient(difference))
 
 
 def probe(like: Tensor) -> Tensor:
@@ -115,8 +124,7 @@ def _term(p: Tensor, q: Tensor) -> Tensor:
     return tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
 
 
-def eps(dtype: DType) -> float:
-    """The rounding unit."""
+def _eps(dtype: DType) -> float:
     if dtype == tf.bfloat16:  # NumPy does not know it
         return 2.0**-7
     return float(np.finfo(dtype.real_dtype.as_numpy_dtype).eps)

@@ -1,5 +1,6 @@
 """Calls whose value is computed at a fixed point, and the gradients that they get there."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -73,6 +74,7 @@ class ValueAtPoint(NamedTuple):
         """
         xs = self.point.xs
 
+        @functools.cache
         def depends() -> list[bool]:
             traced = lost.Traced(self.point.stopped_xs, [result])
             if graphs.operation(result) is None:

@@ -248,7 +248,13 @@ class HostFunction:
         points, batch = broadcast_batches(xs, event_ndims, paths)
         aux_dtype = self._engine.dtype if self._has_aux else None
         spec = CallSpec(
-            *(self._name, args, paths, event_ndims, dtypes, value_dtype, aux_dtype),
+            self._name,
+            args,
+            paths,
+            event_ndims,
+            dtypes,
+            value_dtype,
+            aux_dtype,
             tells_failures=self._engine.tells_failures,
         )
         hosted = points if batch.rank is None else padded(xs, event_ndims, batch.rank)
