@@ -184,6 +184,33 @@ def test_class_methods_and_static_methods(name, kind, inside, wrap):
         check(Model.h, 4.0, wrap)
 
 
+class Point(NamedTuple):
+    """Its static methods get an object of the class, under the name that methods use."""
+
+    x: tf.Tensor
+
+    @sgtrick.custom_vjp
+    @staticmethod
+    def vjp(self):
+        return cube(1.0, self.x), lambda u: Point(u * tenfold(1.0, self.x))
+
+    @staticmethod
+    @sgtrick.from_value_and_gradient
+    def both(self):
+        return cube(1.0, self.x), Point(tenfold(1.0, self.x))
+
+    @staticmethod
+    @sgtrick.from_numpy(event_ndims=0, vectorized=True)
+    def host(self):
+        return cube(1.0, self.x), Point(tenfold(1.0, self.x))
+
+
+@pytest.mark.parametrize("name", ["vjp", "both", "host"])
+@WRAPS
+def test_static_methods_of_an_object_of_their_class(name, wrap):
+    check(lambda x: getattr(Point, name)(Point(x)), 1.0, wrap)
+
+
 def of_number(name, scale):
     """The form of a function of `x` alone."""
     f, decorate = FORMS[name]
