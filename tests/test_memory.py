@@ -15,7 +15,19 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 import sgtrick
-from forms import ALL, EVERY_ORDER, POINTS, derivative, forward_derivative, map_of, mapped
+from forms import (
+    ALL,
+    EVERY_ORDER,
+    POINTS,
+    derivative,
+    forward_derivative,
+    hidden,
+    jvp_form,
+    map_of,
+    mapped,
+    slope,
+    vjp_form,
+)
 
 SCRIPT = """
 import os, resource
@@ -132,6 +144,77 @@ def test_graphs_grow_in_proportion_to_calls(name, mode):
 
     few, more, many = (nodes(mode(chain(calls))) for calls in (4, 8, 16))
     assert many - more <= 2 * (more - few)
+
+
+def work(f):
+    """How many functions Python calls to trace one, which unlike the time is always the same."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    trace = tf.function(f, autograph=False).get_concrete_function
+    sys.setprofile(count)
+    try:
+        trace(tf.TensorSpec([3], tf.float64))
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def closing_over(previous):
+    """Forms whose functions and rules use a tensor that was computed before."""
+
+    def f(x):
+        return hidden(x) + 0 * previous
+
+    def g(x):
+        return slope(x) + 0 * previous
+
+    return {
+        "with_gradient": sgtrick.with_gradient(f, g),
+        "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (f(x), g(x))),
+        "custom_jvp": jvp_form(f, g),
+        "custom_vjp": vjp_form(f, g),
+        "implicit_root": lambda a: sgtrick.implicit_root(
+            lambda y, a: tf.sinh(y) - a + 0 * previous, f(a), a, batch_ndims=1
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "gradient",
+        pytest.param("second derivative", marks=pytest.mark.long),
+        pytest.param("forward mode", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "closes_over"),
+    [
+        *(pytest.param(name, False, id=name) for name in ALL),
+        *(pytest.param(name, True, id=f"{name}, closing over") for name in EVERY_ORDER),
+    ],
+)
+def test_tracing_takes_work_in_proportion_to_calls(name, closes_over, mode):
+    """What a gradient depends on is looked for in the graph, but not in all that came before."""
+
+    def chain(calls):
+        def run(x):
+            previous = x
+            for _ in range(calls):
+                form = closing_over(previous)[name] if closes_over else ALL[name]
+                previous, x = x, form(x)
+            return x
+
+        return run
+
+    mode = TestGraphs.MODES[mode]
+    work(mode(chain(2)))  # what is done once
+    few, more, many = (work(mode(chain(calls))) for calls in (4, 8, 16))
+    assert many - more <= 2.1 * (more - few), (few, more, many)
 
 
 def registered():

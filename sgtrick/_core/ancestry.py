@@ -1,7 +1,7 @@
 """What a tensor in a graph depends on."""
 
 import itertools
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -15,7 +15,9 @@ def is_connected(tensor: Tensor, sources: Sequence[Tensor]) -> bool:
     wanted = set().union(*map(names_of, sources))
     return any(
         graphs.identity_of(visit.tensor) in wanted
-        for visit in walk.back(tensor, differentiably=True, until=wanted)
+        for visit in walk.back(
+            tensor, differentiably=True, until=wanted, ends=cannot_depend_on(sources)
+        )
     )
 
 
@@ -43,8 +45,9 @@ def paths(
     names = list(map(names_of, sources))
     found: list[set[frozenset[str]]] = [set() for _ in sources]
     until = {*map(graphs.identity_of, others)}.union(*names)
+    too_old = cannot_depend_on(sources)
     for t, _, crossed in walk.back(
-        tensor, differentiably=True, until=until, cuts=cuts, beside=beside
+        tensor, differentiably=True, until=until, ends=too_old, cuts=cuts, beside=beside
     ):
         name = graphs.identity_of(t)
         if name in until:
@@ -63,7 +66,8 @@ def through(
 ) -> list[Tensor]:
     """The tensors from which a tensor is computed through operations without a derivative.
 
-    Paths end there: these tensors have derivatives, of which `tensor` lacks a part.
+    Paths end there: these tensors have derivatives, of which `tensor` lacks a part. What was
+    computed before any of `until` is left out: it was not the function with these arguments.
 
     Args:
         tensor: A tensor in a graph.
@@ -80,9 +84,15 @@ def through(
     def ends(visit: walk.Visit) -> bool:
         return bool(visit.crossed) and not visit.calls and is_in_reach(visit.tensor)
 
-    found = {}
+    found, too_old = {}, cannot_depend_on(until)
     names = set().union(*map(names_of, until))
-    for visit in walk.back(tensor, differentiably=True, until=names, ends=ends, cuts=cuts):
+    for visit in walk.back(
+        tensor,
+        differentiably=True,
+        until=names,
+        ends=lambda visit: ends(visit) or too_old(visit),
+        cuts=cuts,
+    ):
         t = visit.tensor
         if graphs.identity_of(t) in names or not visit.crossed:
             continue
@@ -107,6 +117,22 @@ def _same(tensor: Tensor) -> Iterator[Tensor]:
             return
         outside = graphs.captured_from(tensor)
         tensor = outside if op.type != "Identity" else op.inputs[0]
+
+
+def cannot_depend_on(sources: Sequence[Tensor]) -> Callable[[walk.Visit], bool]:
+    """Returns whether a walk has come to a tensor that was computed before all of `sources`."""
+    oldest = [list(_same(t))[-1] for t in sources]
+    origins = [graphs.operation(t) if isinstance(t, tf.Tensor) else None for t in oldest]
+    if None in origins:  # eager tensors, or variables
+        return lambda _: False
+
+    def ends(visit: walk.Visit) -> bool:
+        op = graphs.operation(visit.tensor)
+        if op is None or visit.calls:
+            return False
+        return all(graphs.cannot_depend_on(op, origin) for origin in origins)
+
+    return ends
 
 
 def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:

@@ -84,7 +84,8 @@ def _paths_by_term(
     paths = ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape)
     if not any(crossed for p in paths for crossed in p):
         return [paths] * len(at)
-    leading = walk.leading_to(gradient, list(map(ancestry.names_of, at)), _CUTS)
+    known = set().union(*map(ancestry.names_of, sources), *map(ancestry.names_of, others))
+    leading = walk.leading_to(gradient, list(map(ancestry.names_of, at)), known, _CUTS)
     in_some = set().union(*leading)
     return [
         ancestry.paths(gradient, sources, ends, cuts=_CUTS, tape=tape, beside=in_some - to_one)
@@ -92,9 +93,16 @@ def _paths_by_term(
     ]
 
 
-def are_cut(gradients: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[bool]:
-    """With respect to which of `us` the derivative of some gradient in a graph is lost."""
-    by_gradient = [spread(ancestry.paths(g, present(us), cuts=_CUTS), us) for g in gradients]
+def are_cut(
+    gradients: Sequence[Tensor], us: Sequence[Tensor | None], others: Sequence[Tensor] = ()
+) -> list[bool]:
+    """With respect to which of `us` the derivative of some gradient in a graph is lost.
+
+    Other than through `others`, such as the point.
+    """
+    by_gradient = [
+        spread(ancestry.paths(g, present(us), others, cuts=_CUTS), us) for g in gradients
+    ]
     return [any(_is_lost(paths[i] or ()) for paths in by_gradient) for i in range(len(us))]
 
 
@@ -108,16 +116,26 @@ def through_host(
     return ancestry.through(gradient, known, graphs.HOST_CALLS, graph)
 
 
-def on_host(gradients: Sequence[Tensor], sources: Sequence[Tensor | Variable]) -> list[bool]:
-    """By which of `sources` host calls compute gradients in a graph, in part or wholly."""
-    names = set[Hashable]()
+def on_host(
+    gradients: Sequence[Tensor],
+    sources: Sequence[Tensor | Variable],
+    others: Sequence[Tensor] = (),
+) -> list[bool]:
+    """By which of `sources` host calls compute gradients in a graph, in part or wholly.
+
+    Other than through `others`, such as the point.
+    """
+    of_sources = [ancestry.names_of(s if isinstance(s, tf.Tensor) else s.handle) for s in sources]
+    until = set().union(*of_sources, *map(ancestry.names_of, others))
+    found = set[Hashable]()
     for gradient in gradients:
-        for t, _, crossed in walk.back(gradient, differentiably=True, cuts=graphs.HOST_CALLS):
+        for t, _, crossed in walk.back(
+            gradient, differentiably=True, until=until, cuts=graphs.HOST_CALLS
+        ):
             if crossed:
                 handle = graphs.handle_read_by(t)
-                names.add(graphs.identity_of(t if handle is None else handle))
-    tensors = [s if isinstance(s, tf.Tensor) else s.handle for s in sources]
-    return [bool(ancestry.names_of(t) & names) for t in tensors]
+                found.add(graphs.identity_of(t if handle is None else handle))
+    return [bool(names & found) for names in of_sources]
 
 
 def _is_direct(paths: Collection[frozenset[str]]) -> bool:

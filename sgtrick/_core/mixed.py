@@ -135,13 +135,14 @@ class ByPoint(NamedTuple):
         passed: Sequence[Tensor],
     ) -> list[bool]:
         """By which of the others the host computes gradients `gs` at `us`, `xs` and `passed`."""
+        point: Sequence[Tensor] = [*present(us), *xs]
         if tf.executing_eagerly():
-            live = [*present(us), *xs, *passed]
-            traced = lost.traced(self.dense(us, xs, passed), live)
+            traced = lost.traced(self.dense(us, xs, passed), [*point, *passed])
             if traced is None:
                 return [False] * (len(passed) + len(self.others.closed))
-            passed, gs = traced.inputs[len(live) - len(passed) :], traced.outputs
-        return lost.on_host(gs, [*passed, *map(graphs.as_used, self.others.closed)])
+            inputs, gs = traced
+            point, passed = inputs[: len(point)], inputs[len(point) :]
+        return lost.on_host(gs, [*passed, *map(graphs.as_used, self.others.closed)], point)
 
     def along_point(self, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tensor]:
         """Returns `df/dx [t]`: `G` transposed, from tangents of the point to those of values."""

@@ -70,14 +70,17 @@ def back(
 
 
 def leading_to(
-    tensor: Tensor, ends: Sequence[Collection[Hashable]], cuts: Collection[str]
+    tensor: Tensor,
+    ends: Sequence[Collection[Hashable]],
+    others: Collection[Hashable],
+    cuts: Collection[str],
 ) -> list[set[Hashable]]:
     """The keys of the visits on the way back to tensors with these identities, for each of `ends`.
 
-    The walk goes where TensorFlow takes derivatives, and through `cuts`.
+    The walk goes where TensorFlow takes derivatives, and through `cuts`, but not through `others`.
     """
     edges: list[tuple[Hashable, Hashable]] = []
-    until = set().union(*ends)
+    until = set().union(*ends, others)
     visits = list(back(tensor, differentiably=True, until=until, cuts=cuts, edges=edges))
     before = dict[Hashable, list[Hashable]]()
     for first, second in edges:

@@ -57,6 +57,16 @@ def was_made_since(op: Operation, before: int) -> bool:
     return op.graph is tf.compat.v1.get_default_graph() and bool(op._id > before + 1)
 
 
+def cannot_depend_on(op: Operation, other: Operation) -> bool:
+    """Whether an operation was added to the graph before another one, or is in a graph around it.
+
+    Calls of the other one's function do not count: while it is being traced there are none.
+    """
+    if op.graph is other.graph:
+        return bool(op._id < other._id)
+    return op.graph in with_outer(getattr(other.graph, "outer_graph", None))
+
+
 def carries_derivatives(t: Tensor) -> bool:
     """Whether derivatives may flow through a tensor: numbers, or one of a loop's lists of them."""
     return is_differentiable(t.dtype) or t.dtype == tf.variant
