@@ -67,7 +67,7 @@ def through(
     """The tensors from which a tensor is computed through operations without a derivative.
 
     Paths end there: these tensors have derivatives, of which `tensor` lacks a part. What was
-    computed before any of `until` is left out: it was not the function with these arguments.
+    computed before all of `until` is left out: the function that got these did not compute it.
 
     Args:
         tensor: A tensor in a graph.
@@ -120,17 +120,18 @@ def _same(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def cannot_depend_on(sources: Sequence[Tensor]) -> Callable[[walk.Visit], bool]:
-    """Returns whether a walk has come to a tensor that was computed before all of `sources`."""
+    """Returns whether a walk has come to a tensor that was computed before all of `sources`.
+
+    Never if there are none, or if one is eager or a variable, of which graphs do not tell the age.
+    """
     oldest = [list(_same(t))[-1] for t in sources]
     origins = [graphs.operation(t) if isinstance(t, tf.Tensor) else None for t in oldest]
-    if None in origins:  # eager tensors, or variables
+    if not origins or None in origins:
         return lambda _: False
 
     def ends(visit: walk.Visit) -> bool:
         op = graphs.operation(visit.tensor)
-        if op is None or visit.calls:
-            return False
-        return all(graphs.cannot_depend_on(op, origin) for origin in origins)
+        return op is not None and all(graphs.cannot_depend_on(op, origin) for origin in origins)
 
     return ends
 
