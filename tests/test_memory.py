@@ -1,4 +1,7 @@
-"""Peak memory of the value form, in temporaries of the size of `x`; what graphs leave, and how they grow."""
+"""Peak memory of the value form, in temporaries of the size of `x`; what graphs leave; growth.
+
+Graphs, and the work of tracing them, grow in proportion to the number of calls.
+"""
 
 import functools
 import gc
