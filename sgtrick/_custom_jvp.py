@@ -138,7 +138,7 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             lt, us = [t for t, _ in pairs], [u for _, u in pairs]
             with _transposing(form, nondiff, at):
                 found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
-                is_cut = _are_cut(tape, us, lt, ts, point.xs)
+                is_cut = _are_cut(tape, us, lt, ts)
             fits, message = adjoint.holds(us, lt, found, ts), _NOT_LINEAR.format(name)
             zero = loud.zero_if(fits, message, [*us, *lt])
             if us and (any(is_cut) or not tf.executing_eagerly()):
@@ -242,19 +242,15 @@ def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iter
 
 
 def _are_cut(
-    tape: Tape,
-    us: Sequence[Tensor],
-    lt: Sequence[Tensor],
-    ts: Sequence[Tensor],
-    xs: Sequence[Tensor],
+    tape: Tape, us: Sequence[Tensor], lt: Sequence[Tensor], ts: Sequence[Tensor]
 ) -> list[bool]:
-    """Which parts of the transpose at `xs` lack what the test at `us` does not show.
+    """Which parts of the transpose lack what the test at upstream gradients `us` does not show.
 
     The test says nothing where they are zero, as where only the derivative with respect to them is
     wanted.
     """
     if not tf.executing_eagerly():
-        return lost.are_cut(lt, ts, xs)
+        return lost.are_cut(lt, ts)
     fits = True
     if us and loud.are_zero(us):
         ws = list(map(adjoint.probe, us))

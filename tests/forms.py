@@ -65,19 +65,20 @@ def vjp_form(f: Form, slope: Form) -> Form:
     return sgtrick.custom_vjp(lambda x: (f(x), lambda upstream: upstream * slope(x)))
 
 
-def _root(a: Any) -> Any:
-    return sgtrick.implicit_root(
-        lambda y, a: tf.sinh(y) - a, hidden(a), a, batch_ndims=a.shape.rank
-    )
+def every_order(f: Form, slope: Form, residual: Callable[..., Any]) -> dict[str, Form]:
+    """The forms of `f` whose rules have derivatives of every order."""
+    return {
+        "with_gradient": sgtrick.with_gradient(f, slope),
+        "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (f(x), slope(x))),
+        "custom_jvp": jvp_form(f, slope),
+        "custom_vjp": vjp_form(f, slope),
+        "implicit_root": lambda a: sgtrick.implicit_root(
+            residual, f(a), a, batch_ndims=a.shape.rank
+        ),
+    }
 
 
-EVERY_ORDER: dict[str, Form] = {
-    "with_gradient": sgtrick.with_gradient(hidden, slope),
-    "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (hidden(x), slope(x))),
-    "custom_jvp": jvp_form(hidden, slope),
-    "custom_vjp": vjp_form(hidden, slope),
-    "implicit_root": _root,
-}
+EVERY_ORDER = every_order(hidden, slope, lambda y, a: tf.sinh(y) - a)
 
 FIRST_ORDER: dict[str, Form] = {
     "custom_gradient": lambda x: sgtrick.custom_gradient(hidden(x), slope(x), x),

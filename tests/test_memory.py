@@ -23,13 +23,12 @@ from forms import (
     EVERY_ORDER,
     POINTS,
     derivative,
+    every_order,
     forward_derivative,
     hidden,
-    jvp_form,
     map_of,
     mapped,
     slope,
-    vjp_form,
 )
 
 SCRIPT = """
@@ -168,22 +167,11 @@ def work(f):
 
 def closing_over(previous):
     """Forms whose functions and rules use a tensor that was computed before."""
-
-    def f(x):
-        return hidden(x) + 0 * previous
-
-    def g(x):
-        return slope(x) + 0 * previous
-
-    return {
-        "with_gradient": sgtrick.with_gradient(f, g),
-        "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (f(x), g(x))),
-        "custom_jvp": jvp_form(f, g),
-        "custom_vjp": vjp_form(f, g),
-        "implicit_root": lambda a: sgtrick.implicit_root(
-            lambda y, a: tf.sinh(y) - a + 0 * previous, f(a), a, batch_ndims=1
-        ),
-    }
+    return every_order(
+        lambda x: hidden(x) + 0 * previous,
+        lambda x: slope(x) + 0 * previous,
+        lambda y, a: tf.sinh(y) - a + 0 * previous,
+    )
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def of(rule: Rule, pulled: Pulled, i: int, xs: Sequence[Tensor]) -> Callable[[],
         gradient = pulled.gradients[i]
         known = Lost(
             by_inputs(xs, rule, in_some(by_terms(rule, gradient, pulled.us), pulled.moving)),
-            [] if is_linear else are_cut(rule, [gradient], pulled.at),
+            [] if is_linear else lost.are_cut([lost.values_of(gradient)], pulled.at),
         )
     else:
         return functools.cache(lambda: _eagerly(rule, pulled, i, xs))
@@ -150,12 +150,6 @@ def by_terms(rule: Rule, gradient: Gradient, at: Sequence[Tensor | None]) -> lis
     part, us = lost.values_of(gradient), present(at)
     found = iter(lost.are_lost(part, rule.sources, us, rule.others, rule.tape))
     return [[False] * len(rule.sources) if u is None else next(found) for u in at]
-
-
-def are_cut(rule: Rule, gradients: Sequence[Gradient], at: Sequence[Tensor | None]) -> list[bool]:
-    """With respect to which upstream gradients, or tangents, derivatives of gradients are lost."""
-    others = [*rule.sources, *rule.others]
-    return lost.are_cut(list(map(lost.values_of, gradients)), at, others)
 
 
 def in_some(terms: Sequence[Sequence[bool]], which: Sequence[bool]) -> list[bool]:

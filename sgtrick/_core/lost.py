@@ -93,16 +93,9 @@ def _paths_by_term(
     ]
 
 
-def are_cut(
-    gradients: Sequence[Tensor], us: Sequence[Tensor | None], others: Sequence[Tensor] = ()
-) -> list[bool]:
-    """With respect to which of `us` the derivative of some gradient in a graph is lost.
-
-    Other than through `others`, such as the point.
-    """
-    by_gradient = [
-        spread(ancestry.paths(g, present(us), others, cuts=_CUTS), us) for g in gradients
-    ]
+def are_cut(gradients: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[bool]:
+    """With respect to which of `us` the derivative of some gradient in a graph is lost."""
+    by_gradient = [spread(ancestry.paths(g, present(us), cuts=_CUTS), us) for g in gradients]
     return [any(_is_lost(paths[i] or ()) for paths in by_gradient) for i in range(len(us))]
 
 

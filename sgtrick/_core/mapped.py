@@ -11,7 +11,8 @@ import tensorflow as tf
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.losses import are_cut, by_terms
+from sgtrick._core.losses import by_terms
+from sgtrick._core.lost import are_cut, values_of
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tensor
 
@@ -39,7 +40,7 @@ def of_batch(
         for i, g in enumerate(gradients):
             if g is not None:
                 by_member[i] = list(map(any, by_terms(rule, g, us)))
-        cut_by_member[:] = are_cut(rule, present(gradients), us)
+        cut_by_member[:] = are_cut(list(map(values_of, present(gradients))), us)
         return gradients
 
     dense = Dense(pull_member, live)

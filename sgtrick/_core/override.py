@@ -161,7 +161,7 @@ def _push(
         through.update((graphs.identity_of(t), t) for t in found)
         if rule.lost is not None:
             return []
-        are_cut = losses.are_cut(rule, [part], at)
+        are_cut = lost.are_cut([lost.values_of(part)], at)
         return zip(losses.by_terms(rule, part, at), are_cut, strict=True)
 
     def add(k: int, i: int, by_sources: Sequence[bool], is_cut: bool) -> None:
