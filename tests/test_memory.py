@@ -149,7 +149,10 @@ def test_graphs_grow_in_proportion_to_calls(name, mode):
 
 
 def work(f):
-    """How many functions Python calls to trace one, which unlike the time is always the same."""
+    """How many functions Python calls to trace one, which unlike the time is always the same.
+
+    It is if nothing of earlier tests is collected meanwhile, since finalizers are counted too.
+    """
     calls = 0
 
     def count(frame, event, argument):
@@ -157,11 +160,14 @@ def work(f):
         calls += event == "call"
 
     trace = tf.function(f, autograph=False).get_concrete_function
+    gc.collect()
+    gc.disable()
     sys.setprofile(count)
     try:
         trace(tf.TensorSpec([3], tf.float64))
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 
