@@ -74,7 +74,8 @@ def custom_vjp(f: Function | None = None) -> Function:
             over. With respect to what that tensor was computed from, the derivative is NaN. In
             graphs this is a `tf.errors.InvalidArgumentError` when the graph runs; around a
             `tf.function` and in XLA, the derivative is NaN. Also when one eager operation of `f`
-            reads several variables, so that their order is unknown.
+            reads several variables, so that their order is unknown; and when a loop or branch in
+            `f` reads a `tf.TensorArray` that another loop or a function got as an argument.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 

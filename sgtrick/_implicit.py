@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, lost, loud, shapes, structures, walk
+from sgtrick._core import adjoint, ancestry, lost, loud, shapes, structures
 from sgtrick._core._tensorflow import autograph, graphs, tapes, tracing
 from sgtrick._core.override import keep, unknown_by
 from sgtrick._core.rule import Rule
@@ -70,6 +70,8 @@ def implicit_root(
             reads it from a `tf.TensorArray`, or reads a variable that has been assigned since.
             Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the function
             runs; around it and in XLA, the derivative is NaN.
+            Also when called, if the residual closes over a `tf.TensorArray` that a loop or a
+            function got as an argument.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(
@@ -176,7 +178,7 @@ def _root(
             f"{names[1]}. TensorFlow must be able to differentiate it; if it calls code outside "
             "TensorFlow, give it derivatives with one of sgtrick's functions."
         )
-    equation = _Equation(names[0], traced, _made_of(traced.captured))
+    equation = _Equation(names[0], traced, _listed(names[0], traced.captured))
     reads = list(map(tapes.read, traced.handles))
     return rows.unpack(_solved(equation, x, thetas, traced.captured, reads))
 
@@ -243,15 +245,12 @@ def _solved(
     return unknown_by(root, equation.listed, _IN_LIST.format(name))
 
 
-def _made_of(captured: list[Tensor]) -> list[Tensor]:
-    """The floating tensors that lists of tensors (`tf.TensorArray`) among others are made of."""
-
-    def ends(visit: walk.Visit) -> bool:
-        return structures.is_differentiable(visit.tensor.dtype) and not visit.calls
-
-    lists = [t for t in captured if t.dtype == tf.variant]
-    visits = [v for t in lists for v in walk.back(t, differentiably=True, ends=ends)]
-    return [v.tensor for v in visits if ends(v)]
+def _listed(name: str, captured: list[Tensor]) -> list[Tensor]:
+    """The floating tensors that lists of tensors (`tf.TensorArray`) among others were made of."""
+    found = [ancestry.elements(t) for t in captured if t.dtype == tf.variant]
+    if not all(are_all for _, are_all in found):
+        raise LookupError(lost.unknown_list(name))
+    return [t for elements, _ in found for t in elements]
 
 
 def _own(t: Tensor) -> Tensor:

@@ -401,6 +401,133 @@ class TestTensors:
         assert came(reverse(reverse(run, 1), 0), X, v) == pytest.approx(expected((1, 0)))
 
 
+def custom_vjp(f, slope):
+    @sgtrick.custom_vjp
+    def form(x):
+        return f(x), lambda u: u * slope(x)
+
+    return form
+
+
+class TestLists:
+    """What is in a `tf.TensorArray` that a function closes over."""
+
+    FORMS = {**FORMS, "custom_vjp": custom_vjp}
+
+    @staticmethod
+    def array_of(a):
+        array = tf.TensorArray(a.dtype, 2, element_shape=[], clear_after_read=False)
+        return array.write(0, a).write(1, a)
+
+    @staticmethod
+    def reading(form, read):
+        return form(lambda x: hidden(x, read()), lambda x: slope(x, read()))
+
+    @staticmethod
+    def once(body, *state):
+        return tf.while_loop(lambda i, *_: i < 1, lambda i, *s: (i + 1, *body(i, *s)), (0, *state))
+
+    def written(self, form, x, a):
+        array = self.array_of(a)
+        return self.reading(form, lambda: array.read(0))(x)
+
+    def stacked(self, form, x, a):
+        array = self.array_of(a)
+        return self.reading(form, lambda: array.stack()[1])(x)
+
+    def written_in_a_loop(self, form, x, a):
+        array = tf.TensorArray(a.dtype, 1, element_shape=[], clear_after_read=False)
+        _, array = self.once(lambda i, array: [array.write(i, a)], array)
+        return self.reading(form, lambda: array.read(0))(x)
+
+    def written_in_the_function(self, form, x, a):
+        array = self.array_of(a)
+        return self.reading(form, lambda: array.write(1, tf.ones_like(a)).read(0))(x)
+
+    def read_in_a_loop(self, form, x, a):
+        array = self.array_of(a)
+        return self.reading(form, lambda: self.once(lambda i, _: [array.read(i)], a)[1])(x)
+
+    def called_in_a_loop(self, form, x, a):
+        array = self.array_of(a)
+        return self.once(lambda i, y: [self.reading(form, lambda: array.read(i))(y)], x)[1]
+
+    def passed_by_a_loop(self, form, x, a):
+        def body(i, y, array):
+            return self.reading(form, lambda: array.read(i))(y), array
+
+        return self.once(body, x, self.array_of(a))[1]
+
+    STRAIGHT = ("written", "stacked", "written_in_a_loop", "written_in_the_function")
+    PLACES = (*STRAIGHT, "read_in_a_loop", "called_in_a_loop", "passed_by_a_loop")
+
+    def came(self, name, place, way, modes, by):
+        """The verdict: right, loud, or what came."""
+        f = functools.partial(getattr(self, place), self.FORMS[name])
+        y = came(WAYS[way](squared(f), modes, by), X, A)
+        if isinstance(y, str):
+            return y if y == "None" else "loud"
+        if np.isnan(y):
+            return "loud"
+        return "right" if y == pytest.approx(expected(by)) else y
+
+    @pytest.mark.parametrize(
+        ("name", "place", "way", "by"),
+        spread(
+            FORMS,
+            PLACES,
+            ["in tf.function", "around tf.function"],
+            [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)],
+        ),
+        ids=str,
+    )
+    def test_by_tapes(self, name, place, way, by):
+        is_known = 1 not in by if name == "custom_vjp" else by != (1, 0)
+        y = self.came(name, place, way, (reverse,) * len(by), by)
+        assert y == ("right" if is_known else "loud")
+
+    @pytest.mark.parametrize(("place", "by"), spread(PLACES, ORDERS), ids=str)
+    @pytest.mark.parametrize("name", FORMS)
+    def test_in_xla(self, name, place, by):
+        assert self.came(name, place, "XLA", (reverse, reverse), by) in ("right", "loud")
+
+    @pytest.mark.parametrize("place", STRAIGHT)
+    @pytest.mark.parametrize("name", FORMS)
+    def test_in_forward_mode_by_the_argument(self, name, place):
+        y = self.came(name, place, "in tf.function", (forward, reverse), (0, 1))
+        assert y == ("loud" if name == "custom_vjp" else "right")
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_the_error_says_what_to_do(self, name):
+        f = functools.partial(self.written, self.FORMS[name])
+        message = r"closes over.*\n?.*Pass (what it closes over|the tensor to form) as an argument"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            tf.function(chain([reverse] * 2, (1, 0))(squared(f)))(X, A)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
+    def test_the_argument_itself(self, wrap):
+        @wrap
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                array = self.array_of(x)
+                y = custom_vjp(lambda x: x * array.read(0), lambda x: 2 * array.read(0))(x)
+            return tape.gradient(y, x)
+
+        np.testing.assert_allclose(run(X), 2 * X)
+
+    def test_of_which_nobody_knows_what_it_is_made_of(self):
+        def body(_, y, array):
+            read = functools.partial(self.read_from, array)
+            return self.reading(custom_vjp, read)(y), array
+
+        with pytest.raises(LookupError, match=r"form closes over a tf\.TensorArray that a loop"):
+            tf.function(lambda: self.once(body, X, self.array_of(A))[1])()
+
+    def read_from(self, array):
+        return self.once(lambda i, _: [array.read(i)], tf.zeros_like(A))[1]
+
+
 class TestTables:
     """Gathered rows have sparse gradients, which stay so; in graphs, errors where it would cost that."""
 

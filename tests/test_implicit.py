@@ -290,6 +290,19 @@ def test_what_is_in_a_list_that_the_residual_closes_over():
     np.testing.assert_allclose(tf.function(grad)(lambda b: root(a, b), b), 1 / 2)
 
 
+def test_a_list_of_which_nobody_knows_what_it_is_made_of():
+    @tf.function
+    def run(a):
+        def body(x, array):
+            return implicit_root(lambda x: x**2 - array.read(0), x), array
+
+        array = tf.TensorArray(tf.float32, 1, clear_after_read=False).write(0, a)
+        return tf.while_loop(lambda *_: True, body, (2.0, array), maximum_iterations=1)[0]
+
+    with pytest.raises(LookupError, match=r"residual closes over a tf\.TensorArray that a loop"):
+        run(tf.constant(4.0))
+
+
 same_on_host = on_host(lambda x: x)
 
 

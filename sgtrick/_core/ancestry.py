@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -158,30 +159,37 @@ def has_sources(tensor: Tensor, others: Sequence[Tensor], before: int) -> bool:
     return False
 
 
-def begins(
-    ys: Sequence[Tensor], point: Sequence[Tensor], before: int
-) -> tuple[list[Tensor], dict[Hashable, str]]:
+class Begun(NamedTuple):
+    """The older and outer tensors that tensors in a graph depend on.
+
+    Attributes:
+        tensors: Those that are differentiated, as seen by a function that closes over them.
+        handles: For the identity of each variable's handle how it is used, "read" or "gathered".
+        lists: Lists of tensors (`tf.TensorArray`), each with a tensor that was computed from it.
+    """
+
+    tensors: list[Tensor]
+    handles: dict[Hashable, str]
+    lists: list[tuple[Tensor, Tensor]]
+
+
+def begins(ys: Sequence[Tensor], point: Sequence[Tensor], before: int) -> Begun:
     """The older and outer tensors that tensors in a graph depend on, apart from the point.
 
     Args:
         ys: Tensors in the graph that is being traced.
         point: Tensors to leave out.
         before: The version of the graph before `ys` were computed.
-
-    Returns:
-        The tensors, as seen by a function that closes over them; and for the identity of each
-        variable's handle how it is used, "read" or "gathered".
     """
     seen = set(map(graphs.identity_of, point))
-    tensors: list[Tensor] = []
-    handles: dict[Hashable, str] = {}
-    stack = [(y, "read") for y in ys]
+    begun = Begun([], {}, [])
+    stack = [(y, y, "read") for y in ys]
     while stack:
-        t, use = stack.pop()
+        t, computed, use = stack.pop()
         key = graphs.identity_of(t)
         if t.dtype == tf.resource:
-            if graphs.holds_floats(t) and handles.get(key) != "gathered":
-                handles[key] = use
+            if graphs.holds_floats(t) and begun.handles.get(key) != "gathered":
+                begun.handles[key] = use
             continue
         if key in seen or not graphs.carries_derivatives(t):
             continue
@@ -189,12 +197,39 @@ def begins(
         op = graphs.operation(t)
         outside = None if op is None else graphs.captured_from(t)
         if op is None or outside is not None or not graphs.was_made_since(op, before):
+            t = t if outside is None else outside
             if structures.is_differentiable(t.dtype):
-                tensors.append(t if outside is None else outside)
+                begun.tensors.append(t)
+            else:
+                begun.lists.append((t, computed))
         elif not graphs.has_no_gradient(op):
             use = "gathered" if op.type.startswith("ResourceGather") else "read"
-            stack.extend((i, use) for i in op.inputs)
-    return tensors, handles
+            stack.extend((i, t, use) for i in op.inputs)
+    return begun
+
+
+def elements(tensors: Tensor) -> tuple[list[Tensor], bool]:
+    """The floating tensors that a list of tensors was made of, and whether these are all.
+
+    They are not if a loop or a function that is being traced got the list as an argument.
+    """
+
+    def ends(visit: walk.Visit) -> bool:
+        return structures.is_differentiable(visit.tensor.dtype) and not visit.calls
+
+    visits = list(walk.back(tensors, differentiably=True, ends=ends))
+    ops = [graphs.operation(v.tensor) for v in visits if not ends(v)]
+    is_argument = [
+        op is not None and op.type == "Placeholder" and graphs.captured_from(op.outputs[0]) is None
+        for op in ops
+    ]
+    return [v.tensor for v in visits if ends(v)], not any(is_argument)
+
+
+def is_read(tensor: Tensor) -> bool:
+    """Whether a tensor is read from a list of tensors, and does not depend on other tensors."""
+    live = [t for t in tensor.op.inputs if graphs.carries_derivatives(t)]
+    return [t.dtype for t in live] == [tf.variant] and not graphs.called_functions(tensor.op)
 
 
 def begins_eagerly(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import loud, structures
+from sgtrick._core import loud
 from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.types import Function, Gradient, Tangent, Tensor
@@ -23,7 +23,7 @@ def call(f: Function, arguments: Sequence[Tensor]) -> list[Tensor]:
     with tapes.not_recording():
         outputs = [tf.identity(y) for y in traced(arguments, traced.captured)]
     used = {id(t): t for t in [*arguments, *traced.captured]}.values()
-    sources = [t for t in used if structures.is_differentiable(t.dtype) or graphs.holds_floats(t)]
+    sources = [t for t in used if graphs.carries_derivatives(t) or graphs.holds_floats(t)]
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         def gradients(*us: Tensor | None) -> list[Gradient]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, loud, structures
+from sgtrick._core import adjoint, ancestry, lost, loud, structures
 from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core.absent import present
 from sgtrick._core.calls import Selection
@@ -60,13 +60,13 @@ class Closure:
                 lambda us, ts: self._covers(ys, sources, point, us, ts),
                 lambda recording: self._is_complete(variables, point, recording),
             )
-        tensors, handles = ancestry.begins(ys, point, self.before)
-        if not tensors and not handles and not self._passed:
+        tensors, handles, lists = ancestry.begins(ys, point, self.before)
+        if not tensors and not handles and not lists and not self._passed:
             return None
         known = {graphs.identity_of(graphs.as_used(v.handle)): v for v in variables}
         # Gradients of variables that are gathered from are IndexedSlices; zeros would be dense.
         read = [v for key, v in known.items() if handles.get(key) == "read"]
-        if len(read) == len(handles):
+        if len(read) == len(handles) and not lists:
             return Others(self._passed, [*tensors, *read])
         return Others(self._passed, [*tensors, *read], _is_zero, _never)
 
@@ -138,7 +138,7 @@ class Rest:
 
     def __init__(self, name: str, rule: str, passed: Sequence[Tensor]) -> None:
         """The function, called in the scope `noted`, uses the tensors `passed` as arguments."""
-        self._message = _CLOSES_OVER.format(name, rule)
+        self._name, self._message = name, _CLOSES_OVER.format(name, rule)
         self._passed, self._before = list(map(graphs.as_used, passed)), graphs.version()
         self._made_by: Mapping[Hashable, tapes.Operation] = {}
 
@@ -157,7 +157,20 @@ class Rest:
     def _of(self, y: Tensor) -> list[Tensor]:
         if tf.executing_eagerly():
             return ancestry.begins_eagerly(y, self._passed, self._before, self._made_by)
-        return ancestry.begins([y], self._passed, self._before)[0]
+        tensors, _, lists = ancestry.begins([y], self._passed, self._before)
+        for listed, computed in lists:
+            tensors += self._listed(listed, computed)
+        return list({graphs.identity_of(t): t for t in tensors}.values())
+
+    def _listed(self, listed: Tensor, computed: Tensor) -> list[Tensor]:
+        """What stands for a list of tensors from which a tensor was computed."""
+        elements, are_all = ancestry.elements(listed)
+        if are_all:
+            passed = set(map(graphs.identity_of, self._passed))
+            return [t for t in elements if graphs.identity_of(t) not in passed]
+        if ancestry.is_read(computed):
+            return [computed]
+        raise LookupError(lost.unknown_list(self._name))
 
 
 _CLOSES_OVER = (

@@ -35,6 +35,15 @@ def cut_message(name: str) -> str:
     )
 
 
+def unknown_list(name: str) -> str:
+    """The error for a `tf.TensorArray` of which it is not known what it was made of."""
+    return (
+        f"{name} closes over a tf.TensorArray that a loop or a function got as an argument, so "
+        "that nothing tells what it was made of. Read the array before, and pass what was read to "
+        f"{name} as an argument."
+    )
+
+
 _STOP = "StopGradient"
 _CUTS = (*graphs.HOST_CALLS, _STOP)
 

@@ -25,7 +25,7 @@ def here(t: Tensor) -> Tensor:
     it calls would get tensors of the forward graph as arguments, which are out of reach for the
     graph in which those functions are differentiated again. Variables can be used in every graph.
     """
-    if tf.executing_eagerly() or t.dtype in (tf.resource, tf.variant):
+    if tf.executing_eagerly() or t.dtype == tf.resource:
         return t
     graph = tf.compat.v1.get_default_graph()
     return t if operation(t) is not None and t.graph is graph else tf.identity(t)
