@@ -437,7 +437,7 @@ class TestLists:
 
     def written_in_a_loop(self, form, x, a):
         array = tf.TensorArray(a.dtype, 1, element_shape=[], clear_after_read=False)
-        _, array = self.once(lambda i, array: [array.write(i, a)], array)
+        _, array = self.once(lambda i, array: [array.write(i, 2 * a - a)], array)
         return self.reading(form, lambda: array.read(0))(x)
 
     def written_in_the_function(self, form, x, a):
@@ -516,16 +516,39 @@ class TestLists:
 
         np.testing.assert_allclose(run(X), 2 * X)
 
-    def test_of_which_nobody_knows_what_it_is_made_of(self):
+    @pytest.mark.parametrize("by", [0, 1])
+    def test_read_from_what_a_loop_passes(self, by):
+        y = self.came("custom_vjp", "passed_by_a_loop", "in tf.function", (reverse,), (by,))
+        assert y == ("loud" if by else "right")
+
+    @staticmethod
+    def read_in_loop(array):
+        return TestLists.once(lambda i, _: [array.read(i)], tf.zeros_like(A))[1]
+
+    def test_that_loops_capture(self):
+        @tf.function
+        def run(x):
+            array = self.array_of(A)
+            read = functools.partial(self.read_in_loop, array)
+
+            def call(_, y):
+                return [self.reading(custom_vjp, read)(y)]
+
+            return self.once(lambda _, y: [self.once(call, y)[1]], x)[1]
+
+        np.testing.assert_allclose(reverse(run, 0)(X), slope(X, A))
+
+    @pytest.mark.parametrize(
+        "read",
+        [read_in_loop, lambda array: array.write(1, A).read(0)],
+        ids=["in a loop", "after writing"],
+    )
+    def test_of_which_nobody_knows_what_it_is_made_of(self, read):
         def body(_, y, array):
-            read = functools.partial(self.read_from, array)
-            return self.reading(custom_vjp, read)(y), array
+            return self.reading(custom_vjp, functools.partial(read, array))(y), array
 
         with pytest.raises(LookupError, match=r"form closes over a tf\.TensorArray that a loop"):
             tf.function(lambda: self.once(body, X, self.array_of(A))[1])()
-
-    def read_from(self, array):
-        return self.once(lambda i, _: [array.read(i)], tf.zeros_like(A))[1]
 
 
 class TestTables:

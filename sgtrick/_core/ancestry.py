@@ -228,8 +228,9 @@ def elements(tensors: Tensor) -> tuple[list[Tensor], bool]:
 
 def is_read(tensor: Tensor) -> bool:
     """Whether a tensor is read from a list of tensors, and does not depend on other tensors."""
-    live = [t for t in tensor.op.inputs if graphs.carries_derivatives(t)]
-    return [t.dtype for t in live] == [tf.variant] and not graphs.called_functions(tensor.op)
+    inputs = [t.dtype for t in tensor.op.inputs]
+    live = [d for d in inputs if structures.is_differentiable(d) or d in (tf.variant, tf.resource)]
+    return structures.is_differentiable(tensor.dtype) and live == [tf.variant]
 
 
 def begins_eagerly(
