@@ -18,6 +18,7 @@ from forms import forward_derivative as forward
 from matrix import spread
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
+FIXED = tf.Variable(tf.ones_like(A), trainable=False)
 
 
 def true(x, a):
@@ -525,23 +526,28 @@ class TestLists:
     def read_in_loop(array):
         return TestLists.once(lambda i, _: [array.read(i)], tf.zeros_like(A))[1]
 
-    def test_that_loops_capture(self):
+    def test_that_a_loop_captures_and_writes(self):
         @tf.function
         def run(x):
             array = self.array_of(A)
-            read = functools.partial(self.read_in_loop, array)
 
-            def call(_, y):
+            def body(_, y):
+                read = functools.partial(self.read_in_loop, array.write(1, tf.ones_like(A)))
                 return [self.reading(custom_vjp, read)(y)]
 
-            return self.once(lambda _, y: [self.once(call, y)[1]], x)[1]
+            return self.once(body, x)[1]
 
         np.testing.assert_allclose(reverse(run, 0)(X), slope(X, A))
 
     @pytest.mark.parametrize(
         "read",
-        [read_in_loop, lambda array: array.write(1, A).read(0)],
-        ids=["in a loop", "after writing"],
+        [
+            read_in_loop,
+            lambda array: array.write(1, A).read(0),
+            lambda array: array.identity().read(0),
+            lambda array: tf.function(lambda: FIXED * array.read(0))(),
+        ],
+        ids=["in a loop", "after writing", "from a copy", "beside a variable"],
     )
     def test_of_which_nobody_knows_what_it_is_made_of(self, read):
         def body(_, y, array):
