@@ -69,9 +69,8 @@ def implicit_root(
             another, passes what is differentiated or `x` to a host call without its own gradient,
             reads it from a `tf.TensorArray`, or reads a variable that has been assigned since.
             Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the function
-            runs; around it and in XLA, the derivative is NaN.
-            Also when called, if the residual closes over a `tf.TensorArray` that a loop or a
-            function got as an argument.
+            runs; around it and in XLA, the derivative is NaN. Also when called, if the residual
+            closes over a `tf.TensorArray` that a loop or a function got as an argument.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(
@@ -247,7 +246,8 @@ def _solved(
 
 def _listed(name: str, captured: list[Tensor]) -> list[Tensor]:
     """The floating tensors that lists of tensors (`tf.TensorArray`) among others were made of."""
-    found = [ancestry.elements(t) for t in captured if t.dtype == tf.variant]
+    lists = [t for t in captured if t.dtype == tf.variant and graphs.carries_derivatives(t)]
+    found = list(map(ancestry.elements, lists))
     if not all(are_all for _, are_all in found):
         raise LookupError(lost.unknown_list(name))
     return [t for elements, _ in found for t in elements]

@@ -104,7 +104,9 @@ def with_gradient(
             (in that case add `0 * x`). Inside a `tf.function` this is a
             `tf.errors.InvalidArgumentError` when the function runs; around it and in XLA, where
             nothing can raise, the derivative is NaN. Also when `grad` takes variables, and one
-            eager operation of `f` reads several, so that their order is unknown.
+            eager operation of `f` reads several, so that their order is unknown; or if a loop or
+            branch in `f` reads a `tf.TensorArray` that another loop or a function got as an
+            argument.
     """
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:

@@ -428,6 +428,10 @@ class TestLists:
     def once(body, *state):
         return tf.while_loop(lambda i, *_: i < 1, lambda i, *s: (i + 1, *body(i, *s)), (0, *state))
 
+    @staticmethod
+    def read_in_loop(array):
+        return TestLists.once(lambda i, _: [array.read(i)], tf.zeros_like(A))[1]
+
     def written(self, form, x, a):
         array = self.array_of(a)
         return self.reading(form, lambda: array.read(0))(x)
@@ -447,7 +451,7 @@ class TestLists:
 
     def read_in_a_loop(self, form, x, a):
         array = self.array_of(a)
-        return self.reading(form, lambda: self.once(lambda i, _: [array.read(i)], a)[1])(x)
+        return self.reading(form, lambda: self.read_in_loop(array))(x)
 
     def called_in_a_loop(self, form, x, a):
         array = self.array_of(a)
@@ -522,10 +526,6 @@ class TestLists:
         y = self.came("custom_vjp", "passed_by_a_loop", "in tf.function", (reverse,), (by,))
         assert y == ("loud" if by else "right")
 
-    @staticmethod
-    def read_in_loop(array):
-        return TestLists.once(lambda i, _: [array.read(i)], tf.zeros_like(A))[1]
-
     def test_that_a_loop_captures_and_writes(self):
         @tf.function
         def run(x):
@@ -538,6 +538,26 @@ class TestLists:
             return self.once(body, x)[1]
 
         np.testing.assert_allclose(reverse(run, 0)(X), slope(X, A))
+
+    def test_of_integers_has_no_derivatives(self):
+        """So nothing needs to be known of it."""
+
+        def body(_, y, array):
+            def read(i, _):
+                return [tf.cast(array.read(i), A.dtype)]
+
+            def value(x):
+                return x * self.once(read, tf.zeros_like(A))[1]
+
+            rule = custom_vjp(value, lambda x: value(x) / x)
+            return rule(y), array
+
+        @tf.function
+        def run(x):
+            array = tf.TensorArray(tf.int32, 1, element_shape=[], clear_after_read=False)
+            return self.once(body, x, array.write(0, 3))[1]
+
+        np.testing.assert_allclose(reverse(run, 0)(X), 3)
 
     @pytest.mark.parametrize(
         "read",

@@ -303,6 +303,18 @@ def test_a_list_of_which_nobody_knows_what_it_is_made_of():
         run(tf.constant(4.0))
 
 
+def test_a_list_of_integers_that_a_loop_passes():
+    @tf.function
+    def run(a):
+        def body(x, array):
+            return implicit_root(lambda x, a: x ** tf.cast(array.read(0), x.dtype) - a, x, a), array
+
+        array = tf.TensorArray(tf.int32, 1, clear_after_read=False).write(0, 2)
+        return tf.while_loop(lambda *_: True, body, (2.0, array), maximum_iterations=1)[0]
+
+    np.testing.assert_allclose(grad(run, tf.constant(4.0)), 1 / 4)
+
+
 same_on_host = on_host(lambda x: x)
 
 

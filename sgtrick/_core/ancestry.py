@@ -208,7 +208,7 @@ def begins(ys: Sequence[Tensor], point: Sequence[Tensor], before: int) -> Begun:
     return begun
 
 
-def elements(tensors: Tensor) -> tuple[list[Tensor], bool]:
+def elements(listed: Tensor) -> tuple[list[Tensor], bool]:
     """The floating tensors that a list of tensors was made of, and whether these are all.
 
     They are not if a loop or a function that is being traced got the list as an argument.
@@ -217,19 +217,20 @@ def elements(tensors: Tensor) -> tuple[list[Tensor], bool]:
     def ends(visit: walk.Visit) -> bool:
         return structures.is_differentiable(visit.tensor.dtype) and not visit.calls
 
-    visits = list(walk.back(tensors, differentiably=True, ends=ends))
-    ops = [graphs.operation(v.tensor) for v in visits if not ends(v)]
-    is_argument = [
-        op is not None and op.type == "Placeholder" and graphs.captured_from(op.outputs[0]) is None
-        for op in ops
-    ]
-    return [v.tensor for v in visits if ends(v)], not any(is_argument)
+    def is_argument(t: Tensor) -> bool:
+        op = graphs.operation(t)
+        return op is not None and op.type == "Placeholder" and graphs.captured_from(t) is None
+
+    visits = list(walk.back(listed, differentiably=True, ends=ends))
+    are_all = not any(is_argument(v.tensor) for v in visits if not ends(v))
+    return [v.tensor for v in visits if ends(v)], are_all
 
 
 def is_read(tensor: Tensor) -> bool:
     """Whether a tensor is read from a list of tensors, and does not depend on other tensors."""
-    inputs = [t.dtype for t in tensor.op.inputs]
-    live = [d for d in inputs if structures.is_differentiable(d) or d in (tf.variant, tf.resource)]
+    live = [
+        t.dtype for t in tensor.op.inputs if graphs.carries_derivatives(t) or t.dtype == tf.resource
+    ]
     return structures.is_differentiable(tensor.dtype) and live == [tf.variant]
 
 

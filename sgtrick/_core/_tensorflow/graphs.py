@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, handle_data_util
 
 from sgtrick._core.structures import is_differentiable
 from sgtrick._core.types import DType, Graph, Operation, Tensor, Variable
@@ -69,7 +69,9 @@ def cannot_depend_on(op: Operation, other: Operation) -> bool:
 
 def carries_derivatives(t: Tensor) -> bool:
     """Whether derivatives may flow through a tensor: numbers, or one of a loop's lists of them."""
-    return is_differentiable(t.dtype) or t.dtype == tf.variant
+    # What is in a list may be unknown.
+    dtype = _dtype_held(t) or t.dtype if t.dtype == tf.variant else t.dtype
+    return is_differentiable(dtype) or dtype == tf.variant
 
 
 _HIDDEN = "_sgtrick_hidden"
@@ -197,18 +199,23 @@ def identity_of(tensor: Tensor) -> Hashable:
 
 def is_variable(handle: Tensor) -> bool:
     """Whether a tensor is the handle of a variable."""
-    return _dtype_of_variable(handle) is not None
+    return handle.dtype == tf.resource and _dtype_held(handle) is not None
 
 
 def holds_floats(handle: Tensor) -> bool:
     """Whether a resource is a variable that has derivatives."""
-    dtype = _dtype_of_variable(handle)
+    dtype = _dtype_held(handle)
     return dtype is not None and is_differentiable(dtype)
 
 
-def _dtype_of_variable(handle: Tensor) -> DType | None:
+def _dtype_held(handle: Tensor) -> DType | None:
+    """That of a variable, or of what is in a list of tensors, if it is known."""
     outside = None if operation(handle) is None else captured_from(handle)
-    data = getattr(handle if outside is None else outside, "_handle_data", None)
+    t = handle if outside is None else outside
+    # Of tensors in a graph, only variables have it as an attribute.
+    data = getattr(t, "_handle_data", None)
+    if data is None and operation(t) is not None:
+        data = handle_data_util.get_resource_handle_data(t)
     if data is None or not data.is_set or not data.shape_and_type:
         return None
     return tf.as_dtype(data.shape_and_type[0].dtype)
