@@ -12,6 +12,7 @@ from sgtrick._core._tensorflow.tapes import is_pushed, not_recording
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
+from sgtrick._core.partial import beside
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Device, Structure, Tensor, TensorLike
@@ -170,8 +171,7 @@ def _embed(
             gxs = embedding.refused(name, gxs, xs, _FIRST_ORDER.format(name))
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
-    rule = embedding.beside(embedding.of_jacobians(name, fx, jacobians))
-    rule = rule._replace(lost=False)
+    rule = beside(embedding.of_jacobians(name, fx, jacobians))
     return keep([fx], [fx, *xs], rule, natural=natural, in_graph=natural is None)[0]
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import calls, devices, lost, loud, mixed, structures
+from sgtrick._core import calls, devices, embedding, partial, structures
 from sgtrick._core._tensorflow import autograph, tapes
-from sgtrick._core.closures import Closure
 from sgtrick._core.fixed_point import (
     ValueAtPoint,
     as_tuple,
@@ -55,8 +54,7 @@ def from_value_and_gradient(
             decorator.
         argnums: The arguments that the gradient is with respect to: positions or parameter names.
         has_aux: Whether `fn` also returns auxiliary results, in any structure. Nothing is known of
-            their derivatives with respect to `argnums`: taking one is an error or NaN, except for
-            results that do not depend on these arguments, or are stopped.
+            their derivatives: taking one is an error or NaN.
         batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `fn` runs there too.
 
@@ -109,41 +107,35 @@ def _from_value_and_gradient(
 
         with devices.scope(device):
             point = select(function, argnums, args, kwargs)
-            others = point.others()
             # If recording is suspended, a tape inside fn would find no gradient.
-            run = functools.partial(tapes.unsuspended, lambda: others.own(f))
-            closure = Closure(run, others.xs)
-            y, gradients = pair_of(closure.result, f"{name} must return (value, gradient)")
+            run = lambda *args, **kwargs: tapes.unsuspended(lambda: f(*args, **kwargs))  # noqa: E731
+            call = ValueAtPoint.of(name, point, run)
+            y, gradients = pair_of(call.result, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = pair_of(y, f"{name} must return ((value, aux), gradient)")
-            y = checked_value(y, name)
-            at, call = point.read(), ValueAtPoint(name, point, others, closure)
+            y, at = checked_value(y, name), point.read()
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(f)[1], y)
 
             known = _differentiable(call, at, jacobians(gradients, y), evaluated)
             # Not named y: the Jacobians are those of the value that is not embedded.
-            embedded = call.embed(y, at, known, evaluated)
-            return (embedded, _auxiliary(call, at, f, aux)) if has_aux else embedded
+            embedded = call.embed(y, at, evaluated, known)
+            return (embedded, _auxiliary(call, aux)) if has_aux else embedded
 
     return autograph.form(call)
 
 
-def _auxiliary(call: ValueAtPoint, at: calls.Call, f: Function, aux: Structure) -> Structure:
-    """The auxiliary results, of which only derivatives with respect to the point are unknown."""
+def _auxiliary(call: ValueAtPoint, aux: Structure) -> Structure:
+    """The auxiliary results, whose derivatives are errors."""
+    inputs = [*call.point.xs, *call.others.tensors]
 
-    def flat(aux: Structure) -> list[Any]:
-        leaves: list[Any] = tf.nest.flatten(aux, expand_composites=True)
-        return leaves
-
-    def kept(i: int, result: Any) -> Any:
+    def kept(result: Any) -> Any:
         if not (tf.is_tensor(result) and structures.is_differentiable(result.dtype)):
             return result
-        return call.auxiliary(result, at, lambda other: flat(other(f)[0][1])[i])
+        return embedding.auxiliary(call.name, result, inputs)
 
-    results = [kept(i, result) for i, result in enumerate(flat(aux))]
-    return tf.nest.pack_sequence_as(aux, results, expand_composites=True)
+    return tf.nest.map_structure(kept, aux, expand_composites=True)
 
 
 def _differentiable(
@@ -154,32 +146,23 @@ def _differentiable(
 ) -> Callable[[], list[Leaf | None]]:
     """The gradients that came with the value; to differentiate them, `fn` is evaluated again."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
-    others = call.closure.others(known, call.point) or mixed.Others(())
 
     def gradients(
-        zs: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        zs: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
     ) -> list[Gradient]:
-        def jacobians(*points: Tensor) -> list[Tensor]:
-            return [leaf.gx for leaf in evaluated(call.at(at, points, passed)) if leaf is not None]
-
         points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(points)
-            gxs = jacobians(*points)
-        found = tape.gradient(gxs, points, output_gradients=list(zs))
-        seen = lost.traced(jacobians, points) if tf.executing_eagerly() else (points, gxs)
-        inputs, outputs = seen or (points, [])
-        is_unconnected = all(g is None for g in found)
-        are_lost = [True] * len(xs) if is_unconnected else lost.are_cut(outputs, inputs)
-        unknown = loud.failures(xs, lost.message(call.name), zs, are_lost)
-        return [
-            u if u is not None else tf.zeros_like(x) if g is None else g
-            for u, g, x in zip(unknown, found, xs, strict=True)
-        ]
+            again = evaluated(call.at(at, points, passed))
+            gxs = [leaf.gx for leaf in again if leaf is not None]
+        pairs = [(gx, z) for gx, z in zip(gxs, zs, strict=True) if z is not None]
+        found = tape.gradient([gx for gx, _ in pairs], points, [z for _, z in pairs])
+        return list(found)
 
     def differentiable() -> list[Leaf | None]:
-        moving = mixed.ByPoint(call.name, gradients, call.point.xs, others)
-        gxs = iter(mixed.keep_own(moving, known))
+        gxs = iter(
+            partial.embed(call.name, known, call.point.xs, call.others, gradients)
+        )
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable

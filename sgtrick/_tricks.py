@@ -307,7 +307,7 @@ def _clip(x: Tensor, lo: Structure, hi: Structure) -> Tensor:
         # Keeps NaN, which some XLA backends clip too.
         return [tf.where(tf.equal(upstream, upstream), g, upstream)]
 
-    rule = Rule("clip_gradient", pull, _FORWARD, lost=False)
+    rule = Rule("clip_gradient", pull, _FORWARD)
     return keep([x], [x], rule)[0]
 
 

@@ -141,15 +141,13 @@ def _with_gradient(
 
             if rule.takes("variables") and not function.takes("variables"):
                 return _with_variables(function.name, point, f, grad, jacobians)
-            others = point.others()
-            closure = Closure(lambda: others.own(f), others.xs)
-            y = checked_value(closure.result, function.name)
-            at, call = point.read(), ValueAtPoint(function.name, point, others, closure)
+            call = ValueAtPoint.of(function.name, point, f)
+            y = checked_value(call.result, function.name)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(grad), y)
 
-            return call.embed(y, at, None, evaluated)
+            return call.embed(y, point.read(), evaluated)
 
     form = autograph.form(call)
 

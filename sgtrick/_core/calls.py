@@ -59,7 +59,6 @@ class Selection:
         keys: Sequence[int | str],
         parameters: Sequence[str],
         differentiated: Callable[[object], bool] = structures.has_derivatives,
-        to_input: Callable[[Tensor], Tensor] = tapes.own,
     ) -> None:
         self.call, self._keys = call, keys
         self._arguments = [call.args[k] if isinstance(k, int) else call.kwargs[k] for k in keys]
@@ -72,20 +71,15 @@ class Selection:
         self._nested = any(tf.nest.is_nested(argument) for argument in self._arguments)
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
-        self.xs = [to_input(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
+        self.xs = [tapes.own(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
-    def others(self, *, own: bool = False) -> "Selection":
-        """The other arguments of the stopped call whose gradient may be requested.
-
-        In graphs, what a function closes over is found by name, unless each argument is its `own`.
-        """
+    def others(self) -> "Selection":
+        """The other arguments of the stopped call whose gradient may be requested."""
         call = self.stopped
         keys = [k for k in (*range(len(call.args)), *call.kwargs) if k not in self._keys]
-        to_input = tapes.own if own or tf.executing_eagerly() else here
-        names = [str(key) for key in keys]
-        return Selection(call, keys, names, structures.may_be_recorded, to_input)
+        return Selection(call, keys, [str(key) for key in keys], structures.may_be_recorded)
 
     @property
     def own(self) -> Call:

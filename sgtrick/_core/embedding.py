@@ -4,7 +4,6 @@ Multiplication by a Jacobian is linear and works in both modes. Only the derivat
 may be unknown: it is a Hessian or an error.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -12,32 +11,12 @@ import tensorflow as tf
 
 from sgtrick._core import loud
 from sgtrick._core._tensorflow import graphs, tracing
-from sgtrick._core.absent import present
+from sgtrick._core.guard import unknown_by
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Gradient, Tangent, Tensor
-
-
-def beside(rule: Rule, count: int = 1) -> Rule:
-    """The rule of `count` values that keep their own derivatives in addition to those of `rule`."""
-
-    def pull(*upstream: Tensor) -> list[Gradient]:
-        return [*upstream, *rule.pull(*upstream)]
-
-    def push(*tangents: Tensor) -> list[Tangent]:
-        assert callable(rule.push)
-        return [
-            a if t is None else t if a is None else a + t
-            for t, a in zip(tangents[:count], rule.push(*tangents[count:]), strict=True)
-        ]
-
-    def again(*upstream: Tensor) -> list[Gradient]:
-        assert rule.again
-        return [*upstream, *rule.again(*upstream)]
-
-    return rule._replace(pull=pull, push=push, again=rule.again and again)
 
 
 def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:
@@ -73,36 +52,12 @@ def embed_constant(
             gxs = differentiable(name, gxs, xs, hessian)
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
-    return keep([y], xs, of_jacobians(name, y, jacobians)._replace(lost=False))[0]
+    return keep([y], xs, of_jacobians(name, y, jacobians))[0]
 
 
-def auxiliary(
-    name: str,
-    result: Tensor,
-    xs: Sequence[Tensor],
-    depends: Callable[[], Sequence[bool]],
-) -> Rule:
-    """The rule of a result beside the value, of which no gradient is known.
-
-    Args:
-        name: The function's name in errors.
-        result: The result, the same at any points if it is not differentiated again.
-        xs: The points.
-        depends: On which of them it depends.
-    """
-    message = _AUXILIARY.format(name)
-
-    def pull(upstream: Tensor) -> list[Gradient]:
-        return loud.failures(xs, message, [upstream, result], depends())
-
-    def push(*tangents: Tangent) -> list[Tangent]:
-        moving = present(list(itertools.compress(tangents, depends())))
-        if not moving:
-            return [None]
-        with loud.not_raising():  # forward mode computes tangents of all results, used or not
-            return loud.unless_moving(message, [tf.zeros_like(result)], moving, xs)
-
-    return Rule(name, pull, push, lost=False)
+def auxiliary(name: str, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """A result beside the value, of which no derivatives are known: taking one is an error."""
+    return unknown_by(tf.stop_gradient(result), inputs, _AUXILIARY.format(name))
 
 
 _AUXILIARY = (
@@ -136,7 +91,7 @@ def differentiable(
         along, points = tangents[: len(gxs)], tangents[len(gxs) :]
         return [t + ht for t, ht in zip(along, hessian.push(*points), strict=True)]
 
-    rule = Rule(name, pull, push, lost=False)
+    rule = Rule(name, pull, push)
     return keep(gxs, [*gxs, *xs], rule)
 
 
@@ -150,5 +105,5 @@ def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str
     def push(*tangents: Tensor) -> list[Tangent]:
         return loud.unless_moving(message, tangents[: len(gxs)], tangents[len(gxs) :], xs)
 
-    rule = Rule(name, pull, push, lost=False)
+    rule = Rule(name, pull, push)
     return keep(gxs, [*gxs, *xs], rule)

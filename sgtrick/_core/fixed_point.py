@@ -1,116 +1,73 @@
 """Calls whose value is computed at a fixed point, and the gradients that they get there."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import tensorflow as tf
-
-from sgtrick._core import ancestry, calls, embedding, lost, mixed, structures
-from sgtrick._core._tensorflow import graphs
-from sgtrick._core.closures import Closure
-from sgtrick._core.override import keep
-from sgtrick._core.rule import Rule
+from sgtrick._core import calls, embedding, partial, structures
+from sgtrick._core._tensorflow import uses
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Argnums, Args, Gradient, Kwargs, Structure, Tensor
+from sgtrick._core.types import Argnums, Args, Function, Gradient, Kwargs, Structure, Tensor
 
 
 class ValueAtPoint(NamedTuple):
-    """A call whose value was computed at a fixed point.
+    """A call whose value was computed at a stopped point.
 
     Attributes:
         name: The function's name in errors.
         point: The arguments that the gradients are with respect to.
-        others: The other arguments.
-        closure: The call itself.
+        passed: The other arguments.
+        result: What the function returned.
+        others: What else this depends on.
     """
 
     name: str
     point: calls.Selection
-    others: calls.Selection
-    closure: Closure
+    passed: calls.Selection
+    result: Structure
+    others: partial.Others
+
+    @classmethod
+    def of(cls, name: str, point: calls.Selection, f: Function) -> "ValueAtPoint":
+        """Calls a function."""
+        passed = point.others()
+        result, used = uses.call(lambda: passed.own(f), [*passed.xs, *point.stopped_xs])
+        return cls(name, point, passed, result, partial.Others.of(passed.xs, used))
+
+    def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
+        """A call at another point and with other tensors as the other arguments."""
+        return self.passed.on(self.point.on(call, xs), passed)
 
     def embed(
         self,
         y: Tensor,
         at: calls.Call,
-        known: Callable[[], list[Leaf | None]] | None,
         evaluated: Callable[[calls.Call], list[Leaf | None]],
+        known: Callable[[], list[Leaf | None]] | None = None,
     ) -> Tensor:
         """The value with its gradients; everything else that it depends on keeps autodiff.
 
         Args:
             y: The value.
             at: The call, with the values that variables had when it was made.
-            known: Returns the gradients that this call computed with the value, if it did.
-            evaluated: Returns the gradients of any call.
+            evaluated: Returns the Jacobians of any call.
+            known: Returns those that this call computed with the value, if it did.
         """
         xs = self.point.xs
         if not xs:
             return y
-        rule = embedding.of_jacobians(self.name, y, lambda: evaluated(at))
-        if known is not None:
-            rule = embedding.of_jacobians(self.name, y, known)._replace(again=rule.pull)
-        rule = rule._replace(sources=xs)
+        rule = embedding.of_jacobians(self.name, y, known or (lambda: evaluated(at)))
 
         def gradients(
-            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+            us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
         ) -> list[Gradient]:
             leaves = evaluated(self.at(at, xs, passed))
             return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
 
-        return self._kept(y, rule, gradients)
-
-    def auxiliary(
-        self, result: Tensor, at: calls.Call, evaluated: Callable[[calls.Call], Tensor]
-    ) -> Tensor:
-        """A result beside the value: its derivative with respect to the point is an error.
-
-        Args:
-            result: The result.
-            at: As in `embed`.
-            evaluated: Returns the result of any call.
-        """
-        xs = self.point.xs
-
-        @functools.cache
-        def depends() -> list[bool]:
-            traced = lost.Traced(self.point.stopped_xs, [result])
-            if graphs.operation(result) is None:
-                found = lost.traced(lambda *xs: [evaluated(self.point.on(at, xs))], xs)
-                if found is None:
-                    return [True] * len(xs)
-                traced = found
-            cuts = graphs.HOST_CALLS
-            return [bool(p) for p in ancestry.paths(traced.outputs[0], traced.inputs, cuts=cuts)]
-
-        def gradients(
-            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
-        ) -> Sequence[Gradient]:
-            again = evaluated(self.at(at, xs, passed))  # what is unknown varies with all of it
-            return embedding.auxiliary(self.name, again, xs, depends).pull(us[0])
-
-        if graphs.operation(result) is not None and not any(depends()):
-            return result
-        return self._kept(result, embedding.auxiliary(self.name, result, xs, depends), gradients)
-
-    def _kept(self, y: Tensor, rule: Rule, gradients: mixed.PointGradients) -> Tensor:
-        """A result with a rule for the point; what else it depends on keeps autodiff."""
-        xs = self.point.xs
-        if not tf.executing_eagerly() and not ancestry.has_sources(
-            y, self.point.stopped_xs, self.closure.before
-        ):
-            # Otherwise TensorFlow would differentiate all of f, to no purpose.
-            return keep([y], xs, rule)[0]
-        others = self.closure.others([y], self.point)
-        if others is None:
-            return keep([y], [y, *xs], embedding.beside(rule))[0]
-        return mixed.keep_own(mixed.ByPoint(self.name, gradients, xs, others), [y], rule)[0]
-
-    def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
-        """A call at another point and with other tensors as the other arguments."""
-        return self.others.on(self.point.on(call, xs), passed)
+        (kept,) = partial.embed(
+            self.name, [y], xs, self.others, gradients, known=rule.pull, push=rule.push
+        )
+        return kept
 
 
 def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> calls.Selection:

@@ -49,7 +49,7 @@ def symmetric(
             return loud.unless_moving(_THIRD.format(name), pushed, points, xs)
 
         inputs = [*vs, *xs]
-        return keep(times(at, vs), inputs, Rule(name, pull, push, lost=False))
+        return keep(times(at, vs), inputs, Rule(name, pull, push))
 
     def at_the_point(*vs: Tensor) -> list[Tensor]:
         return product(at, xs, vs)
@@ -123,7 +123,7 @@ class Product(value_form.Product):
             return loud.unless_moving(message, [t + ht for t, ht in pairs], moving[m:], xs)
 
         inputs = [*products, *tangents, *xs]
-        return keep(products, inputs, Rule(self._name, pull, along, lost=False))
+        return keep(products, inputs, Rule(self._name, pull, along))
 
     def pull(self, *z: Tensor) -> list[Gradient]:
         """From cotangents of the gradients to cotangents of the points, as `H` is symmetric."""

@@ -1,28 +1,24 @@
-"""The kept override: outputs whose derivatives are those of a pullback, however they were computed.
+"""The kept override: outputs whose derivatives are those of a rule, however they were computed.
 
 TensorFlow drops overrides in forward mode inside a graph and in `tf.vectorized_map`. Both can be
 prevented: accumulators are given the JVP itself, and the operation comes with its own rule for
 `tf.vectorized_map`, which overrides the batched outputs again, with the mapped pullback.
 
 The pullback runs only when a gradient is requested. It may be anything: nonlinear, a host call, a
-loop, stateful. If TensorFlow loses a derivative when differentiating the pullback in turn, this
-raises: that is what `_guarded` adds.
+loop, stateful. TensorFlow differentiates what it returns like everything else.
 """
 
-import contextlib
-import itertools
-import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, apart, devices, losses, lost, loud, mapped, structures
-from sgtrick._core._tensorflow import graphs, mapping, overrides, tapes, tracing
+from sgtrick._core import apart, devices, loud, mapped, structures
+from sgtrick._core._tensorflow import mapping, overrides, tapes, tracing
 from sgtrick._core._tensorflow.autograph import unconverted
-from sgtrick._core._tensorflow.graphs import here, operation
+from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
-from sgtrick._core.transposition import not_transposed, transposed
+from sgtrick._core.transposition import checked_for_graph, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
@@ -50,7 +46,6 @@ def keep(
     ys, xs = list(ys), list(xs)
     if not any(structures.is_differentiable(x.dtype) for x in xs):
         return ys
-    rule = rule._replace(sources=rule.sources or xs)
     if tf.executing_eagerly():
         if not tapes.somebody_records():
             return ys
@@ -59,14 +54,30 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
+        if tracing.is_closed_soon():
+            rule = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
         outputs,
         xs,
-        lambda *upstream: _pull(rule, ys, xs, upstream, by_graph=False),
-        lambda *tangents: _push(rule, ys, xs, tangents),
+        lambda *upstream: _pull(rule, ys, upstream),
+        lambda *tangents: _push(rule, ys, tangents),
     )
     return outputs
+
+
+def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
+    """The same rule, whose pullback captures nothing more when it is called."""
+    live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+    dense = Dense(rule.pull, live)
+    with loud.not_raising():
+        pull = tracing.carried(dense, tracing.specs_of(present(live)))
+    return rule._replace(pull=lambda *us: dense.restored(pull(*_zeros_for_none(us, live))))
+
+
+def _zeros_for_none(us: Sequence[Tensor | None], live: Sequence[Tensor | None]) -> list[Tensor]:
+    pairs = zip(us, live, strict=True)
+    return [tf.zeros_like(y) if u is None else u for u, y in pairs if y is not None]
 
 
 def _outputs(
@@ -102,272 +113,84 @@ _DROPPED = (
 )
 
 
-def _pull(
-    rule: Rule,
-    ys: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    upstream: Sequence[Tensor | None],
-    *,
-    by_graph: bool,
-) -> list[Gradient]:
-    """Calls the pullback on the device of the outputs, with errors for derivatives it loses."""
-    upstream = [
-        _dense(u) if structures.is_differentiable(y.dtype) else None
+def _pull(rule: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Gradient]:
+    """Calls the pullback on the device of the outputs."""
+    with devices.of(ys[0]):
+        return list(rule.pull(*_dense(ys, upstream)))
+
+
+def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | None]:
+    """Upstream gradients as tensors: behind `tf.gather` they are `tf.IndexedSlices`."""
+
+    def dense(u: Gradient) -> Tensor | None:
+        if not isinstance(u, tf.IndexedSlices):
+            return u
+        if u.dense_shape is None:
+            return tf.convert_to_tensor(u)
+        return tf.math.unsorted_segment_sum(u.values, u.indices, u.dense_shape[0])
+
+    return [
+        dense(u) if structures.is_differentiable(y.dtype) else None
         for u, y in zip(upstream, ys, strict=True)
     ]
-    with devices.of(ys[0]):
-        if tf.executing_eagerly() and not tapes.somebody_records():
-            return list(rule.pull(*upstream))
-        return _guarded(rule, xs, upstream, by_graph=by_graph)
-
-
-def _dense(u: Gradient) -> Tensor | None:
-    """An upstream gradient as a tensor: behind `tf.gather` it is `tf.IndexedSlices`."""
-    if not isinstance(u, tf.IndexedSlices):
-        return u
-    if u.dense_shape is None:
-        return tf.convert_to_tensor(u)
-    return tf.math.unsorted_segment_sum(u.values, u.indices, u.dense_shape[0])
 
 
 def _pull_for_graph(
-    rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], upstream: Sequence[Tensor | None]
+    rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], upstream: Sequence[Gradient]
 ) -> list[Gradient]:
-    """The same for the gradient of a function as a whole."""
+    """The same for the gradient of a function as a whole, which TensorFlow may transpose."""
 
     def pull() -> list[Gradient]:
-        with loud.not_raising():
-            return _pull(rule, ys, xs, upstream, by_graph=True)
+        with loud.not_raising(), devices.of(ys[0]):
+            us = _dense(ys, upstream)
+            if callable(rule.push):
+                return list(rule.pull(*us))
+            return checked_for_graph(rule, us, xs)
 
     return tapes.apart(pull) if tapes.tapes_are_silenced() else pull()
 
 
-def _push(
-    rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], tangents: Sequence[Tangent]
-) -> list[Tangent]:
-    """The tangents of the outputs, with errors for derivatives that a JVP rule loses."""
+def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:
+    """The tangents of the outputs."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
-    by_output, through = [[False] * len(rule.sources) for _ in ys], dict[Hashable, Tensor]()
-    cut = [[False] * len(tangents) for _ in ys]
-    around = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    moving = losses.are_moving(tangents)
-
-    def notice(
-        part: Gradient, at: Sequence[Tensor | None]
-    ) -> Iterable[tuple[Sequence[bool], bool]]:
-        """What is lost of each term: by which sources, and whether by its tensor among `at`."""
-        found = losses.through_host(rule, part, at, around)
-        through.update((graphs.identity_of(t), t) for t in found)
-        if rule.lost is not None:
-            return []
-        are_cut = lost.are_cut([lost.values_of(part)], at)
-        return zip(losses.by_terms(rule, part, at), are_cut, strict=True)
-
-    def add(k: int, i: int, by_sources: Sequence[bool], is_cut: bool) -> None:
-        """Adds what is lost of the term of output `k` with the tangent of input `i`."""
-        if moving[i]:
-            by_output[k] = list(map(operator.or_, by_output[k], by_sources))
-        cut[k][i] |= is_cut
-
-    def pull(*us: Tensor | None) -> Sequence[Gradient]:
-        gradients = rule.pull(*us)
-        # One by one: their sum would show what is stopped beside what is not.
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and moving[i]:
-                for k, found in enumerate(notice(gradient, us)):
-                    add(k, i, *found)
-        return gradients
-
-    def push(*ts: Tangent) -> Sequence[Tangent]:
-        if not callable(rule.push):  # not a message either, as seen above
-            return transposed(rule._replace(pull=pull), ys, ts)
-        pushed = rule.push(*ts)
-        for k, tangent in enumerate(pushed):
-            if tangent is not None:
-                for i, found in enumerate(notice(tangent, ts)):
-                    add(k, i, *found)
-        return rule.finish(pushed, ts) if rule.finish else pushed
-
-    def losing(k: int, tangent: Tensor) -> Tensor:
-        by_inputs = [any(losses.is_lost(rule, i, k) for i, m in enumerate(moving) if m)] * len(xs)
-        if any(by_output[k]):
-            by_inputs = losses.by_inputs(xs, rule, by_output[k])
-        points = [
-            *map(here, itertools.compress(xs, by_inputs)),
-            *map(_as_input, through.values()),
-            *present(list(itertools.compress(tangents, cut[k]))),
-        ]
-        return _losing(rule.name, tangent, points) if points else tangent
-
+    push = rule.push or (lambda *ts: transposed(rule, ys, ts))
     dense = Dense(push, tangents)
     with devices.of(ys[0]):
-        if tf.executing_eagerly() and rule.again is not None:
-            by_sources, found = losses.before(rule, ys)
-            by_output = [by_sources for _ in ys]
-            through.update((graphs.identity_of(t), t) for t in found)
-        moved = dense.restored(apart.call(dense, present(tangents)))
-        return [None if t is None else losing(k, t) for k, t in enumerate(moved)]
+        return dense.restored(apart.call(dense, present(tangents)))
 
 
-def _guarded(
-    rule: Rule, xs: Sequence[Tensor], upstream: Sequence[Tensor | None], *, by_graph: bool
-) -> list[Gradient]:
-    """The gradients, whose own derivatives are those of the pullback or errors."""
-    if callable(rule.push) and rule.lost is False:
-        return list(rule.pull(*upstream))
-    pulled = losses.recorded(rule, upstream)
-    near = [here(x) for x in xs]
-
-    def guarded(i: int, gradient: Tensor | tf.IndexedSlices) -> Gradient:
-        through = []
-        if pulled.tape is None:
-            graph = tf.compat.v1.get_default_graph()
-            through = losses.through_host(rule, gradient, pulled.us, graph)
-        elif _must_be_traced(lost.values_of(gradient), [*pulled.at, *xs]):
-            through = losses.by_host(rule, pulled, i)
-        loses = losses.of(rule, pulled, i, xs)
-        return _with_errors(
-            rule, gradient, pulled.at, near, map(_as_input, through), loses, by_graph=by_graph
-        )
-
-    return [None if g is None else guarded(i, g) for i, g in enumerate(pulled.gradients)]
+Derivatives = Callable[[Tensor, Sequence[Tensor]], tuple[Pullback, Pushforward]]
 
 
-def _as_input(t: Tensor) -> Tensor:
-    """A tensor, or the value of the variable with this handle, in the graph being traced."""
-    return graphs.read(t) if t.dtype == tf.resource else here(t)
+def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Tensor:
+    """The same tensor, with derivatives with respect to itself and to `xs`.
 
-
-def _must_be_traced(part: Tensor, known: Sequence[Tensor]) -> bool:
-    """Whether what tapes know of an eager gradient does not lead to errors where it is lost.
-
-    Nobody may have recorded it, but only because the host computed it. And accumulators do not tell
-    afterwards what else they know tangents of.
+    Args:
+        part: The tensor.
+        xs: Other tensors.
+        derivatives: Returns the pullback and the pushforward at `part` and `xs`, for all members
+            where these are of a batch.
     """
-    return tapes.is_pushed([part]) or not tapes.is_recorded([part, *known])
-
-
-def _with_errors(
-    rule: Rule,
-    gradient: Tensor | tf.IndexedSlices,
-    at: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    through: Iterable[Tensor],
-    loses: Callable[[], losses.Lost],
-    *,
-    by_graph: bool,
-) -> Gradient:
-    """A gradient, as output of an operation that adds errors.
-
-    The operation passes derivatives on, and only adds errors: with respect to inputs by which the
-    derivative of the gradient is lost, and to all that it gets `through` the host; with respect to
-    the upstream gradients `at`, if it is cut off, or if the pullback cannot be transposed. Forward
-    mode around a function transposes, and cannot be told from a second derivative.
-    """
-    part, through = lost.values_of(gradient), list(through)
-    xs = [*xs, *through]
-    at = [] if callable(rule.push) else at
-    transposable = by_graph and at
-
-    def pull(z: Tensor) -> list[Gradient]:
-        by = loses()
-        by_points = [*by.points, *[True] * len(through)]
-        if any(map(tapes.is_differentiating, by.elsewhere)):
-            unknown = loud.zero_if(tf.constant(False), lost.message(rule.name), [z, *xs])
-            z += tf.cast(unknown, z.dtype)
-        is_of_function = _is_of_function(part)
-        with loud.not_raising() if is_of_function else contextlib.nullcontext():
-            of = [z, *at, *xs]
-            points = loud.failures(xs, lost.message(rule.name), of, by_points)
-            if not transposable:
-                us = loud.failures(at, lost.cut_message(rule.name), of, by.upstream)
-        # Forward over forward mode differentiates the result of z, and so do double VJPs.
-        if any(by_points) and (by_graph or not is_of_function):
-            z = _losing(rule.name, z, list(itertools.compress(xs, by_points)))
-        if not transposable:
-            return [z, *us, *points]
-        message = rule.push if isinstance(rule.push, str) else not_transposed(rule.name)
-        fits = tf.constant(False)
-        if not (any(by.upstream) or isinstance(rule.push, str)):
-            found = tracing.gradients_in(part.graph, [part], at, [z])
-            fits = adjoint.holds([part], [z], found, at)
-        zero = loud.zero_if(fits, message, [z, *at, *xs])
-        # In both, since a pullback without a derivative would also lose the error.
-        moved = z + tf.cast(zero, z.dtype)
-        return [moved, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at), *points]
-
-    def push(*tangents: Tangent) -> list[Tangent]:
-        along, us = [tangents[0]], tangents[1 : -len(xs)]
-        by = tapes.apart(loses)
-        cut = present(list(itertools.compress(us, by.upstream)))
-        if cut:
-            along = loud.unless_moving(lost.cut_message(rule.name), along, cut, at)
-        by_points = [*by.points, *[True] * len(through)]
-        lost_ones = list(itertools.compress(xs, by_points))
-        points = present(list(itertools.compress(tangents[-len(xs) :], by_points)))
-        if points:
-            along = loud.unless_moving(lost.message(rule.name), along, points, xs)
-        # What is lost of the gradient is lost of its tangents, along the upstream gradients too.
-        return [
-            t if t is None or not lost_ones else _losing(rule.name, t, lost_ones) for t in along
-        ]
-
-    return lost.with_values(gradient, _pass_on(part, [*at, *xs], pull, push))
-
-
-def _is_of_function(part: Tensor) -> bool:
-    """Whether this traces the gradient of a whole function, namely the one with this tensor."""
-    if tf.executing_eagerly() or operation(part) is None:  # as where a Jacobian is traced
-        return False
-    return part.graph is not tf.compat.v1.get_default_graph()
-
-
-def _losing(name: str, part: Tensor, xs: Sequence[Tensor]) -> Tensor:
-    """The same tensor, with errors for its derivatives with respect to `xs`."""
-
-    def pull(z: Tensor) -> list[Gradient]:
-        # What is lost of the tensor is lost of what it is pulled back to.
-        return [_losing(name, z, xs), *loud.failures(xs, lost.message(name), [z])]
-
-    def push(along: Tangent, *points: Tangent) -> list[Tangent]:
-        (moved,) = loud.unless_moving(lost.message(name), [along], present(points), xs)
-        return [moved if moved is None else _losing(name, moved, xs)]
-
-    return _pass_on(part, xs, pull, push)
-
-
-def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
-    """The same tensor, with an error with this message for its derivatives with respect to `xs`.
-
-    Its other derivatives are passed on, with derivatives of their own.
-    """
-    if not xs:
-        return y
-
-    def pull(u: Tensor) -> list[Gradient]:
-        with loud.not_raising() if _is_of_function(y) else contextlib.nullcontext():
-            return [u, *loud.failures(xs, message, [u])]
-
-    def push(along: Tangent, *points: Tangent) -> list[Tangent]:
-        return loud.unless_moving(message, [along], present(points), xs)
-
-    return _pass_on(y, xs, pull, push)
-
-
-def _pass_on(part: Tensor, xs: Sequence[Tensor], pull: Pullback, push: Pushforward) -> Tensor:
-    """The same tensor, with derivatives with respect to itself and to `xs`."""
     if tf.executing_eagerly():
         with tapes.not_recording():
             output = tf.identity(part)
-        tapes.record_override([output], [part, *xs], pull, push)
+        tapes.record_override([output], [part, *xs], *derivatives(part, xs))
         return output
     part, xs = here(part), [here(x) for x in xs]
-    inputs = [part, *xs]
-    rule = Rule("", pull, push, sources=inputs)
-    meaning = overrides.Override(pull, lambda batch: _vectorized(rule, 1, batch))
-    (output,) = overrides.override([part], inputs, meaning)
-    tapes.record_override([output], inputs, pull, push)
+    pull, push = derivatives(part, xs)
+
+    def vectorized(batch: mapping.Vectorized) -> list[Tensor]:
+        (of_all, is_stacked), *others = batch.inputs[1:]
+        of_all = of_all if is_stacked else batch.stack(of_all)
+        return [pass_on(of_all, [x for x, _ in others], derivatives)]
+
+    def quietly(*upstream: Tensor) -> Sequence[Gradient]:
+        with loud.not_raising():
+            return pull(*upstream)
+
+    (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
+    tapes.record_override([output], [part, *xs], pull, push)
     return output
 
 

@@ -12,7 +12,6 @@ from sgtrick._core import calls, embedding, structures
 from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.hessian import symmetric
-from sgtrick._core.override import keep
 from sgtrick._core.types import Args, DTypeLike, Kwargs, Structure, Tensor
 from sgtrick._host import foreign
 from sgtrick._host.arguments import broadcast_batches, padded, tensors_of, with_event_ndims
@@ -223,8 +222,7 @@ class HostFunction:
             y = embedding.embed_constant(self._name, value, leaves, hessian)
             if aux is None:
                 return y
-            rule = embedding.auxiliary(self._name, aux, points, lambda: [True] * len(points))
-            return y, keep([aux], points, rule)[0]
+            return y, embedding.auxiliary(self._name, aux, points)
 
     def get_config(self) -> NoReturn:
         """Raises: Keras calls it when it stores a model, and could not load what it stored."""

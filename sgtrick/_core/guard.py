@@ -1,0 +1,253 @@
+"""The guard: the one place where errors are added for derivatives that TensorFlow would lose.
+
+A rule returns gradients, and TensorFlow differentiates them like all other tensors. So derivatives
+of every order are those of the rule, and nothing is done for them here. But in two cases TensorFlow
+finds no derivative, and says None or zero without a word:
+
+* the gradient is connected to nothing with respect to which it could be differentiated: it is a
+  constant, came from NumPy, or is stopped;
+* a host call computes it.
+
+So each gradient passes through an operation that passes derivatives on, and that also has the
+inputs of the rule as its inputs. Only when this operation is differentiated, the rule is traced in
+a graph that never runs. TensorFlow is asked there what the gradient is connected to.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from sgtrick._core import loud
+from sgtrick._core._tensorflow import connections, tapes, tracing, uses
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core.absent import Dense, present, spread
+from sgtrick._core.override import pass_on
+from sgtrick._core.rule import Rule
+from sgtrick._core.transposition import transposed
+from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
+
+# From upstream gradients and inputs to gradients, one or None for each of the first inputs.
+ExplicitRule = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Sequence[Gradient]]
+
+
+class Lost(NamedTuple):
+    """Why TensorFlow would lose derivatives of a gradient: messages, None where it would not."""
+
+    by_inputs: str | None = None
+    by_upstream: str | None = None
+
+
+class Check:
+    """Finds out what TensorFlow would lose of the gradients that a rule returns, when asked."""
+
+    def __init__(self, name: str, rule: ExplicitRule, inputs: Sequence[Tensor]) -> None:
+        """The rule is a function of all that it depends on, such as tensors like `inputs`."""
+        self._name, self._rule = name, rule
+        self._specs = tracing.specs_of(inputs)
+        self._found: dict[tuple[bool, ...], list[Lost] | str] = {}
+
+    def lost(self, us: Sequence[Tensor | None], i: int) -> Lost:
+        """What is lost of gradient `i`, at upstream gradients that are None where these are."""
+        found = self._of(us)
+        return Lost(found, found) if isinstance(found, str) else found[i]
+
+    def lost_of_tangents(self, us: Sequence[Tensor | None]) -> Lost:
+        """What is lost of tangents, which depend on the point as all the gradients do."""
+        found = self._of(us)
+        if isinstance(found, str):
+            return Lost(found, found)
+        return next((one for one in found if one.by_inputs), Lost())
+
+    def _of(self, us: Sequence[Tensor | None]) -> list[Lost] | str:
+        key = tuple(u is None for u in us)
+        if key not in self._found:
+            self._found[key] = self._traced(us)
+        return self._found[key]
+
+    def _traced(self, us: Sequence[Tensor | None]) -> list[Lost] | str:
+        n, count = len(present(us)), len(us)
+        dense = Dense(lambda *ts: self._values(ts[:count], ts[count:]), [*us, *self._specs])
+
+        def trace() -> tracing.Traced:
+            with unguarded():
+                return tracing.Traced(dense, [*tracing.specs_of(present(us)), *self._specs])
+
+        try:
+            traced = tapes.apart(trace) if tapes.tapes_are_silenced() else trace()
+        except Exception as error:
+            if not tf.executing_eagerly():
+                raise
+            # What runs eagerly may do what no graph can, such as branching on values.
+            return _UNTRACEABLE.format(self._name, error)
+        inputs = [*traced.inputs[n:], *connections.varying(traced.captured, traced.inner)]
+        found = [self._lost_of(y, traced.inputs[:n], inputs) for y in traced.outputs]
+        return [one or Lost() for one in dense.restored(found)]
+
+    def _values(
+        self, us: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        gradients = self._rule(us, inputs)
+        return [None if g is None else values_of(g) for g in gradients]
+
+    def _lost_of(self, y: Tensor, us: Sequence[Tensor], inputs: Sequence[Tensor]) -> Lost:
+        name, by_us = self._name, connections.are_connected(y, us)
+        computed = connections.Subgraph(y)
+        if computed.calls_host:
+            return Lost(message(name), cut_message(name))
+        # One that is made of upstream gradients alone is linear in them, and its slope is constant.
+        is_known = connections.are_connected(y, inputs) or (by_us and computed.is_made_of(us))
+        return Lost(None if is_known else message(name), None if by_us else cut_message(name))
+
+
+_GUARDED: ContextVar[bool] = ContextVar("_GUARDED", default=True)
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """A scope without guards: for results that are looked at, or guarded as a whole."""
+    token = _GUARDED.set(False)
+    try:
+        yield
+    finally:
+        _GUARDED.reset(token)
+
+
+def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> Rule:
+    """The same rule, with errors for the derivatives that TensorFlow would lose.
+
+    Args:
+        rule: Its first gradients are those that `check` knows.
+        check: Finds out what is lost.
+        ys: The outputs.
+        inputs: What the rule depends on.
+    """
+
+    def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
+        if not _GUARDED.get() or (tf.executing_eagerly() and not tapes.somebody_records()):
+            return rule.pull(*upstream)
+        us = [None if u is None else tf.identity(u) for u in upstream]
+        near = list(map(here, inputs))
+        gradients, used = uses.call(lambda: rule.pull(*us), [*present(us), *near])
+        near += [*used.tensors, *map(tf.convert_to_tensor, used.variables)]
+        at = [] if callable(rule.push) else present(us)
+        return [
+            None if g is None else _guard(g, lambda i=i: check.lost(us, i), at, near)
+            for i, g in enumerate(gradients)
+        ]
+
+    def push(*tangents: Tangent) -> Sequence[Tangent]:
+        with unguarded():
+            if callable(rule.push):
+                moved = rule.push(*tangents)
+            else:
+                moved = transposed(rule, ys, tangents)
+        near, ts = list(map(here, inputs)), present(tangents)
+        return [
+            None if t is None else _guard(t, lambda: check.lost_of_tangents(ys), ts, near)
+            for t in moved
+        ]
+
+    return rule._replace(pull=pull, push=rule.push if isinstance(rule.push, str) else push)
+
+
+def _guard(
+    gradient: Gradient, lost: Callable[[], Lost], us: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> Gradient:
+    """A gradient or tangent as the output of an operation that adds errors.
+
+    Args:
+        gradient: What a rule has returned.
+        lost: Finds out what is lost of it.
+        us: The upstream gradients or tangents that the rule was called with.
+        inputs: All else that it depends on.
+    """
+    n = len(us)
+
+    def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
+        def pull(z: Tensor) -> list[Gradient]:
+            found = lost()
+            by_us = _failures(xs[:n], found.by_upstream, z)
+            return [z, *by_us, *_failures(xs[n:], found.by_inputs, z)]
+
+        def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
+            found = tapes.apart(lost)
+            along = _unless_moving(found.by_upstream, part, along, tangents[:n], xs)
+            return [_unless_moving(found.by_inputs, part, along, tangents[n:], xs)]
+
+        return pull, push
+
+    part = pass_on(values_of(gradient), [*us, *inputs], derivatives)
+    return with_values(gradient, part)
+
+
+def _failures(xs: Sequence[Tensor], why: str | None, z: Tensor) -> list[Tensor | None]:
+    return loud.failures(xs, why, [z]) if why else [None] * len(xs)
+
+
+def _unless_moving(
+    why: str | None,
+    part: Tensor,
+    along: Tangent,
+    tangents: Sequence[Tangent],
+    xs: Sequence[Tensor],
+) -> Tangent:
+    moving = present(tangents)
+    if not (why and moving):
+        return along
+    along = tf.zeros_like(part) if along is None else along
+    return loud.unless_moving(why, [along], moving, xs)[0]
+
+
+def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
+    """The same tensor, with an error with this message for its derivatives with respect to `xs`.
+
+    Its other derivatives are passed on, with derivatives of their own.
+    """
+    known = Lost(by_inputs=message)
+    return _guard(y, lambda: known, [], xs) if xs else y
+
+
+def values_of(gradient: Gradient) -> Tensor:
+    """The numbers of a gradient, which may be `tf.IndexedSlices`."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return tf.convert_to_tensor(gradient)
+
+
+def with_values(gradient: Gradient, part: Tensor) -> Gradient:
+    """The same gradient with other numbers."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(part, gradient.indices, gradient.dense_shape)
+    return part
+
+
+def message(name: str) -> str:
+    """The error for a gradient that cannot be differentiated again."""
+    return (
+        f"The gradient of {name} was differentiated again, but TensorFlow sees no connection from "
+        "the gradient to the point, or to whatever else it was differentiated with respect to: it "
+        "was computed by a host call or by NumPy; or it was stopped, or does not depend on the "
+        "point. If it really is a constant, add 0 * x to it. Otherwise compute it from TensorFlow "
+        "ops, or give the host call its own gradient with one of sgtrick's functions."
+    )
+
+
+def cut_message(name: str) -> str:
+    """The error for a gradient that cannot be differentiated by the upstream gradients."""
+    return (
+        f"The gradient of {name} was differentiated again, with respect to the upstream gradient "
+        "(that of whatever was computed from the result), but TensorFlow does not see how the one "
+        "depends on the other: the gradient function passes it to a host call or to NumPy, or "
+        "stops it. Compute with it in TensorFlow ops, or give the host call its own gradient with "
+        "one of sgtrick's functions."
+    )
+
+
+_UNTRACEABLE = (
+    "The gradient of {0} was differentiated again, but tf.function cannot trace the gradient "
+    "function, which is how its derivatives are checked: {1} Write it so that tf.function can "
+    "trace it."
+)

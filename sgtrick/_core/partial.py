@@ -1,0 +1,278 @@
+"""Values whose derivatives a rule gives by a point `x`, and TensorFlow by everything else.
+
+Let `y = f(x, w)`: a rule covers `x`; `w` are other arguments, variables and tensors that `f` closes
+over. The value is computed at a stopped point, and TensorFlow differentiates it with respect to `w`
+as ever. The rule gives the gradient with respect to the point, as a function of everything::
+
+    G(u, x, w) = (df/dx)' u
+
+One thing is missing: the derivative by `x` of the gradient `(df/dw)' u` that TensorFlow computes at
+the stopped point. But second derivatives are symmetric: for every direction `t` of `w`,
+
+    d/dx <(df/dw)' u, t>  =  d/dx d/dw <f, u> [t]  =  dG/dw [t]
+
+and the right-hand side only involves the rule. So to each gradient with respect to `w` a zero is
+added, whose gradient with respect to `x` is `dG/dw [t]` for a cotangent `t`; and to each tangent
+`df/dw [t]` one whose gradient with respect to `x` is the same, for a cotangent `u`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from sgtrick._core import adjoint, loud
+from sgtrick._core._tensorflow import graphs, tapes, tracing
+from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow.uses import Uses
+from sgtrick._core.absent import Dense, present, spread
+from sgtrick._core.guard import Check, guarded, unknown_by
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
+from sgtrick._core.types import Gradient, Pushforward, Tangent, Tensor, Variable
+
+# `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
+PointGradients = Callable[
+    [Sequence[Tensor | None], Sequence[Tensor], Sequence[Tensor]], Sequence[Gradient]
+]
+
+
+class Others(NamedTuple):
+    """`w`: what values depend on besides the point.
+
+    Attributes:
+        passed: Tensors that are passed to the gradients.
+        closed: Tensors, followed by variables, that the gradients may close over.
+        is_all: Whether the values depend on nothing else.
+    """
+
+    passed: Sequence[Tensor]
+    closed: Sequence[Tensor | Variable] = ()
+    is_all: bool = True
+
+    @classmethod
+    def of(cls, passed: Sequence[Tensor], used: Uses) -> "Others":
+        """What was passed to a function, and what else it used."""
+        # The gradient of a table that is gathered from is sparse, and a zero would be dense.
+        dense = [v for v in used.variables if not any(v is t for t in used.tables)]
+        is_all = not (used.tables or used.has_more)
+        return cls(passed, [*used.tensors, *dense], is_all)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.passed or self.closed or not self.is_all)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, with the values of the variables."""
+        return [*self.passed, *(tf.convert_to_tensor(graphs.as_used(c)) for c in self.closed)]
+
+
+class ByPoint(NamedTuple):
+    """The gradients of values with respect to their point.
+
+    Attributes:
+        name: The function's name in errors.
+        gradients: `G`.
+        xs: The point.
+        others: What else the values depend on.
+        check: Finds out what TensorFlow would lose of the gradients.
+    """
+
+    name: str
+    gradients: PointGradients
+    xs: Sequence[Tensor]
+    others: Others
+    check: Check
+
+    def along_others(
+        self, us: Sequence[Tensor | None], tangents: Sequence[Tangent]
+    ) -> list[Tensor]:
+        """Returns `dG/dw [t]`: the derivative of the gradients along tangents of the others.
+
+        Tapes only differentiate backwards, so this takes two: first `v -> (dG/dw)' v`, which is
+        linear in `v`, so any `v` will do; then this with respect to `v`, for the cotangents `t`.
+        """
+        vs = present(adjoint.probes(self.xs))
+        # A tensor that a graph has captured before is not recorded when it is used again, and equal
+        # tensors have to be told apart.
+        xs = [tf.identity(x) for x in self.xs]
+        passed = [tf.identity(t) for t in self.others.passed]
+        ws = [*passed, *(graphs.as_used(c) for c in self.others.closed)]
+        with tf.GradientTape(watch_accessed_variables=False) as outer:
+            outer.watch(vs)
+            with tf.GradientTape(watch_accessed_variables=False) as inner:
+                inner.watch(ws)
+                pairs = [
+                    (tf.convert_to_tensor(g), v)
+                    for g, v in zip(self.gradients(us, xs, passed), vs, strict=True)
+                    if g is not None
+                ]
+            gs = [g for g, _ in pairs]
+            pulled = inner.gradient(gs, ws, [tf.cast(v, g.dtype) for g, v in pairs])
+            pairs = [
+                (tf.convert_to_tensor(p), t)  # IndexedSlices, for a table that is gathered from
+                for p, t in zip(pulled, tangents, strict=True)
+                if p is not None and t is not None
+            ]
+        found = outer.gradient([p for p, _ in pairs], vs, [t for _, t in pairs])
+        return [
+            tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
+            for g, x in zip(found, self.xs, strict=True)
+        ]
+
+    def within_reach(self, us: Sequence[Tensor | None]) -> "ByPoint":
+        """The same, callable where the tensors that the gradients close over are out of reach.
+
+        A gradient graph is differentiated in another graph, which can use tensors of the gradient
+        graph, but not of the forward graph. `us` are None where those of calls are.
+        """
+        graph, others = tf.compat.v1.get_default_graph(), self.others
+        if tf.executing_eagerly() or all(
+            graphs.operation(x) is not None and x.graph is graph for x in self.xs
+        ):
+            return self
+        m, n = len(us), len(us) + len(self.xs)
+        like = [*us, *self.xs, *others.passed]
+        dense = Dense(lambda *ts: self.gradients(ts[:m], ts[m:n], ts[n:]), like)
+        traced = tracing.carried(dense, tracing.specs_of(present(like)))
+
+        def gradients(
+            us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> list[Tensor | None]:
+            return dense.restored(traced(*present(us), *xs, *passed))
+
+        # Where the traced gradients use a tensor that was closed over, nothing tells.
+        is_all = others.is_all and not any(isinstance(c, tf.Tensor) for c in others.closed)
+        closed = [here(c) if isinstance(c, tf.Tensor) else c for c in others.closed]
+        near = Others(list(map(here, others.passed)), closed, is_all)
+        return self._replace(gradients=gradients, xs=list(map(here, self.xs)), others=near)
+
+
+def embed(
+    name: str,
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    others: Others,
+    gradients: PointGradients,
+    known: Callable[..., Sequence[Gradient]] | None = None,
+    push: Pushforward | None = None,
+) -> list[Tensor]:
+    """Returns `ys`, with their own derivatives and those with respect to a point.
+
+    Args:
+        name: The function's name in errors.
+        ys: The values at a stopped point.
+        xs: The point.
+        others: What else they depend on.
+        gradients: `G`, for any arguments.
+        known: The same for the arguments of this call, from upstream gradients alone.
+        push: From tangents of the point to tangents of `ys`; None to transpose the gradients.
+    """
+    xs = list(xs)
+
+    def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Gradient]:
+        return gradients(us, inputs[: len(xs)], inputs[len(xs) :])
+
+    def pull_to_point(*us: Tensor | None) -> Sequence[Gradient]:
+        return known(*us) if known else gradients(us, xs, others.passed)
+
+    check = Check(name, explicit, [*xs, *others.passed])
+    rule = guarded(Rule(name, pull_to_point, push), check, ys, [*xs, *others.tensors])
+    if not others:
+        if tf.executing_eagerly():  # something may be recorded all the same
+            return keep(ys, [*ys, *xs], beside(rule, len(ys)))
+        return keep(ys, xs, rule)
+    point = ByPoint(name, gradients, xs, others, check)
+
+    def pull(*us: Tensor | None) -> list[Gradient]:
+        by_xs = rule.pull(*us)
+        if tf.executing_eagerly() and not tapes.somebody_records():
+            return [*us, *by_xs, *[None] * (len(inputs) - len(ys) - len(xs))]
+        near = point.within_reach(us)
+        if not near.others.is_all:
+            why = _ELSEWHERE.format(name)
+            us = tuple(u if u is None else unknown_by(u, near.xs, why) for u in us)
+        zeros = _zeros(near, near.others.tensors, present(us), lambda ts: (us, ts))
+        return [*us, *by_xs, *zeros]
+
+    def pushed(*tangents: Tangent) -> list[Tangent]:
+        # of_ys are the tangents along the others, which TensorFlow computed at the stopped point.
+        of_ys, of_xs = tangents[: len(ys)], tangents[len(ys) : len(ys) + len(xs)]
+        of_others = tangents[len(ys) + len(xs) :]
+        assert callable(rule.push)
+        moved = _plus(of_ys, rule.push(*of_xs))
+        live, at = present(moved), [None if t is None else y for t, y in zip(moved, ys, strict=True)]
+        near = point.within_reach(at)
+        if not live or not present(of_others):
+            return moved
+        if not near.others.is_all:
+            live = [unknown_by(t, near.xs, _ELSEWHERE.format(name)) for t in live]
+        zeros = _zeros(
+            near, live, present(of_others), lambda us: (spread(us, moved), of_others)
+        )
+        return spread([t + z for t, z in zip(live, zeros, strict=True)], moved)
+
+    inputs = [*ys, *xs, *others.tensors]
+    return keep(ys, inputs, Rule(name, pull, pushed))
+
+
+def _zeros(
+    point: ByPoint,
+    likes: Sequence[Tensor],
+    given: Sequence[Tensor],
+    along: Callable[[Sequence[Tangent]], tuple[Sequence[Tensor | None], Sequence[Tangent]]],
+) -> list[Tensor]:
+    """Zeros like some tensors, whose gradients by the point are `dG/dw [t]`.
+
+    Args:
+        point: The point.
+        likes: The tensors.
+        given: What else the zeros depend on, besides the point and the others.
+        along: From cotangents of the zeros to the arguments of `along_others`.
+    """
+    name, xs, others = point.name, point.xs, point.others
+
+    def pull(*zs: Tensor | None) -> list[Gradient]:
+        us, tangents = along(zs)
+        by_xs: list[Gradient] = []
+        for i, g in enumerate(point.along_others(us, tangents)):
+            why = point.check.lost(us, i).by_inputs
+            by_xs.append(loud.failure(xs[i], why, present(zs)) if why else g)
+        zeros = [tf.zeros_like(t) for t in (*given, *others.tensors)]
+        return [*(unknown_by(z, xs, _BEYOND.format(name)) for z in zeros), *by_xs]
+
+    zeros = [tf.zeros_like(t) for t in likes]
+    if not zeros:
+        return zeros
+    return keep(zeros, [*given, *others.tensors, *xs], Rule(name, pull))
+
+
+def beside(rule: Rule, count: int = 1) -> Rule:
+    """The rule of `count` values that keep their own derivatives in addition to those of `rule`."""
+
+    def pull(*upstream: Tensor) -> list[Gradient]:
+        return [*upstream, *rule.pull(*upstream)]
+
+    def push(*tangents: Tangent) -> list[Tangent]:
+        assert callable(rule.push)
+        return _plus(tangents[:count], rule.push(*tangents[count:]))
+
+    return rule._replace(pull=pull, push=push)
+
+
+def _plus(a: Sequence[Tangent], b: Sequence[Tangent]) -> list[Tangent]:
+    return [q if p is None else p if q is None else p + q for p, q in zip(a, b, strict=True)]
+
+
+_ELSEWHERE = (
+    "A mixed derivative of {0} is unknown: its derivative with respect to something that it closes "
+    "over was differentiated with respect to its arguments. Pass what it closes over as an "
+    "argument; or differentiate with respect to the arguments first."
+)
+
+_BEYOND = (
+    "A mixed derivative of {0} of third or higher order is unknown: its derivative with respect to "
+    "something that its rule does not cover was differentiated with respect to its arguments, and "
+    "again. Differentiate with respect to the arguments first."
+)
