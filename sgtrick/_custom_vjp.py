@@ -141,7 +141,7 @@ class _Rule:
             x if x is not None and structures.is_differentiable(x.dtype) else None for x in primals
         ]
         self.inputs = [x for x in self._primals if x is not None] + [
-            tf.convert_to_tensor(v) for v in variables
+            structures.as_tensor(v) for v in variables
         ]
         self._y = tf.nest.map_structure(_to_output, y)
         self.outputs = [_component(leaf) for leaf in tf.nest.flatten(self._y)]
@@ -199,7 +199,7 @@ def _own(leaf: TensorLike) -> TensorLike:
     """
     if not structures.is_dense(leaf):
         return leaf
-    t = tf.convert_to_tensor(leaf)
+    t = structures.as_tensor(leaf)
     return tapes.own(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
 
 
@@ -223,7 +223,7 @@ def _component(leaf: TensorLike) -> Tensor:
     composite = getattr(leaf, "__composite_gradient__", None)
     if composite is not None and not isinstance(leaf, tf.Variable):
         return _component(composite.get_gradient_components(leaf))
-    return tf.convert_to_tensor(leaf)
+    return structures.as_tensor(leaf)
 
 
 def _with_component(leaf: TensorLike, component: Tensor | None) -> Gradient:

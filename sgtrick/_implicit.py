@@ -169,7 +169,7 @@ def _root(
         return rows.checked(returned, f"the result of {names[0]}")
 
     x = rows.pack(rows.stars)
-    thetas = [graphs.here(tf.convert_to_tensor(flat[i])) for i in places]
+    thetas = [graphs.here(structures.as_tensor(flat[i])) for i in places]
     traced = tracing.Traced(r, tracing.specs_of([x, *thetas]))
     if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import calls, devices
+from sgtrick._core import calls, devices, structures
 from sgtrick._core._tensorflow import autograph
 from sgtrick._core.absent import present, spread
 from sgtrick._core.closures import Closure, Rest
@@ -186,7 +186,7 @@ def _with_variables(
         with rest.noted():
             y, variables = reads(lambda: call(f), call.leaves(), name)
     y = checked_value(y, name)
-    values = [tf.convert_to_tensor(v) for v in variables]
+    values = [structures.as_tensor(v) for v in variables]
 
     def pulled(call: calls.Call, upstream: Tensor) -> tuple[list[Gradient], Structure]:
         gradients, by_variables = pair_of(

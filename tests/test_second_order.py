@@ -1,12 +1,15 @@
 """Second derivatives of forms of first order: an error for who asks, and for nobody else."""
 
+import cProfile
 import itertools
+import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
+import tf_keras
 
 import sgtrick
 from forms import (
@@ -312,6 +315,126 @@ class TestLoud:
         np.testing.assert_array_equal(wrap(twice)(x), [8, 8])
 
 
+NAMED = "second derivative|differentiated again"  # by the messages of all forms
+
+
+def second_by(form, w, x_of, *, persistent=False):
+    """The second derivative by `w` of the form at a point that is made of it, by two tapes."""
+    with tf.GradientTape(persistent=persistent) as outer:
+        if not hasattr(w, "assign"):
+            outer.watch(w)
+        x = x_of(w)
+        with tf.GradientTape(persistent=persistent) as inner:
+            inner.watch(x)
+            y = form(x)
+        gradient = inner.gradient(y, x)
+    return outer.gradient(gradient, w)
+
+
+def tf_keras_weight(value):
+    layer = tf_keras.layers.Layer(dtype="float64")
+    return layer.add_weight(shape=value.shape, initializer=lambda *_, **__: value)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+class TestByWhatThePointIsMadeOf:
+    """In eager execution: an error, or NaN with a warning that has its message."""
+
+    VARIABLES = {
+        "variable": tf.Variable,
+        "Keras": lambda value: keras.Variable(value, dtype="float64"),
+        "tf_keras": tf_keras_weight,
+    }
+    MADE = {
+        "a read": (tf.Variable, tf.convert_to_tensor),
+        "a product of a variable": (tf.Variable, lambda w: 1 * w),
+        "a product of a tensor": (tf.constant, lambda w: 1 * w),
+        "a part": (lambda value: tf.constant([*value, 7.0], tf.float64), lambda w: w[:3]),
+    }
+
+    @FORMS
+    @pytest.mark.parametrize("variable", VARIABLES)
+    def test_a_variable(self, name, variable, persistent):
+        w = self.VARIABLES[variable](POINTS)
+        with tf.GradientTape(persistent=persistent) as outer:
+            with tf.GradientTape(persistent=persistent) as inner:
+                y = FIRST_ORDER[name](w)
+            gradient = inner.gradient(y, w)
+        np.testing.assert_allclose(gradient, exact(1), rtol=1e-9)
+        with pytest.raises(LookupError, match=NAMED):
+            outer.gradient(gradient, w)
+
+    @FORMS
+    @pytest.mark.parametrize("made", MADE)
+    def test_something_else(self, name, made, persistent):
+        make, x_of = self.MADE[made]
+        with pytest.warns(RuntimeWarning, match=f"(?s)A gradient is NaN.*({NAMED})") as warned:
+            second = second_by(FIRST_ORDER[name], make(POINTS), x_of, persistent=persistent)
+        assert np.isnan(second[:3]).all()
+        assert [w.filename for w in warned] == [__file__]
+
+    @pytest.mark.parametrize("read", ["the point", "another"])
+    def test_a_variable_that_the_host_gets(self, read, persistent):
+        v = tf.Variable(2.0, dtype=tf.float64)
+        double = on_host(lambda a: 2 * a)
+        form = sgtrick.with_gradient(lambda x: v * x**2, lambda x: double(x) * double(v) / 2)
+        x = tf.constant(3.0, tf.float64)
+        with tf.GradientTape(persistent=persistent) as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = form(x)
+            gradient = inner.gradient(y, x)
+        with pytest.raises(LookupError, match=NAMED):
+            outer.gradient(gradient, x if read == "the point" else v)
+
+    def test_a_jacobian(self, persistent):
+        w = tf.Variable(POINTS)
+        with tf.GradientTape(persistent=persistent) as outer:
+            gradient = derivative(FIRST_ORDER["custom_gradient"])(1 * w)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=NAMED):
+            outer.jacobian(gradient, w)
+
+    def test_who_turns_warnings_into_errors_gets_one(self, persistent):
+        with pytest.raises(RuntimeWarning, match="hx="):
+            second_by(
+                FIRST_ORDER["custom_gradient"],
+                tf.constant(POINTS),
+                lambda w: 1 * w,
+                persistent=persistent,
+            )
+
+    def test_under_a_profiler(self, persistent):
+        called = set()
+
+        def profile(frame, event, arg):
+            called.add((frame.f_code.co_name, event))
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            with pytest.warns(RuntimeWarning, match="hx="):
+                second_by(
+                    FIRST_ORDER["custom_gradient"],
+                    tf.constant(POINTS),
+                    lambda w: 1 * w,
+                    persistent=persistent,
+                )
+            assert sys.getprofile() is profile
+        finally:
+            sys.setprofile(before)
+        assert {("second_by", "return"), ("gradient", "return")} <= called
+
+    def test_under_a_profiler_in_c(self, persistent):
+        with cProfile.Profile(), pytest.warns(RuntimeWarning, match="hx="):
+            second_by(
+                FIRST_ORDER["custom_gradient"],
+                tf.constant(POINTS),
+                lambda w: 1 * w,
+                persistent=persistent,
+            )
+
+
 class TestNoFalseAlarms:
     """Who does not ask for the second derivative gets what they asked for."""
 
@@ -328,6 +451,17 @@ class TestNoFalseAlarms:
         g, other = wrap(run)(tf.constant(POINTS))
         np.testing.assert_allclose(g, exact(1), rtol=1e-9)
         np.testing.assert_allclose(other, np.cos(POINTS))
+
+    @FORMS
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_a_factor_beside_parameters_of_the_point(self, name, persistent):
+        """As where a network has parameters of its own behind those that made its input."""
+        behind, before = tf.Variable(3.0, dtype=tf.float64), tf.Variable(POINTS)
+        with tf.GradientTape(persistent=persistent) as outer:
+            gradient = derivative(FIRST_ORDER[name])(1 * before)
+            penalty = tf.reduce_sum(gradient * behind**2)
+        by_behind = outer.gradient(penalty, behind)
+        np.testing.assert_allclose(by_behind, 6 * np.sum(exact(1)), rtol=1e-9)
 
     @pytest.mark.parametrize("name", ALL)
     @WRAPS

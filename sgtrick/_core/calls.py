@@ -108,7 +108,7 @@ class Selection:
         return Call(
             *tf.nest.map_structure(
                 lambda leaf: (
-                    here(tf.convert_to_tensor(leaf)) if structures.is_dense(leaf) else leaf
+                    here(structures.as_tensor(leaf)) if structures.is_dense(leaf) else leaf
                 ),
                 (call.args, call.kwargs),
             )

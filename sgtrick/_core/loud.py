@@ -51,7 +51,9 @@ def failure(
 
     Tapes call pullbacks, and graphs are traced, for derivatives that were never requested. So in
     graphs the error is raised when the NaN is computed, except in XLA, which cannot raise. In eager
-    execution it is raised if the tape was asked for the gradient with respect to this very tensor.
+    execution it is raised if the tape was asked for the gradient with respect to this very tensor,
+    or the variable of which it is the value; and if another gradient comes out as NaN, there is a
+    warning.
 
     The derivatives of what is unknown are unknown too, and they may be all that is computed. So the
     derivatives of the NaN, with respect to everything that it stands for, are NaN to every order.
@@ -67,8 +69,11 @@ def failure(
     """
     if tf.executing_eagerly() and unless:
         return tf.zeros_like(like)
-    if tf.executing_eagerly() and _MAY_RAISE.get() and tapes.asked_for(like):
-        raise LookupError(message)
+    if tf.executing_eagerly() and _MAY_RAISE.get():
+        if tapes.asked_for(like):
+            raise LookupError(message)
+        if tapes.is_differentiating(like):
+            tapes.warn_of_nan(message)
     _note(message)
     nan = tf.constant(float("nan"), tf.float64)
     value = nan if unless is False else tf.where(unless, tf.zeros_like(nan), nan)

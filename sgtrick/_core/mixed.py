@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, lost, loud
+from sgtrick._core import adjoint, lost, loud, structures
 from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.absent import Dense, present, spread
@@ -368,7 +368,7 @@ def _within_reach(point: ByPoint, us: Sequence[Tensor | None]) -> ByPoint:
 
 
 def _as_tensor(closed: Tensor | Variable) -> Tensor:
-    return tf.convert_to_tensor(graphs.as_used(closed))
+    return structures.as_tensor(graphs.as_used(closed))
 
 
 def _is(a: Tensor, b: Tensor) -> bool:

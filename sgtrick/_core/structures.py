@@ -136,6 +136,19 @@ def kind_of(value: object) -> str:
     return f"{kind} of {len(value)}" if isinstance(value, (tuple, list)) else kind
 
 
+# The attribute of an eager tensor with what it is a copy or the value of: who asks a tape for that
+# asks for the tensor.
+ORIGIN = "_sgtrick_origin"
+
+
+def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
+    """`tf.convert_to_tensor`, which in eager execution notes the variable that it reads."""
+    t = tf.convert_to_tensor(value, dtype=dtype)
+    if hasattr(value, "assign") and tf.executing_eagerly():
+        setattr(t, ORIGIN, value)
+    return t
+
+
 def to_tensor(value: TensorLike, name: str, *, dtype: DTypeLike | None = None) -> Tensor:
     """`tf.convert_to_tensor` whose errors name the argument."""
     came = getattr(value, "dtype", None)
@@ -147,7 +160,7 @@ def to_tensor(value: TensorLike, name: str, *, dtype: DTypeLike | None = None) -
     if dtype is None and isinstance(value, tf.Tensor):
         return value
     try:
-        return tf.convert_to_tensor(value, dtype=dtype)
+        return as_tensor(value, dtype)
     except (TypeError, ValueError) as error:
         raise no_tensor(value, name, error) from error
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util, handle_data_util
 
-from sgtrick._core.structures import is_differentiable
+from sgtrick._core.structures import ORIGIN, is_differentiable
 from sgtrick._core.types import DType, Graph, Operation, Tensor, Variable
 
 # Operations that call Python functions.
@@ -171,7 +171,10 @@ def handle_read_by(t: Tensor) -> Tensor | None:
 def read(handle: Tensor) -> Tensor:
     """The value of the variable with this handle, as tapes know it."""
     data = handle._handle_data.shape_and_type[0]
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(data.dtype))
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(data.dtype))
+    if tf.executing_eagerly():
+        setattr(value, ORIGIN, handle)
+    return value
 
 
 def with_outer(graph: Graph | None) -> Iterator[Graph]:

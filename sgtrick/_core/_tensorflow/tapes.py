@@ -2,8 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import sys
+import types
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +19,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from sgtrick._core._tensorflow import graphs
 from sgtrick._core._tensorflow.graphs import identity_of
+from sgtrick._core.structures import ORIGIN, is_differentiable
 from sgtrick._core.types import Graph, Pullback, Pushforward, Tensor, Variable
 
 T = TypeVar("T")
@@ -198,9 +202,6 @@ def unrecorded(x: Tensor) -> Tensor:
         return tf.stop_gradient(x)
 
 
-_OWN = "_sgtrick_own"
-
-
 def own(x: Tensor) -> Tensor:
     """A copy of `x` as an argument of one call, with its derivatives.
 
@@ -216,7 +217,7 @@ def own(x: Tensor) -> Tensor:
     with not_recording():
         copy = tf.identity(x)
     record_override([copy], [x], lambda u: [u], lambda t: [t])
-    setattr(copy, _OWN, x)
+    setattr(copy, ORIGIN, x)
     return copy
 
 
@@ -228,36 +229,96 @@ def read(handle: Tensor) -> Tensor:
     with not_recording():
         value = graphs.read(handle)
     record_override([value], [handle], lambda u: [u], lambda t: [t])
-    setattr(value, _OWN, handle)
     return value
 
 
 def asked_for(x: Tensor) -> bool:
     """Whether the tape that is calling a pullback was asked for the gradient with respect to `x`.
 
-    Or with respect to a tensor that `x` is a call's own copy of. A tape calls pullbacks on all
-    paths from its target, whether or not they lead to a source, and does not tell pullbacks its
-    sources. They are in the stack frame of `GradientTape.gradient`.
+    Or with respect to what `x` is a copy or the value of. A tape calls pullbacks on all paths from
+    its target, whether or not they lead to a source, and does not tell pullbacks its sources. They
+    are in the stack frame of `GradientTape.gradient`.
     """
-    request = _request()
-    sources = tf.nest.flatten(request["sources"]) if request else []
+    frame = _request()
+    sources = tf.nest.flatten(frame.f_locals["sources"]) if frame else []
     wanted = list(_origins(x))
     return any(t is getattr(s, "handle", s) for t in wanted for s in sources)
 
 
-def _origins(x: Tensor) -> Iterator[Tensor]:
-    """Yields an eager tensor, what it is a call's own copy of, and so on."""
+def _origins(x: Tensor | Variable) -> Iterator[Tensor]:
+    """Yields an eager tensor, what it is a copy or the value of, and so on."""
     while x is not None:
-        yield x
-        x = getattr(x, _OWN, None)
+        yield getattr(x, "handle", x)
+        x = getattr(x, ORIGIN, None)
+
+
+def warn_of_nan(message: str) -> None:
+    """Warns with this message if the gradient that a tape is computing comes out as NaN.
+
+    Whether a path leads to a source is not known in a pullback, but when
+    `GradientTape.gradient` returns.
+    """
+    frame, before = _request(), sys.getprofile()
+    if frame is None:
+        return
+    if isinstance(before, _AtReturn) and before.frame is frame:
+        before.messages[message] = None
+    elif before is None or callable(before):
+        sys.setprofile(_AtReturn(frame, {message: None}, before))
+    else:  # a profiler in C, which Python cannot put back
+        _warn(message, frame)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AtReturn:
+    """What Python calls in the place of a profiler `before` it, until a frame returns.
+
+    Nothing else is told by TensorFlow when a gradient is done.
+    """
+
+    frame: types.FrameType
+    messages: dict[str, None]
+    before: Callable[[types.FrameType, str, Any], object] | None
+
+    def __call__(self, frame: types.FrameType, event: str, returned: Any) -> None:
+        is_done = frame is self.frame and event == "return"
+        if is_done:
+            sys.setprofile(self.before)
+        if self.before:
+            self.before(frame, event, returned)
+        if is_done and _has_nan(returned):
+            for message in self.messages:
+                _warn(message, frame)
+
+
+def _has_nan(gradients: Any) -> bool:
+    found = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
+    with not_recording():
+        return any(tf.reduce_any(tf.not_equal(t, t)) for t in found if is_differentiable(t.dtype))
+
+
+def _warn(message: str, frame: types.FrameType) -> None:
+    """Warns where a frame was called from outside of TensorFlow and this library."""
+    outer: types.FrameType | None = frame
+    while outer is not None and outer.f_globals["__name__"].startswith(("tensorflow.", "sgtrick.")):
+        frame, outer = outer, outer.f_back
+    frame = outer or frame
+    warnings.warn_explicit(
+        f"A gradient is NaN, since it depends on an unknown one. {message}",
+        RuntimeWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def asked() -> Any | None:
     """What the tape that is calling a pullback has recorded; None if it records the call, too."""
-    request = _request()
-    if request is None or (request["self"]._persistent and request["self"]._recording):
+    frame = _request()
+    asked = frame and frame.f_locals["self"]
+    if asked is None or (asked._persistent and asked._recording):
         return None  # a tape must not keep itself alive
-    return request["self"]._tape
+    return asked._tape
 
 
 def has_recorded(recording: Any, x: Tensor) -> bool:
@@ -279,11 +340,9 @@ def is_differentiating(x: Tensor) -> bool:
     return is_recorded([x]) if recording is None else has_recorded(recording, x)
 
 
-def _request() -> dict[str, Any] | None:
-    """The local variables of the `GradientTape.gradient` that is calling a pullback."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is tf.GradientTape.gradient.__code__:
-            return frame.f_locals  # type: ignore[no-any-return]
+def _request() -> types.FrameType | None:
+    """The stack frame of the `GradientTape.gradient` that is calling a pullback."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not tf.GradientTape.gradient.__code__:
         frame = frame.f_back
-    return None
+    return frame
