@@ -8,20 +8,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, calls, embedding, lost, loud, mixed, shapes, structures
+from sgtrick._core import adjoint, calls, loud, partial, shapes, structures
 from sgtrick._core._tensorflow import autograph
-from sgtrick._core.closures import Closure
-from sgtrick._core.override import keep
-from sgtrick._core.rule import Rule
+from sgtrick._core.absent import present
+from sgtrick._core.fixed_point import ValueAtPoint
+from sgtrick._core.transposition import beside
 from sgtrick._core.types import (
     Args,
     Decorated,
     Function,
     Gradient,
+    Graph,
     Kwargs,
     Structure,
     Tangent,
-    Tape,
     Tensor,
 )
 
@@ -98,9 +98,8 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             )
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
         f, jvp = converted(function.f), converted(rule)
-        others = point.others()
-        closure = Closure(lambda: others.own(f), others.xs)
-        y = closure.result
+        called = ValueAtPoint.of(name, point, f)
+        y = called.result
         if not point.xs:
             return y
         outputs = [
@@ -108,12 +107,6 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             for path, y_i in structures.flatten(y, f"{name}(...)")
         ]
         ys, at = [y_i for _, y_i in outputs], point.read()
-        # If the values have no derivatives of their own, TensorFlow would still differentiate all
-        # of f, and some of its operations may have no gradient.
-        is_live = tf.executing_eagerly() or any(
-            ancestry.has_sources(y_i, point.stopped_xs, closure.before) for y_i in ys
-        )
-        made_of = closure.others(ys, point) if is_live else None
 
         def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
             before = [call.args[i] for i in nondiff]
@@ -123,53 +116,46 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
                 for (path, y_i), t in zip(outputs, _tangents(result, y, name), strict=True)
             ]
 
-        def pulled(call: calls.Call, upstream: Sequence[Tensor]) -> list[Gradient]:
-            if _is_transposing(form, nondiff, at):
-                return _natural(point, f, upstream)
-            ts = [adjoint.probe(x) for x in point.xs]
-            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-                tape.watch(ts)
-                moved = tangents_at(call, ts)
-            pairs = [
-                (t, u)
-                for t, u in zip(moved, upstream, strict=True)
-                if t is not None and u is not None
-            ]
-            lt, us = [t for t, _ in pairs], [u for _, u in pairs]
+        def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
+            around = _transposed_in(form, nondiff, at)
+            if around is not None:
+                return _natural(name, point, f, upstream, around)
+            ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
             with _transposing(form, nondiff, at):
-                found = tape.gradient(lt, ts, output_gradients=us) if lt else [None] * len(ts)
-                is_cut = _are_cut(tape, us, lt, ts)
-            fits, message = adjoint.holds(us, lt, found, ts), _NOT_LINEAR.format(name)
-            zero = loud.zero_if(fits, message, [*us, *lt])
-            if us and (any(is_cut) or not tf.executing_eagerly()):
-                # A missing gradient could not carry the error.
-                found = [
-                    tf.zeros_like(t) if g is None else g for g, t in zip(found, ts, strict=True)
-                ]
-            found = [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
+                with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+                    tape.watch(ts)
+                    lt, us = beside(tangents_at(call, ts), upstream)
+                if not lt:
+                    return [None] * len(ts)
+                found = tape.gradient(lt, ts, output_gradients=us)
+                # Not at the upstream gradients, which are zero where only their slope is wanted.
+                ws = adjoint.probes(lt)
+                pulled = tape.gradient(lt, ts, output_gradients=ws)
+                moved, _ = beside(tangents_at(call, tested), upstream)
+            fits = adjoint.holds(ws, moved, pulled, tested)
+            zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *lt])
+            if tf.executing_eagerly():
+                return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
+            # A missing gradient could not carry the error.
             return [
-                embedding.refused(name, [g], us, message)[0] if c else g
-                for g, c in zip(found, is_cut, strict=True)
+                (tf.zeros_like(t) if g is None else g) + tf.cast(zero, t.dtype)
+                for g, t in zip(found, ts, strict=True)
             ]
 
         def gradients(
-            us: Sequence[Tensor], xs: Sequence[Tensor], passed: Sequence[Tensor]
+            us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
         ) -> list[Gradient]:
-            return pulled(others.on(point.on(at, xs), passed), us)
+            return pulled(called.at(at, xs, passed), us)
 
-        def pull(*upstream: Tensor) -> list[Gradient]:
-            return pulled(at, upstream)
-
-        def push(*tangents: Tensor) -> list[Tangent]:
-            return tangents_at(at, tangents)
-
-        derivative = Rule(name, pull, push, sources=point.xs)
-        if made_of is not None:
-            kept = mixed.keep_own(mixed.ByPoint(name, gradients, point.xs, made_of), ys, derivative)
-        elif is_live:
-            kept = keep(ys, [*ys, *point.xs], embedding.beside(derivative, len(ys)))
-        else:
-            kept = keep(ys, point.xs, derivative)
+        kept = partial.embed(
+            name,
+            ys,
+            point.xs,
+            called.others,
+            gradients,
+            known=lambda *upstream: pulled(at, upstream),
+            push=lambda *tangents: tangents_at(at, tangents),
+        )
         return tf.nest.pack_sequence_as(y, kept)
 
     form = autograph.form(call)
@@ -218,9 +204,10 @@ _NOT_LINEAR = (
 )
 
 
-# The functions whose rules are being transposed. A linear function's rule may call the function on
-# the tangents; transposing the rule of that call too would recurse for ever.
-_NOW: ContextVar[frozenset[tuple[Function | int, ...]]] = ContextVar("_NOW", default=frozenset())
+# The functions whose rules are being transposed, and in which graph. A rule may call its function: on
+# primals, or on tangents where the function is linear. Transposing the rule of that call too would
+# recurse for ever.
+_NOW: ContextVar[dict[Any, Graph]] = ContextVar("_NOW", default={})  # noqa: B039
 
 
 def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Function | int, ...]:
@@ -228,38 +215,29 @@ def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Functi
     return form, *own
 
 
-def _is_transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> bool:
-    return _key(form, nondiff, at) in _NOW.get()
+def _transposed_in(form: Function, nondiff: Sequence[int], at: calls.Call) -> Graph | None:
+    return _NOW.get().get(_key(form, nondiff, at))
 
 
 @contextmanager
 def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
-    token = _NOW.set(_NOW.get() | {_key(form, nondiff, at)})
+    graph = tf.compat.v1.get_default_graph()
+    token = _NOW.set({**_NOW.get(), _key(form, nondiff, at): graph})
     try:
         yield
     finally:
         _NOW.reset(token)
 
 
-def _are_cut(
-    tape: Tape, us: Sequence[Tensor], lt: Sequence[Tensor], ts: Sequence[Tensor]
-) -> list[bool]:
-    """Which parts of the transpose lack what the test at upstream gradients `us` does not show.
+def _natural(
+    name: str, point: calls.Selection, f: Function, upstream: Sequence[Tensor | None], around: Graph
+) -> list[Gradient]:
+    """The autodiff pullback of `f`, for the calls of `f` on tangents, in which it is linear.
 
-    The test says nothing where they are zero, as where only the derivative with respect to them is
-    wanted.
+    In a function that the rule calls, TensorFlow differentiates the calls on primals, too.
     """
-    if not tf.executing_eagerly():
-        return lost.are_cut(lt, ts)
-    fits = True
-    if us and loud.are_zero(us):
-        ws = list(map(adjoint.probe, us))
-        fits = adjoint.holds(ws, lt, tape.gradient(lt, ts, output_gradients=ws), ts)
-    return [not fits] * len(ts)
-
-
-def _natural(point: calls.Selection, f: Function, upstream: Sequence[Tensor]) -> list[Gradient]:
-    """The autodiff pullback of `f`, for the calls of `f` on tangents, in which it is linear."""
+    if tf.compat.v1.get_default_graph() is not around:
+        return loud.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(xs)
@@ -267,6 +245,12 @@ def _natural(point: calls.Selection, f: Function, upstream: Sequence[Tensor]) ->
     pairs = [(y, u) for y, u in zip(ys, upstream, strict=True) if u is not None]
     found = tape.gradient([y for y, _ in pairs], xs, output_gradients=[u for _, u in pairs])
     return list(found)
+
+
+_IN_FUNCTION = (
+    "The JVP rule of {0} calls {0} in a tf.function, branch or loop, and the result of that call "
+    "was differentiated. Call {0} outside of it, or compute the value without {0}."
+)
 
 
 def _tangents(result: Structure, y: Tensor, name: str) -> list[Tangent]:

@@ -2,7 +2,9 @@
 
 For a linear `L` and its transpose, `<u, L t> = <L' u, t>`. If TensorFlow lost a part of `L` when
 transposing it, for example at a host call, or if `L` is not linear, the two sides differ for almost
-all `u` and `t`.
+all `u` and `t`. But `t` must not be where `L'` was obtained by differentiating `L`: by Euler's
+theorem, `L'(t) t = L(t)` for every `L` that is positively homogeneous, such as an absolute value, a
+norm, or sorting. So `L` is differentiated at `far_probes`, and tested at `probes`.
 """
 
 import dataclasses
@@ -50,29 +52,6 @@ class _Balance:
         return are_near(difference, tf.add_n(sizes), max(_eps(t.dtype) for t in tensors))
 
 
-def is_multiple(many: Sequence[Tensor], ones: Sequence[Tensor], factor: int) -> Tensor:
-    """Whether `many` are `factor` times `ones`, up to rounding; true where they are NaN."""
-    if len(many) != len(ones):
-        return tf.constant(False)
-    return tracing.as_one(_Multiple(factor), *many, *ones)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Multiple:
-    """Whether the first half of the tensors are `factor` times the others."""
-
-    factor: int
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        n = len(tensors) // 2
-        fits = []
-        for m, o in zip(tensors[:n], tensors[n:], strict=True):
-            expected = tf.cast(self.factor, o.dtype) * o
-            wrong = tf.reduce_sum(tf.abs(m - expected))
-            fits.append(are_near(wrong, tf.reduce_sum(tf.abs(expected)), _eps(o.dtype)))
-        return tf.reduce_all(tf.stack(fits))
-
-
 def are_near(difference: Tensor, size: Tensor, eps: float | None = None) -> Tensor:
     """Whether differences are rounding, entry by entry; true where they are NaN.
 
@@ -88,27 +67,52 @@ def are_near(difference: Tensor, size: Tensor, eps: float | None = None) -> Tens
     return (tf.abs(difference) <= tolerance * size) | tf.math.is_nan(tf.stop_gradient(difference))
 
 
-def probe(like: Tensor) -> Tensor:
-    """A generic direction: fixed pseudo-random numbers of order 1."""
-    dtype = like.dtype
+def probes(likes: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Generic directions: fixed pseudo-random numbers of order 1."""
+    return _directions(likes, far=False)
+
+
+def far_probes(likes: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Others, about a thousand times as large and of the opposite signs.
+
+    A function that clips, or that depends on signs or on the order of entries, is not linear in the
+    same way here and there, entry by entry.
+    """
+    return _directions(likes, far=True)
+
+
+_MANY = 1024  # a power of two, so that scaling does not round
+
+
+def _directions(likes: Sequence[Tensor | None], *, far: bool) -> list[Tensor | None]:
+    return [None if t is None else _direction(t, k, far=far) for k, t in enumerate(likes)]
+
+
+def _direction(like: Tensor, k: int, *, far: bool) -> Tensor:
     size = like.shape.num_elements()
-    numbers = _numbers(dtype.real_dtype)
-    if size is not None and size <= len(numbers):
-        t = tf.constant(numbers[:size].reshape(like.shape))
-    else:
-        flat = tf.constant(numbers)
-        n = tf.size(like)
-        t = tf.reshape(tf.tile(flat, [n // len(numbers) + 1])[:n], tf.shape(like))
-        t.set_shape(like.shape)
-    return (
-        tf.complex(t, t[..., ::-1]) if dtype.is_complex and like.shape.rank else tf.cast(t, dtype)
-    )
+    if size is not None and size <= _COUNT:
+        return tf.constant(_numbers(tuple(like.shape), like.dtype, k, far))
+    flat = tf.constant(_numbers((_COUNT,), like.dtype, k, far))
+    n = tf.size(like)
+    t = tf.reshape(tf.tile(flat, [n // _COUNT + 1])[:n], tf.shape(like))
+    t.set_shape(like.shape)
+    return t
 
 
-@functools.cache
-def _numbers(dtype: DType) -> Array:
-    # A prime count, so that tiles never align with the rows of a matrix.
-    return np.random.default_rng(0).normal(size=1009).astype(dtype.as_numpy_dtype)
+_COUNT = 1009  # a prime number, so that tiles never align with the rows of a matrix
+
+
+@functools.lru_cache(1024)
+def _numbers(shape: tuple[int, ...], dtype: DType, k: int, far: bool) -> Array:
+    """Numbers for the tensor at position `k`."""
+    e = np.random.default_rng(k).uniform(size=[2, *shape])
+    # A third has the other sign: neighbours differ, and signs alone do not cancel out.
+    few = np.indices(e.shape).sum(0) % 3 == 2
+    signs = np.where(few, -1, 1)
+    # The smaller of any two entries is the larger one far away, and of two with different signs
+    # also the one whose size is smaller.
+    re, im = -signs * _MANY * 2 ** (e**2 - 1 + few) if far else signs * 2 ** (e - few)
+    return (re + 1j * im if dtype.is_complex else re).astype(dtype.as_numpy_dtype)
 
 
 def _pairs(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -121,7 +125,10 @@ def _pairs(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[tuple
 
 
 def _term(p: Tensor, q: Tensor) -> Tensor:
-    return tf.math.real(tf.math.conj(p) * q) if p.dtype.is_complex else p * q
+    if p.dtype.is_complex:
+        return tf.math.real(tf.math.conj(p) * q)
+    wide = tf.float32 if p.dtype.size < 4 else p.dtype  # a sum of halves overflows
+    return tf.cast(p, wide) * tf.cast(q, wide)
 
 
 def _eps(dtype: DType) -> float:

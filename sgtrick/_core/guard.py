@@ -13,20 +13,18 @@ inputs of the rule as its inputs. Only when this operation is differentiated, th
 a graph that never runs. TensorFlow is asked there what the gradient is connected to.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import loud
+from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import connections, tapes, tracing, uses
 from sgtrick._core._tensorflow.graphs import here
-from sgtrick._core.absent import Dense, present, spread
+from sgtrick._core.absent import Dense, present
 from sgtrick._core.override import pass_on
 from sgtrick._core.rule import Rule
-from sgtrick._core.transposition import transposed
+from sgtrick._core.transposition import transposed, values_of, with_values
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 # From upstream gradients and inputs to gradients, one or None for each of the first inputs.
@@ -59,7 +57,7 @@ class Check:
         found = self._of(us)
         if isinstance(found, str):
             return Lost(found, found)
-        return next((one for one in found if one.by_inputs), Lost())
+        return next((Lost(one.by_inputs) for one in found if one.by_inputs), Lost())
 
     def _of(self, us: Sequence[Tensor | None]) -> list[Lost] | str:
         key = tuple(u is None for u in us)
@@ -72,7 +70,7 @@ class Check:
         dense = Dense(lambda *ts: self._values(ts[:count], ts[count:]), [*us, *self._specs])
 
         def trace() -> tracing.Traced:
-            with unguarded():
+            with loud.off():
                 return tracing.Traced(dense, [*tracing.specs_of(present(us)), *self._specs])
 
         try:
@@ -95,24 +93,12 @@ class Check:
     def _lost_of(self, y: Tensor, us: Sequence[Tensor], inputs: Sequence[Tensor]) -> Lost:
         name, by_us = self._name, connections.are_connected(y, us)
         computed = connections.Subgraph(y)
-        if computed.calls_host:
-            return Lost(message(name), cut_message(name))
         # One that is made of upstream gradients alone is linear in them, and its slope is constant.
-        is_known = connections.are_connected(y, inputs) or (by_us and computed.is_made_of(us))
-        return Lost(None if is_known else message(name), None if by_us else cut_message(name))
-
-
-_GUARDED: ContextVar[bool] = ContextVar("_GUARDED", default=True)
-
-
-@contextlib.contextmanager
-def unguarded() -> Iterator[None]:
-    """A scope without guards: for results that are looked at, or guarded as a whole."""
-    token = _GUARDED.set(False)
-    try:
-        yield
-    finally:
-        _GUARDED.reset(token)
+        is_known = not computed.host_calls and (
+            connections.are_connected(y, inputs) or (by_us and computed.is_made_of(us))
+        )
+        is_cut = not by_us or computed.host_sees(us)
+        return Lost(None if is_known else message(name), cut_message(name) if is_cut else None)
 
 
 def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> Rule:
@@ -126,7 +112,7 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
     """
 
     def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
-        if not _GUARDED.get() or (tf.executing_eagerly() and not tapes.somebody_records()):
+        if loud.is_off() or (tf.executing_eagerly() and not tapes.somebody_records()):
             return rule.pull(*upstream)
         us = [None if u is None else tf.identity(u) for u in upstream]
         near = list(map(here, inputs))
@@ -139,16 +125,19 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
         ]
 
     def push(*tangents: Tangent) -> Sequence[Tangent]:
-        with unguarded():
-            if callable(rule.push):
-                moved = rule.push(*tangents)
-            else:
-                moved = transposed(rule, ys, tangents)
+        if callable(rule.push):
+            moved = rule.push(*tangents)
+        else:
+            moved = transposed(rule, ys, tangents)
+        if loud.is_off():
+            return moved
         near, ts = list(map(here, inputs)), present(tangents)
         return [
-            None if t is None else _guard(t, lambda: check.lost_of_tangents(ys), ts, near)
+            None if t is None else _guard(t, lambda: check.lost_of_tangents(likes), ts, near)
             for t in moved
         ]
+
+    likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
 
     return rule._replace(pull=pull, push=rule.push if isinstance(rule.push, str) else push)
 
@@ -208,20 +197,6 @@ def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
     """
     known = Lost(by_inputs=message)
     return _guard(y, lambda: known, [], xs) if xs else y
-
-
-def values_of(gradient: Gradient) -> Tensor:
-    """The numbers of a gradient, which may be `tf.IndexedSlices`."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values
-    return tf.convert_to_tensor(gradient)
-
-
-def with_values(gradient: Gradient, part: Tensor) -> Gradient:
-    """The same gradient with other numbers."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(part, gradient.indices, gradient.dense_shape)
-    return part
 
 
 def message(name: str) -> str:

@@ -42,7 +42,7 @@ def symmetric(
         at, xs = [here(t) for t in at], [here(x) for x in xs]
 
         def pull(*z: Tensor) -> list[Gradient]:
-            return [*product(at, xs, z), *loud.failures(xs, _THIRD.format(name), [*vs, *z])]
+            return [*product(at, xs, z), *loud.failures(xs, _THIRD.format(name), z, vs)]
 
         def push(*tangents: Tensor) -> list[Tangent]:
             pushed, points = product(at, xs, tangents[: len(xs)]), tangents[len(xs) :]
@@ -115,7 +115,7 @@ class Product(value_form.Product):
         times = tracing.carried(lambda *v: self.times(v), tracing.specs_of(tangents), owner)
 
         def pull(*z: Tensor) -> list[Gradient]:
-            return [*z, *once_more(*z), *loud.failures(xs, message, [*tangents, *z])]
+            return [*z, *once_more(*z), *loud.failures(xs, message, z, tangents)]
 
         def along(*moving: Tensor) -> list[Tangent]:
             n, m = len(products), len(products) + len(tangents)
@@ -154,21 +154,23 @@ class Product(value_form.Product):
         if any(g is not None for g in tape.gradient(products, ts)):
             return products
         # Either it calls the host, or it does not depend on v. The latter is not symmetric.
-        ws = [adjoint.probe(leaf.x) for leaf in self._leaves]
+        ws = adjoint.probes([leaf.x for leaf in self._leaves])
         fits = adjoint.holds(ws, products, self.times(ws), ts)
         zero = loud.zero_if(fits, self.not_connected, ts)
         return [p + tf.cast(zero, p.dtype) for p in products]
 
     def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the range of the products with cotangents."""
-        v = [adjoint.probe(leaf.x) for leaf in self._leaves]
+        xs = [leaf.x for leaf in self._leaves]
+        v, tested = adjoint.far_probes(xs), adjoint.probes(xs)
         with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
             tape.watch(v)
             products = self.times(v)
         found = tape.gradient(products, v, output_gradients=list(z))
         # Not at z, which is zero where only its own derivative is wanted.
-        ws = [adjoint.probe(p) for p in products]
-        fits = adjoint.holds(ws, products, tape.gradient(products, v, output_gradients=ws), v)
+        ws = adjoint.probes(products)
+        pulled = tape.gradient(products, v, output_gradients=ws)
+        fits = adjoint.holds(ws, self.times(tested), pulled, tested)
         zero = loud.zero_if(fits, self.not_connected, z)
         return [
             (tf.zeros_like(v_i) if g is None else g) + tf.cast(zero, v_i.dtype)

@@ -8,10 +8,11 @@ from contextvars import ContextVar
 import tensorflow as tf
 
 from sgtrick._core import structures
-from sgtrick._core._tensorflow import graphs, tapes, tracing
+from sgtrick._core._tensorflow import tapes, tracing
 from sgtrick._core.types import Tangent, Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
+_IS_ON: ContextVar[bool] = ContextVar("_IS_ON", default=True)
 _NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
 
 
@@ -44,10 +45,28 @@ def noted() -> Iterator[list[str]]:
         _NOTED.reset(token)
 
 
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """A scope without errors and NaN: for a trace that only shows what is connected."""
+    token = _IS_ON.set(False)
+    try:
+        yield
+    finally:
+        _IS_ON.reset(token)
+
+
+def is_off() -> bool:
+    """Whether this is such a scope."""
+    return not _IS_ON.get()
+
+
 def failure(
-    like: Tensor, message: str, of: Sequence[Tensor], unless: Tensor | bool = False
+    like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()
 ) -> Tensor:
     """An unknown gradient with respect to a tensor: NaN, or where possible an error.
+
+    It is linear in the cotangents `zs`, so it is zero where they are: around a function, TensorFlow
+    differentiates all results, those that nobody asked for with zeros.
 
     Tapes call pullbacks, and graphs are traced, for derivatives that were never requested. So in
     graphs the error is raised when the NaN is computed, except in XLA, which cannot raise. In eager
@@ -61,45 +80,36 @@ def failure(
     Args:
         like: The tensor.
         message: The message of the error.
-        of: The tensors that it depends on besides, such as the upstream gradients.
-        unless: If this is true, the result is zero instead of NaN.
+        zs: The cotangents.
+        of: The tensors that it depends on besides.
 
     Raises:
         LookupError: In eager execution.
     """
-    if tf.executing_eagerly() and unless:
-        return tf.zeros_like(like)
-    if tf.executing_eagerly() and _MAY_RAISE.get():
+    still = are_zero(zs)
+    if tf.executing_eagerly() and _MAY_RAISE.get() and not still:
         if tapes.asked_for(like):
             raise LookupError(message)
         if tapes.is_differentiating(like):
             tapes.warn_of_nan(message)
-    _note(message)
-    nan = tf.constant(float("nan"), tf.float64)
-    value = nan if unless is False else tf.where(unless, tf.zeros_like(nan), nan)
-    if not tf.executing_eagerly() and _MAY_RAISE.get():
-        value = tracing.as_one(_Finite(message), value)
-    value = _to_every_order(value, [like, *of])
+    if tf.executing_eagerly() and not still:
+        _note(message)
+    may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
+    value = tracing.as_one(_Zero(message if may_raise else None), still)
+    value = _to_every_order(value, [like, *zs, *of], tf.constant(float("nan"), tf.float64))
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
     return tf.fill(shape, tf.cast(value, like.dtype))
 
 
 def failures(
-    likes: Sequence[Tensor],
-    message: str,
-    of: Sequence[Tensor],
-    which: Sequence[bool] | None = None,
+    likes: Sequence[Tensor], message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()
 ) -> list[Tensor | None]:
-    """`failure` for each of several tensors, or for those of them that `which` chooses.
-
-    None for the others, and for those without derivatives.
-    """
-    which = [True] * len(likes) if which is None else which
+    """`failure` for each of several tensors, None for those without derivatives."""
     return [
-        failure(like, message, [*likes, *of])
-        if is_chosen and structures.is_differentiable(like.dtype)
+        failure(like, message, zs, [*likes, *of])
+        if structures.is_differentiable(like.dtype)
         else None
-        for like, is_chosen in zip(likes, which, strict=True)
+        for like in likes
     ]
 
 
@@ -132,6 +142,8 @@ def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:
     Raises:
         LookupError: In eager execution.
     """
+    if is_off():
+        return tf.constant(0.0, tf.float64)
     if tf.executing_eagerly() and _MAY_RAISE.get():
         if not holds:
             raise LookupError(message)
@@ -142,15 +154,17 @@ def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:
     return _to_every_order(zero, of)
 
 
-def _to_every_order(zero: Tensor, of: Sequence[Tensor]) -> Tensor:
-    """The same number, zero or NaN, with derivatives with respect to `of` that are the same."""
+def _to_every_order(zero: Tensor, of: Sequence[Tensor], slope: Tensor | None = None) -> Tensor:
+    """The same number, zero or NaN, with derivatives with respect to `of` that are the same.
+
+    Or `slope`, if that is another number.
+    """
     of = [t for t in of if structures.is_differentiable(t.dtype)]
     if not of:
         return zero
     # The cosine has derivatives of every order.
-    increment = tf.math.multiply_no_nan(zero, _increment(tf.cos(_total(of))))
-    graphs.hide(increment)
-    return zero + increment
+    slope = zero if slope is None else slope
+    return zero + tf.math.multiply_no_nan(slope, _increment(tf.cos(_total(of))))
 
 
 def _increment(t: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ import tensorflow as tf
 from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.losses import by_terms
-from sgtrick._core.lost import are_cut, values_of
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Tensor
 
@@ -32,18 +30,7 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    by_member = [[False] * len(live) for _ in inputs]
-    cut_by_member = [False] * len(live)
-
-    def pull_member(*us: Tensor | None) -> Sequence[Gradient]:
-        gradients = rule.pull(*us)
-        for i, g in enumerate(gradients):
-            if g is not None:
-                by_member[i] = list(map(any, by_terms(rule, g, us)))
-        cut_by_member[:] = are_cut(list(map(values_of, present(gradients))), us)
-        return gradients
-
-    dense = Dense(pull_member, live)
+    dense = Dense(rule.pull, live)
     with loud.not_raising():
         member = tracing.Traced(dense, tracing.specs_of(present(live)), batch.graph)
     try:
@@ -64,7 +51,7 @@ def of_batch(
         return list(gradients)
 
     push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push, lost=by_member, cut=cut_by_member)
+    return ys, xs, Rule(rule.name, pull, push)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
@@ -79,4 +66,4 @@ def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         return loud.failures(xs, message, present(upstream))
 
-    return Rule(name, pull, message, lost=True)
+    return Rule(name, pull, message)

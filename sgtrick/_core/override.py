@@ -8,6 +8,7 @@ The pullback runs only when a gradient is requested. It may be anything: nonline
 loop, stateful. TensorFlow differentiates what it returns like everything else.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -18,7 +19,7 @@ from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
-from sgtrick._core.transposition import checked_for_graph, transposed
+from sgtrick._core.transposition import checked, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
@@ -54,7 +55,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        if tracing.is_closed_soon():
+        if tracing.is_soon_closed():
             rule = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
@@ -92,7 +93,7 @@ def _outputs(
         with tapes.not_recording():
             return [tf.identity(y) for y in natural or ys]
     meaning = overrides.Override(
-        lambda *upstream: _pull_for_graph(rule, ys, xs, upstream),
+        lambda *upstream: _pull_for_graph(rule, ys, upstream),
         lambda batch: _vectorized(rule, len(ys), batch),
     )
     dropped = _DROPPED.format(rule.name)
@@ -136,16 +137,15 @@ def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | 
 
 
 def _pull_for_graph(
-    rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], upstream: Sequence[Gradient]
+    rule: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]
 ) -> list[Gradient]:
     """The same for the gradient of a function as a whole, which TensorFlow may transpose."""
 
     def pull() -> list[Gradient]:
         with loud.not_raising(), devices.of(ys[0]):
             us = _dense(ys, upstream)
-            if callable(rule.push):
-                return list(rule.pull(*us))
-            return checked_for_graph(rule, us, xs)
+            gradients = list(rule.pull(*us))
+            return gradients if callable(rule.push) else checked(rule, gradients, us, pass_on)
 
     return tapes.apart(pull) if tapes.tapes_are_silenced() else pull()
 
@@ -186,7 +186,9 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
         return [pass_on(of_all, [x for x, _ in others], derivatives)]
 
     def quietly(*upstream: Tensor) -> Sequence[Gradient]:
-        with loud.not_raising():
+        # The gradient of a function as a whole: nobody may have asked for all of it.
+        is_of_function = part.graph is not tf.compat.v1.get_default_graph()
+        with loud.not_raising() if is_of_function else contextlib.nullcontext():
             return pull(*upstream)
 
     (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))

@@ -93,7 +93,7 @@ class ByPoint(NamedTuple):
         Tapes only differentiate backwards, so this takes two: first `v -> (dG/dw)' v`, which is
         linear in `v`, so any `v` will do; then this with respect to `v`, for the cotangents `t`.
         """
-        vs = present(adjoint.probes(self.xs))
+        vs = adjoint.probes(self.xs)
         # A tensor that a graph has captured before is not recorded when it is used again, and equal
         # tensors have to be told apart.
         xs = [tf.identity(x) for x in self.xs]

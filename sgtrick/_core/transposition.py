@@ -1,40 +1,109 @@
 """The JVP of a rule that only has a pullback: the transpose of the pullback, with a test."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from sgtrick._core import adjoint, loud, structures
+from sgtrick._core._tensorflow import tapes, tracing
 from sgtrick._core.absent import present
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Tangent, Tensor
+from sgtrick._core.types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
 
 
 def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:
     """The transpose of the pullback at `tangents`, or an error if it has none."""
-    us = [adjoint.probe(y) if structures.is_differentiable(y.dtype) else None for y in ys]
-    at = present(us)
+    likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+    us, far = adjoint.probes(likes), adjoint.far_probes(likes)
+    at = present(far)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(at)
-        gradients = rule.pull(*us)
-        pairs = [
-            (tf.convert_to_tensor(g), t)
-            for g, t in zip(gradients, tangents, strict=True)
-            if g is not None and t is not None
-        ]
-    gs, ts = [g for g, _ in pairs], [tf.cast(t, g.dtype) for g, t in pairs]
+        gs, ts = beside(rule.pull(*far), tangents)
     found = tape.gradient(gs, at, output_gradients=ts) if gs else [None] * len(at)
-    fits = adjoint.holds(gs, ts, found, at)
-    if gs:  # a rule that clips may be linear at the tested upstream gradients
-        larger = rule.pull(*(None if u is None else _MANY * u for u in us))
-        ls = [tf.convert_to_tensor(g) for g in present(larger)]
-        fits &= adjoint.is_multiple(ls, gs, _MANY)
-    zero = loud.zero_if(fits, not_transposed(rule.name), [*gs, *ts])
+    fits = adjoint.holds(*beside(rule.pull(*us), tangents), found, present(us))
+    zero = loud.zero_if(fits, _MESSAGE.format(rule.name), [*gs, *ts])
     pushed = iter(found)
     return [None if u is None else _plus(next(pushed), zero, u) for u in us]
 
 
-_MANY = 1024  # a power of two, so that scaling does not round
+def checked(
+    rule: Rule,
+    gradients: Sequence[Gradient],
+    upstream: Sequence[Tensor | None],
+    pass_on: Callable[..., Tensor],
+) -> list[Gradient]:
+    """The gradients of a function as a whole, with an error if they are transposed and cannot be.
+
+    Forward mode around a function transposes its gradient.
+
+    Args:
+        rule: The rule.
+        gradients: What its pullback returned, in the graph being traced.
+        upstream: The upstream gradients that they were computed from.
+        pass_on: `override.pass_on`.
+    """
+    us = present(upstream)
+
+    def guarded(i: int, g: Gradient) -> Gradient:
+        def derivatives(part: Tensor, at: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
+            def pull(z: Tensor) -> list[Gradient]:
+                if isinstance(rule.push, str):
+                    fits, message = tf.constant(False), rule.push
+                else:
+                    fits, message = _fits(rule, i, upstream, part.graph, z), _MESSAGE
+                zero = loud.zero_if(fits, message.format(rule.name), [z, *at])
+                return [z, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at)]
+
+            return pull, lambda along, *_: [along]
+
+        return with_values(g, pass_on(values_of(g), us, derivatives))
+
+    return [None if g is None else guarded(i, g) for i, g in enumerate(gradients)]
+
+
+def _fits(
+    rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z: Tensor
+) -> Tensor:
+    """Whether gradient `i` of a rule that is in a graph can be transposed, for a cotangent `z`.
+
+    In this graph, since other graphs cannot use what the rule uses.
+    """
+
+    def pulled(us: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        gradient = rule.pull(*us)[i]
+        return present(us), [] if gradient is None else [values_of(gradient)]
+
+    with graph.as_default():
+        far, gs = tapes.apart(lambda: pulled(adjoint.far_probes(upstream)))
+        us, tested = tapes.apart(lambda: pulled(adjoint.probes(upstream)))
+    found = tracing.gradients_in(graph, gs, far, [z] * len(gs))
+    return adjoint.holds(tested, [z] * len(tested), found, us)
+
+
+def values_of(gradient: Gradient) -> Tensor:
+    """The numbers of a gradient, which may be `tf.IndexedSlices`."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return tf.convert_to_tensor(gradient)
+
+
+def with_values(gradient: Gradient, part: Tensor) -> Gradient:
+    """The same gradient with other numbers."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(part, gradient.indices, gradient.dense_shape)
+    return part
+
+
+def beside(
+    some: Sequence[Gradient], others: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The pairs without None, as tensors of one dtype: such as gradients and tangents."""
+    pairs = [
+        (tf.convert_to_tensor(a), b)  # IndexedSlices, for a table that is gathered from
+        for a, b in zip(some, others, strict=True)
+        if a is not None and b is not None
+    ]
+    return [a for a, _ in pairs], [tf.cast(b, a.dtype) for a, b in pairs]
 
 
 def _plus(tangent: Tangent, zero: Tensor, like: Tensor) -> Tensor:
@@ -42,11 +111,9 @@ def _plus(tangent: Tangent, zero: Tensor, like: Tensor) -> Tensor:
     return tangent + tf.cast(zero, tangent.dtype)
 
 
-def not_transposed(name: str) -> str:
-    """The error for a pullback that has no transpose."""
-    return (
-        f"Forward mode transposes the gradient function of {name} by differentiating it with "
-        "respect to the upstream gradient, and the result is not the transpose: a part of it is a "
-        "host call, is stopped, or is not linear in the upstream gradient. Use sgtrick.custom_jvp, "
-        "whose rule serves forward mode, or use reverse mode (tf.GradientTape)."
-    )
+_MESSAGE = (
+    "Forward mode transposes the gradient function of {0} by differentiating it with respect to "
+    "the upstream gradient, and the result is not the transpose: a part of it is a host call, is "
+    "stopped, or is not linear in the upstream gradient. Use sgtrick.custom_jvp, whose rule serves "
+    "forward mode, or use reverse mode (tf.GradientTape)."
+)

@@ -1,6 +1,7 @@
 """What a tensor in a graph is connected to, as TensorFlow sees it."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,9 @@ from sgtrick._core.types import Tensor
 
 # Operations that call Python functions.
 HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+
+# The attribute of a kept override with the number of its values.
+VALUES = "_sgtrick_values"
 
 
 def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
@@ -59,54 +63,67 @@ def _carries(t: Tensor) -> bool:
 
 
 class Subgraph:
-    """The operations that a tensor depends on through operations that have derivatives."""
+    """The operations that a tensor is computed by, as far as they have derivatives."""
 
     def __init__(self, y: Tensor) -> None:
         definition = y.graph.as_graph_def()
         self._functions = {f.signature.name: f for f in definition.library.function}
-        nodes = {node.name: node for node in definition.node}
-        self._nodes = list(self._before(nodes, [y.op.name]))
+        self._nodes = {node.name: node for node in definition.node}
+        self._computed = _before(self._nodes, [y.op.name])
 
-    @property
-    def calls_host(self) -> bool:
-        """Whether one calls the host, with something that has derivatives."""
-        return any(node.op in HOST_CALLS and _takes_floats(node) for node in self._nodes)
+    @functools.cached_property
+    def host_calls(self) -> list[str]:
+        """The names of those that call the host with something that has derivatives."""
+        return [node.name for node in self._computed if self._calls_host(node)]
+
+    def host_sees(self, xs: Sequence[Tensor]) -> bool:
+        """Whether a host call depends on one of `xs`."""
+        names = {x.op.name for x in xs}
+        return any(node.name in names for node in _before(self._nodes, self.host_calls))
 
     def is_made_of(self, xs: Sequence[Tensor]) -> bool:
         """Whether all numbers come from `xs`, and none from constants or other inputs."""
         names = {x.op.name for x in xs}
-        return all(
-            node.input or node.name in names or not _gives_floats(node) for node in self._nodes
-        )
+        return not any(self._brings_numbers(n) for n in self._computed if n.name not in names)
 
-    def _before(self, nodes: dict[str, Any], names: Sequence[str]) -> Iterator[Any]:
-        stack, seen = list(names), set[str]()
-        while stack:
-            name = stack.pop()
-            if name in seen or name not in nodes:  # an argument of a function is no node
-                continue
-            seen.add(name)
-            node = nodes[name]
-            if node.op == "StopGradient":
-                continue
-            yield node
-            inputs = [i.split(":")[0] for i in node.input if not i.startswith("^")]
-            # The values of a kept override: their own derivatives are not used.
-            stack += inputs[node.attr["_sgtrick_values"].i :]
-            for function in self._called(node):
-                inside = {n.name: n for n in function.node_def}
-                yield from self._before(inside, [r.split(":")[0] for r in function.ret.values()])
+    def _calls_host(self, node: Any) -> bool:
+        is_host = node.op in HOST_CALLS and any(map(_is_float, node.attr["Tin"].list.type))
+        return is_host or any(map(self._calls_host, self._inside(node)))
 
-    def _called(self, node: Any) -> list[Any]:
-        names = [
-            f.name for a in node.attr.values() for f in (a.func, *a.list.func) if f.name
+    def _brings_numbers(self, node: Any) -> bool:
+        brings = not node.input and _is_float(node.attr["dtype"].type)
+        return brings or any(map(self._brings_numbers, self._inside(node)))
+
+    def _inside(self, node: Any) -> list[Any]:
+        """The operations of the functions that an operation calls."""
+        names = {f.name for a in node.attr.values() for f in (a.func, *a.list.func)}
+        found = [self._functions[name] for name in names if name in self._functions]
+        return [
+            inside
+            for f in found
+            for inside in _before({n.name: n for n in f.node_def}, map(_name, f.ret.values()))
         ]
-        return [self._functions[name] for name in names if name in self._functions]
 
 
-def _takes_floats(node: Any) -> bool:
-    return any(is_differentiable(tf.as_dtype(t)) for t in node.attr["Tin"].list.type)
+def _before(nodes: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+    """The operations with these names, and those before them in a graph."""
+    found, stack = dict[str, Any](), list(names)
+    while stack:
+        name = stack.pop()
+        # An argument of a function is no operation. What is stopped has no derivatives.
+        if name in found or name not in nodes or nodes[name].op == "StopGradient":
+            continue
+        node = found[name] = nodes[name]
+        inputs = [_name(i) for i in node.input if not i.startswith("^")]
+        # The first ones of a kept override are its values, whose own derivatives are not used.
+        stack += inputs[node.attr[VALUES].i :]
+    return list(found.values())
 
 
-def _gives_floats(node: Any) -> bool:
-    return is_differentiable(tf.as_dtype(node.attr["dtype"].type or tf.int32))
+def _name(connection: str) -> str:
+    return connection.split(":")[0]
+
+
+def _is_float(enum: int) -> bool:
+    dtype = tf.as_dtype(enum) if enum else tf.int32
+    return is_differentiable(dtype) or dtype in (tf.resource, tf.variant)

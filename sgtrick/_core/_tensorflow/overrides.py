@@ -12,6 +12,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from sgtrick._core._tensorflow.autograph import unconverted
+from sgtrick._core._tensorflow.connections import VALUES
 from sgtrick._core._tensorflow.mapping import Vectorized, convert
 from sgtrick._core._tensorflow.tapes import not_recording
 from sgtrick._core._tensorflow.tracing import Traced, specs_of
@@ -88,22 +89,17 @@ def override(
     overrides.by_name[name] = meaning
     overrides.names.append(name)
     _register(name, len(natural), weakref.ref(overrides))
-    with not_recording(), graph.gradient_override_map({"IdentityN": name}):
+    values = {VALUES: tf.compat.v1.AttrValue(i=len(natural))}
+    with (
+        not_recording(),
+        graph.gradient_override_map({"IdentityN": name}),
+        graph._attr_scope(values),
+    ):
         outputs = tf.identity_n([*natural, *inputs], name=_IF_LOST)
     overrides.operations[name] = outputs[0].op.name
     # tf.vectorized_map looks for this attribute before it looks into its registry.
     outputs[0].op.pfor_converter = _map
     return list(outputs[: len(natural)])
-
-
-def differentiated(op: Operation, output: int) -> list[Tensor]:
-    """The inputs of an operation with respect to which one of its outputs has derivatives."""
-    try:
-        op.get_attr("_gradient_op_type")
-    except ValueError:
-        return list(op.inputs)
-    # Outputs are the values of the first inputs, as `tf.custom_gradient` does it, too.
-    return [t for i, t in enumerate(op.inputs) if i != output]
 
 
 def _map(pfor_input: Any) -> list[Any]:

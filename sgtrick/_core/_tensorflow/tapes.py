@@ -7,9 +7,9 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -18,7 +18,6 @@ from tensorflow.python.framework import op_callbacks
 from tensorflow.python.ops import resource_variable_ops
 
 from sgtrick._core._tensorflow import graphs
-from sgtrick._core._tensorflow.graphs import identity_of
 from sgtrick._core.structures import ORIGIN, is_differentiable
 from sgtrick._core.types import Graph, Pullback, Pushforward, Tensor, Variable
 
@@ -75,84 +74,37 @@ def record_override(
             or None for each output.
     """
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
-    for operations in _NOTED.get():
-        _note(operations, Operation("sgtrick", inputs, outputs))
+    for used in _NOTED.get():
+        used.append(("sgtrick", inputs))
 
 
-class Operation(NamedTuple):
-    """An eager operation. It keeps its outputs alive, whose identities are those of objects."""
-
-    type: str
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-
-
-_NOTED: ContextVar[tuple[dict[Hashable, Operation], ...]] = ContextVar("_NOTED", default=())
-
-
-def _note(operations: dict[Hashable, Operation], operation: Operation) -> None:
-    operations.update((identity_of(t), operation) for t in operation.outputs)
+Used = list[tuple[str, Sequence[Tensor]]]  # the types and inputs of operations
+_NOTED: ContextVar[tuple[Used, ...]] = ContextVar("_NOTED", default=())
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[dict[Hashable, Operation]]:
-    """A scope that yields the eager operations in it, as they run, by what they compute."""
-    operations: dict[Hashable, Operation] = {}
+def noting() -> Iterator[Used]:
+    """A scope that yields what the eager operations in it use, as they run."""
+    used: Used = []
 
     def note(  # as TensorFlow calls it
         op_type: str,
         inputs: Sequence[Tensor],
         attrs: object,  # noqa: ARG001
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],  # noqa: ARG001
         op_name: str | None = None,  # noqa: ARG001
         graph: Graph | None = None,
     ) -> None:
         if graph is None:
-            _note(operations, Operation(op_type, inputs, outputs))
+            used.append((op_type, inputs))
 
-    token = _NOTED.set((*_NOTED.get(), operations))
+    token = _NOTED.set((*_NOTED.get(), used))
     op_callbacks.add_op_callback(note)
     try:
-        yield operations
+        yield used
     finally:
         op_callbacks.remove_op_callback(note)
         _NOTED.reset(token)
-
-
-@contextlib.contextmanager
-def noting_reads() -> Iterator[dict[Hashable, int]]:
-    """A scope that yields numbers in the order in which operations first read variables.
-
-    By references to the variables. Equal ones say that the order is unknown.
-    """
-    numbers: dict[Hashable, int] = {}
-
-    def note(  # as TensorFlow calls it
-        op_type: str = "",  # noqa: ARG001
-        inputs: Sequence[Tensor] = (),
-        attrs: object = None,  # noqa: ARG001
-        outputs: Sequence[Tensor] = (),  # noqa: ARG001
-        op_name: str | None = None,  # noqa: ARG001
-        graph: Graph | None = None,  # noqa: ARG001
-    ) -> None:
-        variables, before = watcher.watched_variables(), len(numbers)
-        if len(variables) == before:
-            return
-        new = [v for v in variables if v.ref() not in numbers]
-        numbers.update((v.ref(), before) for v in new)
-        # A function takes the handles of its variables. Others read them without saying which.
-        handles = {id(v.handle): v.ref() for v in new} if len(new) > 1 else {}
-        taken = dict.fromkeys(handles[id(t)] for t in inputs if id(t) in handles)
-        if len(taken) == len(new):
-            numbers.update((v, before + i) for i, v in enumerate(taken))
-
-    with record.VariableWatcher() as watcher:  # also sees what is read without being recorded
-        op_callbacks.add_op_callback(note)
-        try:
-            yield numbers
-        finally:
-            op_callbacks.remove_op_callback(note)
-            note()
 
 
 def note_accesses(variables: Sequence[Variable]) -> None:

@@ -5,9 +5,11 @@ import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
 
-from sgtrick._core._tensorflow.graphs import here, is_variable, operation
+from sgtrick._core._tensorflow import graphs
+
+from sgtrick._core._tensorflow.graphs import is_variable
 from sgtrick._core._tensorflow.tapes import not_recording, recording
 from sgtrick._core.types import ConcreteFunction, Function, Gradient, Graph, Spec, Tensor, Variable
 
@@ -54,22 +56,28 @@ class Traced:
             self._function.set_external_captures(self.captured)
 
 
-def carried(f: Function, specs: Sequence[Spec], owner: Tensor) -> Function:
-    """`f`, made callable where the tensors that it closes over are out of reach.
+def is_soon_closed() -> bool:
+    """Whether the graph being traced is a branch or the body of a loop.
 
-    A gradient graph is differentiated in another graph, which can use tensors of the gradient
-    graph, but not of the forward graph.
-
-    Args:
-        f: Takes and returns tensors.
-        specs: The specs of its arguments.
-        owner: A tensor of the graph whose tensors `f` closes over.
+    Its gradient is traced when it is complete, and can capture nothing more from outside.
     """
     graph = tf.compat.v1.get_default_graph()
-    if tf.executing_eagerly() or (operation(owner) is not None and owner.graph is graph):
-        return f
+    return isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+
+
+def carried(f: Function, specs: Sequence[Spec], owner: Tensor | None = None) -> Function:
+    """`f` of tensors, callable where what it closes over is out of reach.
+
+    A gradient graph is differentiated in another graph, which can use tensors of the gradient
+    graph, but not of the forward graph. So what `f` closes over is brought into the graph that is
+    being traced; nothing need be done there for tensors of the graph of `owner`, if it is given.
+    """
+    if owner is not None:
+        graph = tf.compat.v1.get_default_graph()
+        if tf.executing_eagerly() or (graphs.operation(owner) is not None and owner.graph is graph):
+            return f
     traced = Traced(f, specs)
-    captured = list(map(here, traced.captured))
+    captured = list(map(graphs.as_used, traced.captured))
     return lambda *arguments: traced(arguments, captured)
 
 
