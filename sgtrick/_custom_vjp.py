@@ -1,6 +1,5 @@
 """Functions that return their own pullback, by the protocol of `tf.custom_gradient`."""
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import calls, structures, vjp_protocol
-from sgtrick._core._tensorflow import autograph, graphs, tapes
-from sgtrick._core.closures import Rest
+from sgtrick._core._tensorflow import autograph, graphs, tapes, uses
+from sgtrick._core.guard import CLOSES_OVER, Check, closed_over, guarded, unknown_by
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
+from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import (
     Args,
     Function,
@@ -22,7 +22,7 @@ from sgtrick._core.types import (
     TensorLike,
     Variable,
 )
-from sgtrick._core.variables import recorded
+from sgtrick._core.variables import besides
 
 
 def custom_vjp(f: Function | None = None) -> Function:
@@ -84,35 +84,48 @@ def _custom_vjp(function: calls.Callee) -> Function:
     f = function.f
 
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
-        if kwargs:
-            given = function.given(args, kwargs)
-            args, kwargs = given.args, given.kwargs
-        own = function.own(args)
-        owner, args = args[:own], args[own:]  # of a method, without gradient
-        passed = tf.nest.flatten((args, kwargs))
+        call = function.bind(args, kwargs)
+        own = function.own(call.args)
+        names = function.names(call)[own:]
+        owner, args, kwargs = call.args[:own], call.args[own:], call.kwargs  # self: no gradient
+        passed = []
+        for argument in vjp_protocol.arguments_of(names, [*args, *kwargs.values()], ()):
+            for path, leaf in zip(argument.paths, argument.leaves, strict=True):
+                structures.refuse_reference(leaf, path)
+                passed.append(leaf)
         args, kwargs = tf.nest.map_structure(_own, (args, kwargs))
-        leaves = vjp_protocol.leaves_of(args, kwargs)
-        run = functools.partial(converted(f), *owner, *args, **kwargs)
-        arguments = [*passed, *(leaf for _, leaf in leaves)]
-        tensors = [a for a in arguments if tf.is_tensor(a) and not isinstance(a, tf.Variable)]
-        rest = Rest(function.name, "grad_fn", list(map(_component, tensors)))
-        with rest.noted():
-            returned, variables, tape = recorded(run, arguments, function.name)
-        y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
-        rule = _Rule(f, grad_fn, leaves, y, variables)
-        sources = [*rule.inputs, *variables]
+        arguments = vjp_protocol.arguments_of(names, [*args, *kwargs.values()], call.defaults)
+        passed += [leaf for argument in arguments for leaf in argument.leaves]
 
-        def again(*upstream: Tensor) -> list[Gradient]:
-            y, grad_fn = vjp_protocol.value_and_rule(f, run(), "grad_fn")
-            return _Rule(f, grad_fn, leaves, y, variables).pull(*upstream)
+        def run(args: Args, kwargs: Kwargs) -> tuple[Structure, Function]:
+            return _checked_pair(f, converted(f)(*owner, *args, **kwargs))
 
-        kept = Rule(function.name, rule.pull, sources=sources, tape=tape, again=again)
+        tensors = [_component(a) for a in passed if tf.is_tensor(a)]
+        (y, grad_fn), used = uses.call(lambda: run(args, kwargs), tensors)
+        variables = besides(used.variables, passed)
+        rule = _Rule(f, grad_fn, arguments, y, variables)
+
+        def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Gradient]:
+            """The gradients with all that they depend on computed again, from other inputs."""
+            y, grad_fn = run(*rule.with_inputs((args, kwargs), inputs))
+            return _Rule(f, grad_fn, arguments, y, variables).pull(*us)
+
+        check = Check(function.name, explicit, rule.inputs)
+        kept = guarded(Rule(function.name, rule.pull), check, rule.outputs, rule.inputs)
         outputs = keep(rule.outputs, rule.inputs, kept)
         if rule.inputs:  # else the derivatives are those of y itself
-            outputs = list(map(rest.unknown, rule.outputs, outputs))
+            closed = closed_over(used, tensors)
+            message = CLOSES_OVER.format(function.name, "grad_fn")
+            outputs = [unknown_by(y, closed, message) for y in outputs]
         return rule.pack(outputs)
 
     return autograph.form(call)
+
+
+def _checked_pair(f: Function, returned: Structure) -> tuple[Structure, Function]:
+    """The value, as tensors, and the rule that `f` returned."""
+    y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
+    return tf.nest.map_structure(_to_output, y), grad_fn
 
 
 class _Rule:
@@ -122,7 +135,7 @@ class _Rule:
         self,
         f: Function,
         grad_fn: Function,
-        leaves: list[tuple[str, Any]],
+        arguments: list[vjp_protocol.Argument],
         y: Tensor,
         variables: list[Variable],
     ) -> None:
@@ -134,17 +147,28 @@ class _Rule:
             )
         self._name = f"grad_fn of {calls.name_of(f)}"
         self._grad_fn = grad_fn
-        self._paths = [path for path, _ in leaves]
-        self._variables = variables
-        primals = [_component(leaf) if _is_input(leaf) else None for _, leaf in leaves]
+        self._arguments, self._variables = arguments, variables
+        leaves = [leaf for argument in arguments for leaf in argument.leaves]
+        primals = [_component(leaf) if _is_input(leaf) else None for leaf in leaves]
         self._primals = [
             x if x is not None and structures.is_differentiable(x.dtype) else None for x in primals
         ]
         self.inputs = [x for x in self._primals if x is not None] + [
             structures.as_tensor(v) for v in variables
         ]
-        self._y = tf.nest.map_structure(_to_output, y)
-        self.outputs = [_component(leaf) for leaf in tf.nest.flatten(self._y)]
+        self._y = y
+        self.outputs = [_component(leaf) for leaf in tf.nest.flatten(y)]
+
+    def with_inputs(self, passed: Structure, inputs: Sequence[Tensor]) -> Structure:
+        """The arguments and keyword arguments `passed` with other tensors as inputs."""
+        flat = tf.nest.flatten(passed)
+        places = {id(leaf): i for i, leaf in enumerate(flat)}
+        some = iter(inputs)
+        leaves = [leaf for argument in self._arguments for leaf in argument.leaves]
+        for leaf, x in zip(leaves, self._primals, strict=True):
+            if x is not None:
+                flat[places[id(leaf)]] = _with_component(leaf, next(some))
+        return tf.nest.pack_sequence_as(passed, flat)
 
     def pack(self, outputs: Sequence[Tensor]) -> Structure:
         """Other tensors in the structure of `y`."""
@@ -173,14 +197,24 @@ class _Rule:
         else:
             returned = self._grad_fn(*upstream)
             names = []
-        kept = vjp_protocol.gradients_of(self._primals, returned, self._paths, self._name)
+        kept = vjp_protocol.gradients_of(self._arguments, self._primals, returned, self._name)
         kept += [*zip(variable_gradients, (f"variable {n}" for n in names), strict=True)]
         return [
-            None if g is None else self._checked(_component(g), x, path)
+            None if g is None else self._checked(g, x, path)
             for (g, path), x in zip(kept, self.inputs, strict=True)
         ]
 
-    def _checked(self, g: Tensor, x: Tensor, path: str) -> Tensor:
+    def _checked(self, g: TensorLike, x: Tensor, path: str) -> Gradient:
+        """A gradient in the dtype of its argument or variable `x`."""
+        g = _component(g) if tf.is_tensor(g) else g
+        dtype, what = x.dtype.name, f"the gradient of {path} that {self._name} returned"
+        values = g.values if isinstance(g, tf.IndexedSlices) else g
+        values = TENSORFLOW.to_dtype(values, dtype, what, f"{path} is {dtype}", masks=True)
+        g = (
+            tf.IndexedSlices(values, g.indices, g.dense_shape)
+            if isinstance(g, tf.IndexedSlices)
+            else values
+        )
         vjp_protocol.check_shape(
             structures.static_shape(g), structures.static_shape(x), path, self._name
         )
@@ -209,11 +243,8 @@ def _is_input(leaf: TensorLike) -> bool:
 
 
 def _to_output(leaf: TensorLike) -> Tensor:
-    return (
-        leaf
-        if tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
-        else tf.convert_to_tensor(leaf)
-    )
+    is_composite = tf.is_tensor(leaf) and not structures.is_dense(leaf)
+    return leaf if is_composite else tf.convert_to_tensor(leaf)
 
 
 def _component(leaf: TensorLike) -> Tensor:

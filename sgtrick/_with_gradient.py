@@ -5,10 +5,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import calls, devices, structures
-from sgtrick._core._tensorflow import autograph
-from sgtrick._core.absent import present, spread
-from sgtrick._core.closures import Closure, Rest
+from sgtrick._core import calls, devices, partial, structures
+from sgtrick._core._tensorflow import autograph, tracing, uses
 from sgtrick._core.fixed_point import (
     ValueAtPoint,
     as_tuple,
@@ -17,7 +15,7 @@ from sgtrick._core.fixed_point import (
     pair_of,
     select,
 )
-from sgtrick._core.mixed import ByPoint, Others, keep_own
+from sgtrick._core.guard import CLOSES_OVER, closed_over, unknown_by
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
@@ -33,7 +31,7 @@ from sgtrick._core.types import (
     Structure,
     Tensor,
 )
-from sgtrick._core.variables import pull_variables, reads
+from sgtrick._core.variables import besides, pull_variables
 
 
 def with_gradient(
@@ -173,58 +171,44 @@ def _with_variables(
 ) -> Tensor:
     """The call where `grad` also returns the gradients with respect to the variables.
 
-    All derivatives of `f` go through one pullback: there is no other way to stop the variables
-    alone.
+    The variables count as part of the point. The other arguments keep the derivatives of `f`, by a
+    pullback, since there is no other way to stop the variables alone.
     """
-    others, at = point.others(own=True), point.read()
+    others, at = point.others(), point.read()
     call = others.at(others.xs)
-    beside = others.originals()
-    known = [*others.xs, *beside]
-    rest = Rest(name, "grad", [*known, *point.stopped_xs])
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(known)
-        with rest.noted():
-            y, variables = reads(lambda: call(f), call.leaves(), name)
+    passed = [*others.xs, *point.stopped_xs]
+    with tracing.differentiated(others.xs) as pull_back:
+        y, used = uses.call(lambda: call(f), passed)
     y = checked_value(y, name)
+    leaves = [leaf for leaf in call.leaves() if structures.is_dense(leaf)]
+    variables = besides(used.variables, leaves)
     values = [structures.as_tensor(v) for v in variables]
+    by_others = Rule(name, lambda u: pull_back(y, u))
+    y = keep([tf.stop_gradient(y)], others.xs, by_others)[0] if others.xs else tf.stop_gradient(y)
 
-    def pulled(call: calls.Call, upstream: Tensor) -> tuple[list[Gradient], Structure]:
+    def pulled(call: calls.Call, upstream: Tensor) -> list[Gradient]:
         gradients, by_variables = pair_of(
             grad(*call.args, **call.kwargs, variables=variables),
             f"grad of {name} takes variables, so it must return (gradients, variable_gradients)",
         )
         leaves = jacobians(gradients, y)
-        return [leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in leaves], by_variables
-
-    def by_point(
-        us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
-    ) -> list[Gradient]:
-        assert us[0] is not None
-        return pulled(others.on(point.on(at, xs), passed), us[0])[0]
-
-    def by_others(upstream: Tensor) -> list[Gradient]:
-        """The gradients of `f` at the stopped point, whose derivatives by the point are known."""
-        found = tape.gradient(y, known, upstream)
-        mixed = ByPoint(name, by_point, point.xs, Others(others.xs, [*beside, *variables]))
-
-        def along(
-            ts: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
-        ) -> list[Tensor]:
-            cotangents = [*spread(ts, found), *[None] * len(variables)]
-            return mixed.along_others(passed[:1], xs, passed[1:], cotangents)
-
-        live = [tf.convert_to_tensor(g) for g in present(found)]
-        return spread(keep_own(mixed.again(along, [upstream]), live), found) if live else found
-
-    def pull(upstream: Tensor) -> list[Gradient]:
-        by_xs, by_variables = pulled(at, upstream)
         return [
-            *by_xs,
-            *by_others(upstream),
+            *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in leaves),
             *pull_variables(by_variables, variables, values, y, upstream, name),
         ]
 
-    sources = [*point.xs, *others.xs, *values, *variables]
-    rule = Rule(name, pull, sources=sources, others=beside)
-    (kept,) = keep([y], [*point.xs, *known, *values], rule)
-    return rest.unknown(y, kept)
+    def gradients(
+        us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+    ) -> list[Gradient]:
+        assert us[0] is not None
+        return pulled(others.on(point.on(at, xs[: len(point.xs)]), passed), us[0])
+
+    (kept,) = partial.embed(
+        name,
+        [y],
+        [*point.xs, *values],
+        partial.Others(others.xs),
+        gradients,
+        known=lambda u: pulled(at, u),
+    )
+    return unknown_by(kept, closed_over(used, passed), CLOSES_OVER.format(name, "grad"))

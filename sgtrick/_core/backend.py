@@ -88,11 +88,16 @@ class Backend:
         pulled = self.sum(self.times(self.conj(gx), u), b, last)
         return self.cast(pulled, self.dtype_of(leaf.x))
 
-    def to_dtype(self, value: TensorLike, dtype: str, name: str, why: str) -> Tensor:
-        """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part."""
+    def to_dtype(
+        self, value: TensorLike, dtype: str, name: str, why: str, *, masks: bool = False
+    ) -> Tensor:
+        """Returns a numeric `value` as a tensor of `dtype`, never dropping an imaginary part.
+
+        `masks`, tensors of bools, are only numbers if that is said.
+        """
         # Converting a Python number to float32 first would lose digits.
         value = self.to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
-        dtypes.check_cast(self.dtype_of(value), dtype, name, why)
+        dtypes.check_cast(self.dtype_of(value), dtype, name, why, masks=masks)
         return self.as_dtype(value, dtype)
 
     def leaf(

@@ -19,10 +19,17 @@ from sgtrick._core.types import Argnums, Args, Function, Kwargs, Structure, Tens
 
 @dataclasses.dataclass(frozen=True)  # AutoGraph does not convert __call__ of named tuples
 class Call:
-    """The arguments of one call, with keywords turned into positions and defaults filled in."""
+    """The arguments of one call, with keywords turned into positions and defaults filled in.
+
+    Attributes:
+        args: Those by position.
+        kwargs: Those by keyword.
+        defaults: The names of those that the caller left out.
+    """
 
     args: Args
     kwargs: Kwargs
+    defaults: frozenset[str] = frozenset()
 
     def __call__(self, f: Function) -> Structure:
         """Calls `f`."""
@@ -40,7 +47,7 @@ class Call:
                 args[key] = value
             else:
                 kwargs[key] = value
-        return Call(tuple(args), kwargs)
+        return dataclasses.replace(self, args=tuple(args), kwargs=kwargs)
 
 
 class Selection:
@@ -204,21 +211,28 @@ class Callee:
             found += [attributes.get(self.name, None)]
         return any(a is not None and not isinstance(a, staticmethod) for a in found)
 
-    def given(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
-        """The arguments with keywords turned into positions where possible, without defaults."""
-        if self._signature is None:
-            return Call(tuple(args), dict(kwargs))
-        bound = bind(self._signature, args, kwargs, self.name)
-        return Call(bound.args, bound.kwargs)
-
     def bind(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
         """The arguments as the function receives them."""
         complete = self._positional and not kwargs and len(args) == len(self._parameters)
         if self._signature is None or complete:
             return Call(tuple(args), dict(kwargs))
         bound = bind(self._signature, args, kwargs, self.name)
+        passed = set(bound.arguments)
         bound.apply_defaults()
-        return Call(bound.args, bound.kwargs)
+        return Call(bound.args, bound.kwargs, frozenset(bound.arguments) - passed)
+
+    def names(self, call: Call) -> list[str]:
+        """The names of the arguments of a call, in errors: `x`, `args[0]`."""
+        by_kind: dict[Any, list[str]] = {}
+        for parameter in self._parameters:
+            by_kind.setdefault(parameter.kind, []).append(parameter.name)
+        named = [
+            *by_kind.get(inspect.Parameter.POSITIONAL_ONLY, []),
+            *by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, []),
+        ]
+        (rest,) = by_kind.get(inspect.Parameter.VAR_POSITIONAL, ["args"])
+        named += [f"{rest}[{i}]" for i in range(len(call.args) - len(named))]
+        return [*named[: len(call.args)], *call.kwargs]
 
     def takes(self, keyword: str) -> bool:
         """Whether there is a parameter of this name that can be passed by keyword."""

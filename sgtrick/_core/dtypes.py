@@ -37,9 +37,10 @@ def check_differentiable(dtype: str, name: str) -> None:
         )
 
 
-def check_cast(came: str, expected: str, name: str, why: str) -> None:
-    """Checks that a cast is between numbers and drops no imaginary part."""
-    if not (is_differentiable(came) or came.startswith(("int", "uint"))):
+def check_cast(came: str, expected: str, name: str, why: str, *, masks: bool = False) -> None:
+    """Checks that a cast is between numbers, or `masks` (bool), and drops no imaginary part."""
+    is_mask = masks and came == "bool"
+    if not (is_differentiable(came) or came.startswith(("int", "uint")) or is_mask):
         raise TypeError(f"{name} has dtype {came}, expected {expected}. Pass numbers.")
     if is_complex(came) and not is_complex(expected):
         raise TypeError(

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import loud, structures
-from sgtrick._core._tensorflow import connections, tapes, tracing, uses
+from sgtrick._core._tensorflow import connections, graphs, tapes, tracing, uses
 from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.override import pass_on
 from sgtrick._core.rule import Rule
@@ -197,6 +198,27 @@ def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
     """
     known = Lost(by_inputs=message)
     return _guard(y, lambda: known, [], xs) if xs else y
+
+
+def closed_over(used: Uses, passed: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that a function closes over and whose derivatives its rule leaves out.
+
+    Not what was computed from its arguments: that is the rule's business.
+    """
+    if tf.executing_eagerly():
+        return list(used.tensors)
+    arguments = list(map(graphs.outside, passed))
+    return [
+        t for t in used.tensors if not connections.are_connected(graphs.outside(t), arguments)
+    ]
+
+
+CLOSES_OVER = (
+    "{0} was differentiated with respect to a tensor that it closes over, or with respect to what "
+    "this was computed from, but its {1} only gives the gradients of arguments and variables. Pass "
+    "the tensor to {0} as an argument. If its derivative is meant to be zero, use tf.stop_gradient "
+    "of it in {0}."
+)
 
 
 def message(name: str) -> str:

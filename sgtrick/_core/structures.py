@@ -151,18 +151,24 @@ def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
 
 def to_tensor(value: TensorLike, name: str, *, dtype: DTypeLike | None = None) -> Tensor:
     """`tf.convert_to_tensor` whose errors name the argument."""
-    came = getattr(value, "dtype", None)
-    if isinstance(came, tf.DType) and came.base_dtype != came:
-        raise TypeError(
-            f"{name} is a reference variable of TensorFlow 1, which cannot carry a custom "
-            "gradient. Create it with use_resource=True."
-        )
+    refuse_reference(value, name)
     if dtype is None and isinstance(value, tf.Tensor):
         return value
     try:
         return as_tensor(value, dtype)
     except (TypeError, ValueError) as error:
         raise no_tensor(value, name, error) from error
+
+
+def refuse_reference(value: object, name: str) -> None:
+    """Raises for a reference variable of TensorFlow 1, or a tensor that refers to one."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, tf.DType) and dtype.base_dtype != dtype:
+        raise TypeError(
+            f"{name} is a reference variable of TensorFlow 1, which cannot carry a custom "
+            "gradient. Create it with use_resource=True, as tf.compat.v1.get_variable("
+            "..., use_resource=True), or call tf.compat.v1.enable_resource_variables() first."
+        )
 
 
 def no_tensor(value: object, name: str, error: Exception) -> TypeError:

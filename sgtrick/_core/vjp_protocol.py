@@ -1,10 +1,44 @@
 """What `custom_vjp` requires of a function and its rule, shared with `sgtrick.keras`."""
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sgtrick._core import calls, shapes, structures
-from sgtrick._core.types import Args, Function, Gradient, Kwargs, Structure, Tensor
+from sgtrick._core.types import Function, Gradient, Structure, Tensor
+
+
+class Argument(NamedTuple):
+    """An argument of a call.
+
+    Attributes:
+        name: Its name in errors.
+        places: Where its leaves are: `['a'][0]`.
+        leaves: Its leaves.
+        is_default: Whether the caller left it out.
+    """
+
+    name: str
+    places: list[str]
+    leaves: list[Any]
+    is_default: bool
+
+    @property
+    def paths(self) -> list[str]:
+        """The names of its leaves."""
+        return [self.name + place for place in self.places]
+
+
+def arguments_of(
+    names: Sequence[str], values: Sequence[Structure], defaults: Collection[str]
+) -> list[Argument]:
+    """The arguments of a call, of which the caller left out those called `defaults`."""
+    found = []
+    for name, value in zip(names, values, strict=True):
+        flat = list(structures.flatten(value))
+        places, leaves = [place for place, _ in flat], [leaf for _, leaf in flat]
+        found.append(Argument(name, places, leaves, name in defaults))
+    return found
 
 
 def value_and_rule(f: Function, returned: Structure, rule: str) -> tuple[Structure, Function]:
@@ -20,20 +54,123 @@ def value_and_rule(f: Function, returned: Structure, rule: str) -> tuple[Structu
 
 
 def gradients_of(
-    primals: Sequence[Tensor], returned: Structure, paths: Sequence[str], rule: str
+    arguments: Sequence[Argument], primals: Sequence[Tensor | None], returned: Structure, rule: str
 ) -> list[tuple[Gradient, str]]:
-    """Returns `(gradient, path)` for each primal that is not None, from what `rule` returned."""
-    gradients = [leaf for _, leaf in structures.flatten(returned)]
-    omitted = primals[len(gradients) :]
-    if len(gradients) > len(primals) or any(x is not None for x in omitted):
+    """Returns `(gradient, path)` for each primal that is not None, from what `rule` returned.
+
+    Args:
+        arguments: Those of the call.
+        primals: Their leaves, None for those with respect to which nothing is differentiated.
+        returned: One gradient for each argument, or one for each leaf.
+        rule: The name of the rule in errors.
+
+    Raises:
+        ValueError: `returned` is neither, or both with different meanings.
+        TypeError: There is a gradient of something that has no derivatives.
+    """
+    found = _readings(arguments, primals, returned)
+    if not found:
+        raise ValueError(_misfit(arguments, returned, rule))
+    if any(g is not h for other in found for g, h in zip(found[0], other, strict=True)):
         raise ValueError(
-            f"{rule} returned {len(gradients)} gradients, expected {len(primals)}, one for each "
-            f"of: {', '.join(paths)}."
+            f"What {rule} returned can be understood in two ways: as one gradient for each of "
+            f"{', '.join(a.name for a in arguments)}, or as one for each of their leaves. Return "
+            "the gradient of each argument in its structure."
         )
-    # Not strict: at the end, arguments without a gradient may be left out.
-    return [
-        (g, path) for g, x, path in zip(gradients, primals, paths, strict=False) if x is not None
+    paths = [path for a in arguments for path in a.paths]
+    leaves = [leaf for a in arguments for leaf in a.leaves]
+    for g, x, leaf, path in zip(found[0], primals, leaves, paths, strict=True):
+        if g is not None and x is None and not structures.has_derivatives(leaf):
+            raise TypeError(
+                f"{rule} returned a gradient for {path}, which has no derivatives: it is "
+                f"{_kind_of(leaf)}. Return None there, or pass {path} as a floating tensor."
+            )
+    return [(g, path) for g, x, path in zip(found[0], primals, paths, strict=True) if x is not None]
+
+
+def _readings(
+    arguments: Sequence[Argument], primals: Sequence[Tensor | None], returned: Structure
+) -> list[list[Gradient]]:
+    """The gradients of all leaves, in each way in which `returned` gives them.
+
+    Defaults that the caller left out may be left out by the rule too, as in TensorFlow, unless
+    their gradients may be requested.
+    """
+    rest = iter(primals)
+    inputs = [list(itertools.islice(rest, len(a.leaves))) for a in arguments]
+    passed = [
+        not a.is_default or any(x is not None for x in xs)
+        for a, xs in zip(arguments, inputs, strict=True)
     ]
+    found = _ways(arguments, returned)
+    if all(passed):
+        return found
+    for way in _ways(list(itertools.compress(arguments, passed)), returned):
+        some = iter(way)
+        found.append(
+            [
+                next(some) if is_passed else None
+                for a, is_passed in zip(arguments, passed, strict=True)
+                for _ in a.leaves
+            ]
+        )
+    return found
+
+
+def _ways(arguments: Sequence[Argument], returned: Structure) -> list[list[Gradient]]:
+    """The same, where the rule leaves out no argument."""
+    found = []
+    if len(arguments) == 1:  # its gradient need not be in a list
+        found.append(_by_argument(arguments, [returned]))
+    if isinstance(returned, (list, tuple)):
+        found.append(_by_argument(arguments, returned))
+    flat = [g for _, g in structures.flatten(returned)]
+    if len(flat) == sum(len(a.leaves) for a in arguments) and not _has_names(returned):
+        found.append(flat)
+    return [gradients for gradients in found if gradients is not None]
+
+
+def _by_argument(
+    arguments: Sequence[Argument], returned: Sequence[Structure]
+) -> list[Gradient] | None:
+    """The gradients of all leaves, if `returned` has None or the structure of each argument."""
+    if len(returned) != len(arguments):
+        return None
+    found: list[Gradient] = []
+    for argument, gradient in zip(arguments, returned, strict=True):
+        flat = list(structures.flatten(gradient))
+        if gradient is None:
+            found += [None] * len(argument.leaves)
+        elif [place for place, _ in flat] == argument.places:
+            found += [g for _, g in flat]
+        else:
+            return None
+    return found
+
+
+def _has_names(structure: Structure) -> bool:
+    """Whether a structure holds a dictionary, whose gradients must not go by their order."""
+    if isinstance(structure, (list, tuple)):
+        return any(map(_has_names, structure))
+    return isinstance(structure, Mapping)
+
+
+def _misfit(arguments: Sequence[Argument], returned: Structure, rule: str) -> str:
+    count = len(list(structures.flatten(returned)))
+    names = [a.name for a in arguments]
+    paths = [path for a in arguments for path in a.paths]
+    expected = f"{len(names)}, one for each of: {', '.join(names) or 'no arguments'}"
+    if paths != names:
+        expected = (
+            f"one for each argument, None or in its structure: {', '.join(names)}; or one for each "
+            f"leaf: {', '.join(paths) or 'none'}"
+        )
+    return f"{rule} returned {count} gradients, expected {expected}."
+
+
+def _kind_of(leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    return type(leaf).__name__ if dtype is None else f"of dtype {getattr(dtype, 'name', dtype)}"
 
 
 def check_shape(
@@ -45,11 +182,3 @@ def check_shape(
             f"{rule} returned a gradient of shape {shapes.show(shape)} for {path}, expected "
             f"{shapes.show(expected)}."
         )
-
-
-def leaves_of(args: Args, kwargs: Kwargs) -> list[tuple[str, Any]]:
-    """`(path, leaf)` of all arguments; keywords in the given order, which `tf.nest` would sort."""
-    leaves = [*structures.flatten(args, "argument ")]
-    for name, value in kwargs.items():
-        leaves += structures.flatten(value, f"argument [{name!r}]")
-    return leaves

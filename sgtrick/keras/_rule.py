@@ -22,16 +22,16 @@ class Rule:
     def __init__(
         self, function: calls.Callee, args: Args, kwargs: Kwargs, *, is_bound: bool
     ) -> None:
-        if kwargs:
-            given = function.given(args, kwargs)
-            args, kwargs = given.args, given.kwargs
-        self._owner, args = args[:is_bound], args[is_bound:]  # self of a method has no gradient
-        leaves = vjp_protocol.leaves_of(args, kwargs)
+        call = function.bind(args, kwargs)
+        names = function.names(call)[is_bound:]
+        args, kwargs = call.args[is_bound:], call.kwargs
+        self._owner = call.args[:is_bound]  # self of a method has no gradient
+        values = [*args, *kwargs.values()]
+        self._arguments = vjp_protocol.arguments_of(names, values, call.defaults)
         self.__name__, self._grad = function.name, f"grad of {function.name}"
         self._f, self._keywords = function.f, list(kwargs)
         self._call = (args, list(kwargs.values()))
-        self._paths = [path for path, _ in leaves]
-        self._leaves = [_value_of(leaf) for _, leaf in leaves]
+        self._leaves = [_value_of(leaf) for a in self._arguments for leaf in a.leaves]
         self._primals = [leaf if _is_input(leaf) else None for leaf in self._leaves]
         self.inputs = [x for x in self._primals if x is not None]
         self._y: Structure = None  # the structure of the value, set by the first call
@@ -60,7 +60,8 @@ class Rule:
         y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
 
         def pull(*us: Gradient) -> list[Gradient]:
-            kept = vjp_protocol.gradients_of(self._primals, grad(*us), self._paths, self._grad)
+            returned = grad(*us)
+            kept = vjp_protocol.gradients_of(self._arguments, self._primals, returned, self._grad)
             return [
                 self._checked(g, x, path) for (g, path), x in zip(kept, self.inputs, strict=True)
             ]
@@ -90,9 +91,12 @@ class Rule:
     def _checked(self, g: Gradient, x: Tensor, path: str) -> Gradient:
         if g is None:
             return None
-        g = _tensor(g)
+        dtype = KERAS.dtype_of(x)
+        if not (ops.is_tensor(g) and KERAS.dtype_of(g) == dtype):
+            what = f"the gradient of {path} that {self._grad} returned"
+            g = KERAS.to_dtype(g, dtype, what, f"{path} is {dtype}", masks=True)
         vjp_protocol.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, self._grad)
-        return KERAS.cast(g, KERAS.dtype_of(x))
+        return g
 
 
 class _Uses(keras.StatelessScope):  # type: ignore[misc]

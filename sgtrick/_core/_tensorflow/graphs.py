@@ -1,6 +1,6 @@
 """Properties of graphs, their operations and their tensors."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
@@ -8,10 +8,6 @@ from tensorflow.python.ops import control_flow_util, handle_data_util
 
 from sgtrick._core.structures import ORIGIN, is_differentiable
 from sgtrick._core.types import DType, Graph, Operation, Tensor, Variable
-
-# Operations that call Python functions.
-HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-
 
 def operation(tensor: Tensor) -> Operation | None:
     """The operation that computes a tensor, None for an eager tensor."""
@@ -42,31 +38,6 @@ def as_used(t: Tensor) -> Tensor | Variable:
     return t if operation(t) is not None and t.graph is graph else graph.capture(t)
 
 
-def version() -> int:
-    """A number that grows with the operations of the graph being traced, or with eager tensors."""
-    return int(ops.uid() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().version)
-
-
-def is_older(t: Tensor, version: int) -> bool:
-    """Whether an eager tensor was computed before this version."""
-    return bool(ops.tensor_id(t) < version)
-
-
-def was_made_since(op: Operation, before: int) -> bool:
-    """Whether an operation was added to the graph that is being traced after version `before`."""
-    return op.graph is tf.compat.v1.get_default_graph() and bool(op._id > before + 1)
-
-
-def cannot_depend_on(op: Operation, other: Operation) -> bool:
-    """Whether an operation was added to the graph before another one, or is in a graph around it.
-
-    Calls of the other one's function do not count: while it is being traced there are none.
-    """
-    if op.graph is other.graph:
-        return bool(op._id < other._id)
-    return op.graph in with_outer(getattr(other.graph, "outer_graph", None))
-
-
 def carries_derivatives(t: Tensor) -> bool:
     """Whether derivatives may flow through a tensor: numbers, or one of a loop's lists of them."""
     # What is in a list may be unknown.
@@ -74,19 +45,9 @@ def carries_derivatives(t: Tensor) -> bool:
     return is_differentiable(dtype) or dtype == tf.variant
 
 
-_HIDDEN = "_sgtrick_hidden"
-
-
-def hide(t: Tensor) -> None:
-    """Makes an operation count as one without a derivative: what it depends on says nothing."""
-    op = operation(t)
-    if op is not None:
-        setattr(op, _HIDDEN, True)
-
-
 def has_no_gradient(op: Operation) -> bool:
     """Whether TensorFlow treats an operation as one without a derivative."""
-    if op.type in ("StopGradient", "PreventGradient") or hasattr(op, _HIDDEN):
+    if op.type in ("StopGradient", "PreventGradient"):
         return True
     try:
         return ops.get_gradient_function(op) is None
@@ -100,46 +61,6 @@ def type_has_no_gradient(type_: str) -> bool:
         return ops.gradient_registry.lookup(type_) is None
     except LookupError:
         return False
-
-
-# The attributes with the functions that an operation calls, apart from the condition of a loop.
-_LOOPS = {"While": ("body",), "StatelessWhile": ("body",)}
-_FUNCTIONS = {
-    **_LOOPS,
-    "PartitionedCall": ("f",),
-    "StatefulPartitionedCall": ("f",),
-    "If": ("then_branch", "else_branch"),
-    "StatelessIf": ("then_branch", "else_branch"),
-    "Case": ("branches",),
-    "StatelessCase": ("branches",),
-}
-
-
-def called_functions(op: Operation) -> list[Graph]:
-    """The graphs of the functions that an operation calls: one, the branches, or a loop's body.
-
-    Empty if it calls none, or if one has no graph, as where a SavedModel was loaded.
-    """
-    found = []
-    for attribute in _FUNCTIONS.get(op.type, ()):
-        value = op.get_attr(attribute)
-        for function in value if isinstance(value, list) else [value]:
-            found.append(_graph_of(function.name, op.graph))
-    return [] if None in found else found
-
-
-def _graph_of(function: str, graph: Graph | None) -> Graph | None:
-    """The graph of a function that a graph knows by name, or a graph around it."""
-    for around in with_outer(graph):
-        found = around._get_function(function)
-        if found is not None:
-            return getattr(found, "graph", None)
-    return None
-
-
-def is_loop(op: Operation) -> bool:
-    """Whether an operation calls a function in a loop."""
-    return op.type in _LOOPS
 
 
 def captured_from(tensor: Tensor) -> Tensor | None:
@@ -160,12 +81,10 @@ def captured_from(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def handle_read_by(t: Tensor) -> Tensor | None:
-    """The handle, outside of the graph, of the variable that a tensor is the value of, if any."""
-    op = operation(t)
-    if op is None or op.type != "ReadVariableOp":
-        return None
-    return captured_from(op.inputs[0])
+def outside(t: Tensor) -> Tensor:
+    """A tensor of a graph as it was before any graph captured it."""
+    found = None if operation(t) is None else captured_from(t)
+    return t if found is None else outside(found)
 
 
 def read(handle: Tensor) -> Tensor:
@@ -175,22 +94,6 @@ def read(handle: Tensor) -> Tensor:
     if tf.executing_eagerly():
         setattr(value, ORIGIN, handle)
     return value
-
-
-def with_outer(graph: Graph | None) -> Iterator[Graph]:
-    """Yields a graph and those around it."""
-    while graph is not None:
-        yield graph
-        graph = getattr(graph, "outer_graph", None)
-
-
-def in_reach(graph: Graph | None) -> list[Graph]:
-    """The graphs whose tensors an operation of a graph can use: it captures those of others."""
-    found = list(with_outer(graph))
-    for g in found:
-        outer = (t for t, _ in getattr(g, "captures", ()) if operation(t) is not None)
-        found.extend({id(t.graph): t.graph for t in outer if t.graph not in found}.values())
-    return found
 
 
 def identity_of(tensor: Tensor) -> Hashable:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
@@ -116,3 +116,17 @@ def gradients_in(
                 list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph
             )
         )
+
+
+@contextlib.contextmanager
+def differentiated(xs: Sequence[Tensor]) -> Iterator[Callable[[Tensor, Tensor], list[Gradient]]]:
+    """A scope for computing tensors, which yields their pullback with respect to `xs`.
+
+    Without a tape in graphs: a second one around a loop makes TensorFlow store all iterates.
+    """
+    if not tf.executing_eagerly():
+        yield lambda y, u: gradients_in(y.graph, [y], xs, [u])
+        return
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(xs)
+        yield lambda y, u: tape.gradient(y, list(xs), u)

@@ -9,7 +9,7 @@ from tensorflow.python.framework import ops
 
 from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core._tensorflow.graphs import identity_of
-from sgtrick._core.structures import is_differentiable
+from sgtrick._core.structures import is_differentiable, refuse_reference
 from sgtrick._core.types import Tensor, Variable
 
 T = TypeVar("T")
@@ -80,6 +80,8 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
         t for op in operations if not graphs.has_no_gradient(op) for t in op.inputs
     ]
     inputs += [graphs.as_used(t) for t in _tensors_of(result)]
+    for t in inputs:
+        refuse_reference(t, f"{t.op.name}, which the function reads,")
     older = _once(t for t in inputs if identity_of(t) not in known)
     gathered = {identity_of(op.inputs[0]) for op in operations if _gathers(op.type)}
     variables = {
