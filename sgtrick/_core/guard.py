@@ -23,7 +23,7 @@ from sgtrick._core._tensorflow import connections, graphs, tapes, tracing, uses
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.override import pass_on
+from sgtrick._core.override import is_running, pass_on
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import transposed, values_of, with_values
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
@@ -205,12 +205,10 @@ def closed_over(used: Uses, passed: Sequence[Tensor]) -> list[Tensor]:
 
     Not what was computed from its arguments: that is the rule's business.
     """
-    if tf.executing_eagerly():
-        return list(used.tensors)
+    if is_running():  # what a rule has computed is a constant for the functions that it calls
+        return []
     arguments = list(map(graphs.outside, passed))
-    return [
-        t for t in used.tensors if not connections.are_connected(graphs.outside(t), arguments)
-    ]
+    return [t for t in used.tensors if not connections.is_made_of(graphs.outside(t), arguments)]
 
 
 CLOSES_OVER = (

@@ -9,7 +9,8 @@ loop, stateful. TensorFlow differentiates what it returns like everything else.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 import tensorflow as tf
 
@@ -55,7 +56,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        if tracing.is_soon_closed():
+        if tracing.is_soon_closed() or _RUNNING.get() == "graph":
             rule = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
@@ -114,9 +115,28 @@ _DROPPED = (
 )
 
 
+# Whether a rule is being run, for "tapes" or for the gradient of a "graph".
+_RUNNING: ContextVar[str | None] = ContextVar("_RUNNING", default=None)
+
+
+def is_running() -> bool:
+    """Whether a rule is being run."""
+    return _RUNNING.get() is not None
+
+
+@contextlib.contextmanager
+def running(of: str) -> Iterator[None]:
+    """A scope in which a rule is run."""
+    token = _RUNNING.set(of)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
 def _pull(rule: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Gradient]:
     """Calls the pullback on the device of the outputs."""
-    with devices.of(ys[0]):
+    with running("tapes"), devices.of(ys[0]):
         return list(rule.pull(*_dense(ys, upstream)))
 
 
@@ -142,7 +162,7 @@ def _pull_for_graph(
     """The same for the gradient of a function as a whole, which TensorFlow may transpose."""
 
     def pull() -> list[Gradient]:
-        with loud.not_raising(), devices.of(ys[0]):
+        with running("graph"), loud.not_raising(), devices.of(ys[0]):
             us = _dense(ys, upstream)
             gradients = list(rule.pull(*us))
             return gradients if callable(rule.push) else checked(rule, gradients, us, pass_on)
@@ -155,7 +175,12 @@ def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
     push = rule.push or (lambda *ts: transposed(rule, ys, ts))
-    dense = Dense(push, tangents)
+
+    def run(*ts: Tangent) -> Sequence[Tangent]:
+        with running("tapes"):  # in another thread
+            return push(*ts)
+
+    dense = Dense(run, tangents)
     with devices.of(ys[0]):
         return dense.restored(apart.call(dense, present(tangents)))
 

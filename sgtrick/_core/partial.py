@@ -58,6 +58,11 @@ class Others(NamedTuple):
         is_all = not (used.tables or used.has_more)
         return cls(passed, [*used.tensors, *dense], is_all)
 
+    def here(self) -> "Others":
+        """The same in the graph being traced."""
+        closed = [here(c) if isinstance(c, tf.Tensor) else c for c in self.closed]
+        return self._replace(passed=list(map(here, self.passed)), closed=closed)
+
     def __bool__(self) -> bool:
         """Whether there is anything."""
         return bool(self.passed or self.closed or not self.is_all)
@@ -144,8 +149,7 @@ class ByPoint(NamedTuple):
 
         # Where the traced gradients use a tensor that was closed over, nothing tells.
         is_all = others.is_all and not any(isinstance(c, tf.Tensor) for c in others.closed)
-        closed = [here(c) if isinstance(c, tf.Tensor) else c for c in others.closed]
-        near = Others(list(map(here, others.passed)), closed, is_all)
+        near = others.here()._replace(is_all=is_all)
         return self._replace(gradients=gradients, xs=list(map(here, self.xs)), others=near)
 
 
@@ -169,7 +173,7 @@ def embed(
         known: The same for the arguments of this call, from upstream gradients alone.
         push: From tangents of the point to tangents of `ys`; None to transpose the gradients.
     """
-    xs = list(xs)
+    xs, others = list(map(here, xs)), others.here()
 
     def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Gradient]:
         return gradients(us, inputs[: len(xs)], inputs[len(xs) :])

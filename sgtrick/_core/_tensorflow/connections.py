@@ -35,6 +35,16 @@ def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
         return any(g is not None for g in found)
 
 
+def is_made_of(y: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Whether `y` is one of `xs`, or was computed from one in its graph."""
+    if any(y is x for x in xs):
+        return True
+    if graphs.operation(y) is None:
+        return False
+    near = [x for x in xs if graphs.operation(x) is not None and x.graph is y.graph]
+    return are_connected(y, near)
+
+
 def varying(outer: Sequence[Tensor], inner: Sequence[Tensor]) -> list[Tensor]:
     """The captured tensors of a traced function with respect to which derivatives may be taken.
 

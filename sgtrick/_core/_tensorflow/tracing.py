@@ -57,12 +57,16 @@ class Traced:
 
 
 def is_soon_closed() -> bool:
-    """Whether the graph being traced is a branch or the body of a loop.
+    """Whether the graph being traced is, or is in, a branch or the body of a loop.
 
     Its gradient is traced when it is complete, and can capture nothing more from outside.
     """
     graph = tf.compat.v1.get_default_graph()
-    return isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+    while graph is not None:
+        if isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def carried(f: Function, specs: Sequence[Spec], owner: Tensor | None = None) -> Function:
