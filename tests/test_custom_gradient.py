@@ -470,14 +470,6 @@ class TestSources:
         h = sgtrick.custom_gradient(np.float32(2.0), np.ones(3), np.ones(3, np.float32))
         assert h.dtype == tf.float32
 
-    def test_reference_variables_are_refused(self):
-        with tf.Graph().as_default():
-            v = tf.compat.v1.get_variable("v", [], use_resource=False)
-            with pytest.raises(
-                TypeError, match=r"x\['v'\] is a reference variable.*use_resource=True"
-            ):
-                sgtrick.custom_gradient(1.0, {"v": 1.0}, {"v": v})
-
 
 class TestManuallyStopped:
     def test_other_inputs_keep_their_gradients(self, embedded):

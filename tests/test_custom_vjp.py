@@ -637,7 +637,7 @@ class Scaled(tf.Module):
     @custom_vjp
     def __call__(self, x, *, power=1):
         """Documented."""
-        return x, lambda u: self.factor * u
+        return x, lambda u: (self.factor * u, None)
 
     @classmethod
     @custom_vjp
@@ -711,7 +711,7 @@ ERRORS = {
     "too many": (
         lambda x: (x, lambda u: (u, u)),
         ValueError,
-        "grad_fn of <lambda> returned 2 gradients, expected 1, one for each of: argument \\[0\\]",
+        "grad_fn of <lambda> returned 2 gradients, expected 1, one for each of: x\\.",
     ),
     "too few": (
         lambda x: (x, lambda u: []),
@@ -721,7 +721,7 @@ ERRORS = {
     "shape": (
         lambda x: (x, lambda u: u[:2]),
         ValueError,
-        r"gradient of shape \[2\] for argument \[0\], expected \[3\]",
+        r"gradient of shape \[2\] for x, expected \[3\]",
     ),
 }
 

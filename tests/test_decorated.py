@@ -234,6 +234,12 @@ class TestPartials:
             form = jvp_form(lambda x: f(3.0, x), lambda p, t: (None, tenfold(3.0, p[0]) * t[0]))
         elif name.startswith("from_numpy"):  # an engine is called by position
             form = of_number(name, 3.0)
+        elif name == "custom_vjp":  # whose rule counts the scale too
+
+            def with_scale(x, *, scale):
+                return cube(scale, x), lambda u: (u * tenfold(scale, x), None)
+
+            form = functools.partial(sgtrick.custom_vjp(with_scale), scale=3.0)
         else:
             form = functools.partial(make(lambda x, *, scale: f(scale, x)), scale=3.0)
         check(form, 3.0, wrap)

@@ -778,3 +778,92 @@ def test_a_weight_that_is_read_under_mixed_float16():
         np.testing.assert_allclose(run()[0], [1, 2])
         assert len(seen) == 1
         assert seen[0].dtype == tf.float32
+
+
+def jvp_form(f, slope):
+    form = sgtrick.custom_jvp(f)
+    form.defjvp(lambda primals, tangents: (None, slope(*primals) * tangents[0]))
+    return form
+
+
+# Of a function `f(x)` and its slope.
+FORMS_OF_FUNCTIONS = {
+    "with_gradient": sgtrick.with_gradient,
+    "with_gradient, variables": lambda f, slope: sgtrick.with_gradient(
+        f, lambda x, variables: (slope(x), [x for _ in variables])
+    ),
+    "from_value_and_gradient": lambda f, slope: sgtrick.from_value_and_gradient(
+        lambda x: (f(x), slope(x))
+    ),
+    "custom_jvp": jvp_form,
+    "custom_vjp": lambda f, slope: sgtrick.custom_vjp(lambda x: (f(x), lambda u: u * slope(x))),
+    "custom_vjp, variables": lambda f, slope: sgtrick.custom_vjp(
+        lambda x: (f(x), lambda u, variables=(): (u * slope(x), [u * x for _ in variables]))
+    ),
+}
+
+
+class TestReferenceVariables:
+    """Of TensorFlow 1: those of which TensorFlow does not tell that a function reads them."""
+
+    MATCH = (
+        "{} is a reference variable of TensorFlow 1, which cannot carry a custom gradient. Create "
+        "it with use_resource=True, .* tf.compat.v1.enable_resource_variables"
+    )
+
+    @pytest.fixture
+    def v(self):
+        with tf.Graph().as_default():
+            yield tf.compat.v1.get_variable("v", [], use_resource=False)
+
+    @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
+    def test_as_an_argument(self, v, form):
+        with pytest.raises(TypeError, match=self.MATCH.format("x")):
+            form(lambda x: x**2, lambda x: 2 * x)(v)
+
+    def test_in_a_structure(self, v):
+        with pytest.raises(TypeError, match=self.MATCH.format(r"x\['v'\]")):
+            sgtrick.custom_gradient(1.0, {"v": 1.0}, {"v": v})
+        form = sgtrick.custom_vjp(lambda x, n: (x["v"] ** n, lambda u: ({"v": u}, None)))
+        with pytest.raises(TypeError, match=self.MATCH.format(r"x\['v'\]")):
+            form({"v": v}, 2)
+
+    @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda v, x: x * v,
+            lambda v, x: x * v.value(),
+            lambda v, x: tf.cond(x > 0, lambda: x * v, lambda: x),
+            lambda v, x: tf.function(lambda x: x * v)(x),
+            lambda v, x: v,
+            lambda v, x: x * tf.compat.v1.get_variable("v/inside", [], use_resource=False),
+        ],
+        ids=["read", "value", "branch", "function", "returned", "made"],
+    )
+    def test_that_the_function_reads(self, v, form, read):
+        h = form(lambda x: read(v, x), lambda x: v)
+        with pytest.raises(TypeError, match=self.MATCH.format("v.*, which the function reads,")):
+            h(tf.constant(2.0))
+
+    @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
+    def test_resource_variables_are_not_refused(self, form):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            v = tf.compat.v1.get_variable("v", initializer=5.0, use_resource=True)
+            by_argument = form(lambda x: x**2, lambda x: 3 * x)(v)
+            y = by_argument + (
+                form(lambda x: v * x, lambda x: 7 * v)(tf.constant(2.0))
+                if form is not FORMS_OF_FUNCTIONS["custom_vjp"]
+                else 2 * v
+            )
+            (g,) = tf.gradients(y, v)
+            session.run(v.initializer)
+            assert session.run([y, g]) == [35, 17]
+
+    @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
+    def test_what_was_computed_from_one_is_not_refused(self, v, form):
+        x = 2 * v
+        (g,) = tf.gradients(form(lambda x: x**2, lambda x: 3 * x)(x), v)
+        with tf.compat.v1.Session() as session:
+            session.run(v.assign(5.0))
+            assert session.run(g) == 60

@@ -1,7 +1,7 @@
 """What `custom_vjp` requires of a function and its rule, shared with `sgtrick.keras`."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from sgtrick._core import calls, shapes, structures
@@ -71,21 +71,38 @@ def gradients_of(
     found = _readings(arguments, primals, returned)
     if not found:
         raise ValueError(_misfit(arguments, returned, rule))
-    if any(g is not h for other in found for g, h in zip(found[0], other, strict=True)):
+    paths = [path for a in arguments for path in a.paths]
+    leaves = [leaf for a in arguments for leaf in a.leaves]
+    may_have = [
+        x is not None or structures.has_derivatives(leaf)
+        for x, leaf in zip(primals, leaves, strict=True)
+    ]
+    wrong = [_places_of_others(gradients, may_have) for gradients in found]
+    if all(wrong):
+        path, leaf = paths[wrong[0][0]], leaves[wrong[0][0]]
+        raise TypeError(
+            f"{rule} returned a gradient for {path}, which has no derivatives: it is "
+            f"{_kind_of(leaf)}. Return None there, or pass {path} as a floating tensor."
+        )
+    first, *others = [
+        gradients for gradients, places in zip(found, wrong, strict=True) if not places
+    ]
+    if any(g is not h for other in others for g, h in zip(first, other, strict=True)):
         raise ValueError(
             f"What {rule} returned can be understood in two ways: as one gradient for each of "
             f"{', '.join(a.name for a in arguments)}, or as one for each of their leaves. Return "
             "the gradient of each argument in its structure."
         )
-    paths = [path for a in arguments for path in a.paths]
-    leaves = [leaf for a in arguments for leaf in a.leaves]
-    for g, x, leaf, path in zip(found[0], primals, leaves, paths, strict=True):
-        if g is not None and x is None and not structures.has_derivatives(leaf):
-            raise TypeError(
-                f"{rule} returned a gradient for {path}, which has no derivatives: it is "
-                f"{_kind_of(leaf)}. Return None there, or pass {path} as a floating tensor."
-            )
-    return [(g, path) for g, x, path in zip(found[0], primals, paths, strict=True) if x is not None]
+    return [(g, path) for g, x, path in zip(first, primals, paths, strict=True) if x is not None]
+
+
+def _places_of_others(gradients: Sequence[Gradient], may_have: Sequence[bool]) -> list[int]:
+    """Where there is a gradient of something that cannot have one."""
+    return [
+        i
+        for i, (g, may) in enumerate(zip(gradients, may_have, strict=True))
+        if g is not None and not may
+    ]
 
 
 def _readings(
@@ -124,9 +141,12 @@ def _ways(arguments: Sequence[Argument], returned: Structure) -> list[list[Gradi
         found.append(_by_argument(arguments, [returned]))
     if isinstance(returned, (list, tuple)):
         found.append(_by_argument(arguments, returned))
-    flat = [g for _, g in structures.flatten(returned)]
-    if len(flat) == sum(len(a.leaves) for a in arguments) and not _has_names(returned):
-        found.append(flat)
+    flat = list(structures.flatten(returned))
+    keys = [_keys(place) for place, _ in flat]
+    of_arguments = [_keys(place) for a in arguments for place in a.places]
+    # A dictionary of gradients must not go by its order: that of tf.nest is not that of arguments.
+    if len(keys) == len(of_arguments) and (keys == of_arguments or not any(keys)):
+        found.append([g for _, g in flat])
     return [gradients for gradients in found if gradients is not None]
 
 
@@ -148,11 +168,9 @@ def _by_argument(
     return found
 
 
-def _has_names(structure: Structure) -> bool:
-    """Whether a structure holds a dictionary, whose gradients must not go by their order."""
-    if isinstance(structure, (list, tuple)):
-        return any(map(_has_names, structure))
-    return isinstance(structure, Mapping)
+def _keys(place: str) -> list[str]:
+    """The keys of dictionaries on the way to a leaf."""
+    return [part for part in place.split("[") if part.startswith(("'", '"'))]
 
 
 def _misfit(arguments: Sequence[Argument], returned: Structure, rule: str) -> str:

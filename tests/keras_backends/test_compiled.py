@@ -50,6 +50,12 @@ def structured_rule(x):
     return out["of x"] + out["of y"]
 
 
+@custom_vjp
+def with_default(dims, x, power=4):
+    value = truth(x).detach() * dims[0]
+    return value, lambda u: (None, dims[0] * power * x ** (power - 1) * u[..., None], None)
+
+
 class Scale:
     factor = 1.0
 
@@ -63,6 +69,7 @@ FORMS = {
     "structure": structure,
     "rule": rule,
     "structured rule": structured_rule,
+    "default": lambda x: with_default((1, 2), x),
     "method": Scale().method,
 }
 

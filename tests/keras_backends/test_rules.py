@@ -369,9 +369,40 @@ class TestProtocol:
         def f(x, i, flag):
             assert flag
             value = misled(x * ops.cast(i, "float64"))
-            return value, lambda u: u * ops.cast(i, "float64")
+            return value, lambda u: (u * ops.cast(i, "float64"), None, None)
 
         check(REVERSE, lambda x: f(x, i, True), lambda x: x * ops.cast(i, "float64"), [POINTS])
+
+    def test_numbers_in_a_structure_are_counted(self):
+        @custom_vjp
+        def f(dims, x, y, training, power=1):
+            value = misled(x**power * y * dims[0])
+            return value, lambda u: (None, u * y * dims[0], u * x * dims[0], None, None)
+
+        check(
+            REVERSE,
+            lambda x, y: f((6, 7), x, y, True),
+            lambda x, y: 6 * x * y,
+            [POINTS, POINTS + 1],
+        )
+
+    @pytest.mark.parametrize(
+        ("returned", "expected"),
+        [
+            (lambda u: 3, 3),
+            (lambda u: np.float64(3), 3),
+            (lambda u: np.array(3), 3),
+            (lambda u: u > 0, 1),
+            (lambda u: ops.cast(3 * u, "int32"), 3),
+        ],
+        ids=["int", "float of NumPy", "array of ints", "mask", "int32"],
+    )
+    def test_gradients_that_are_not_of_a_floating_dtype(self, returned, expected):
+        f = custom_vjp(lambda x: (misled(3 * x), returned))
+        x = ops.cast(2.0, "float32")
+        (g,) = gradient(lambda x: f(x) + x, [x], ops.ones_like(x))
+        assert keras.backend.standardize_dtype(g.dtype) == "float32"
+        assert float(array(g)) == expected + 1
 
     def test_outputs_without_derivatives(self):
         @custom_vjp
@@ -446,7 +477,17 @@ class TestRefusals:
                 ValueError,
                 "grad of <lambda> returned 2 gradients, expected 1",
             ),
-            (lambda x: (x + 0, lambda u: u[:2]), ValueError, r"shape \[2\] for argument \[0\]"),
+            (
+                lambda x, n=2: (x + 0, lambda u: (u, u)),
+                TypeError,
+                "gradient for n, which has no derivatives: it is int",
+            ),
+            (
+                lambda x: (x + 0, lambda u: ops.cast(u, "complex64")),
+                TypeError,
+                "of x that grad of <lambda> returned has dtype complex64, expected float64",
+            ),
+            (lambda x: (x + 0, lambda u: u[:2]), ValueError, r"shape \[2\] for x, expected"),
         ],
     )
     def test_a_function_that_breaks_the_protocol(self, f, error, message):
