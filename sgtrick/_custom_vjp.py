@@ -49,25 +49,31 @@ def custom_vjp(f: Function | None = None) -> Function:
         f: Returns `(y, grad_fn)`, where `y` is a structure of tensors. `f` receives variables among
             the arguments as tensors, with the values that they have at the call. `grad_fn` is
             called with one upstream gradient for each leaf of `y`, only when a gradient is
-            requested, and returns a gradient or None for each leaf of the arguments: in the order
-            in which `f` declares them, even if they are passed by keyword, keyword-only ones last;
-            those of `**kwargs` are in the order of the call. The gradients of trailing leaves that
-            are not tensors or have no derivatives may be omitted. If `f` reads trainable variables
-            that are not among its arguments, `grad_fn` must take a keyword `variables`, the list of
-            these in the order in which they were read, and return
-            `(gradients, variable_gradients)`. Other tensors that `f` closes over have no gradient,
-            unless they are among the arguments, too: requesting one is an error, or it is None if
-            `f` stops the tensor. `grad_fn` never runs in a forward pass, and need not be linear;
-            loops and host calls are allowed. Higher derivatives are obtained by differentiating
-            `grad_fn`. Forward mode transposes it, by differentiating it with respect to `upstream`,
-            and tests the transpose at fixed pseudo-random upstream gradients.
+            requested. It returns one gradient for each argument, in the structure of the argument
+            or None, or one for each leaf of all arguments; a single argument's need not be in a
+            tuple. Arguments are in the order in which `f` declares them, even if they are passed by
+            keyword, keyword-only ones last; those of `**kwargs` are in the order of the call.
+            Defaults that the call leaves out are arguments too, but their gradients may be left out
+            unless they are tensors. What has no derivatives (int, bool, string, None) has the
+            gradient None. Gradients are cast to the dtype of their argument: numbers, arrays and
+            masks will do. If `f` reads trainable variables that are not among its arguments,
+            `grad_fn` must take a keyword `variables`, the list of these in the order in which they
+            were read, and return `(gradients, variable_gradients)`. Other tensors that `f` closes
+            over have no gradient, unless they are among the arguments, too: requesting one is an
+            error, or it is None if `f` stops the tensor. `grad_fn` never runs in a forward pass,
+            and need not be linear; loops and host calls are allowed. Higher derivatives are
+            obtained by differentiating `grad_fn`. Forward mode transposes it, by differentiating it
+            with respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
+            gradients.
 
     Returns:
         A function of the arguments of `f` that returns `y`. Methods can be decorated too.
 
     Raises:
-        TypeError: `f` does not return such a pair, or `grad_fn` does not take `variables`.
-        ValueError: `grad_fn` returned the wrong number of gradients, or one of the wrong shape.
+        TypeError: `f` does not return such a pair, or uses a reference variable of TensorFlow 1;
+            `grad_fn` does not take `variables`, or returned a gradient for something that has no
+            derivatives, or a complex one for a real argument.
+        ValueError: `grad_fn` returned another number of gradients, or one of the wrong shape.
         LookupError: When TensorFlow cannot compute a derivative from `grad_fn`: in forward mode, if
             it is not linear or calls the host; for higher derivatives, if the gradient, or a part
             of it, is not connected to the arguments; and with respect to a tensor that `f` closes

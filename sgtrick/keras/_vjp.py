@@ -31,23 +31,24 @@ def custom_vjp(f: Function | None = None) -> Function:
     Args:
         f: Returns `(y, grad)`, where `y` is a structure of tensors. `grad` is called with one
             upstream gradient for each leaf of `y`, None for leaves without derivatives. It returns
-            one gradient or None for each leaf of the arguments, in the order in which `f` declares
-            them, followed by those in `**kwargs` in the order of the call. Trailing gradients may
-            be omitted if their arguments are not tensors or have no derivatives. `grad` must be
+            one gradient for each argument, in the structure of the argument or None, or one for
+            each leaf of all arguments, as `grad_fn` of `sgtrick.custom_vjp` does. Gradients are
+            cast to the dtype of their argument: numbers, arrays and masks will do. `grad` must be
             linear in `upstream`: reverse mode calls it, forward mode transposes it. Higher
             derivatives are those of `grad`.
 
     Returns:
         A plain function of the arguments of `f` that returns `y`, or its `KerasTensor` for symbolic
-        arguments. `f` gets the values of Keras variables among the arguments. Gradients have the
-        dtype of their argument. Methods can be decorated too. Keras stores the function by name,
-        like any function: register it with `keras.saving.register_keras_serializable` above this
-        decorator, or list it in `custom_objects` when a model is loaded.
+        arguments. `f` gets the values of Keras variables among the arguments. Methods can be
+        decorated too. Keras stores the function by name, like any function: register it with
+        `keras.saving.register_keras_serializable` above this decorator, or list it in
+        `custom_objects` when a model is loaded.
 
     Raises:
         TypeError: `f` does not return such a pair, reads a trainable variable that is not among its
-            arguments, or assigns one.
-        ValueError: `grad` returned gradients of the wrong number or shape.
+            arguments, or assigns one; or `grad` returned a gradient for something that has no
+            derivatives, or a complex one for a real argument.
+        ValueError: `grad` returned gradients of another number or shape.
         LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
             argument; or a second derivative where `grad` computes gradients from an argument only
             through `stop_gradient` or NumPy. (On tensorflow as in `sgtrick.custom_vjp`.)
