@@ -1,5 +1,6 @@
 """R functions through reticulate, with R's own arithmetic as the engine."""
 
+import importlib.util
 import json
 import math
 import os
@@ -13,20 +14,21 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-import sgtrick
+import sgtrick.keras
 from hanging import HANGS
 
 ROOT = Path(__file__).parents[1]
 
 
-def rscript(*command):
-    """The finished process, with this Python in R."""
+def rscript(*command, **variables):
+    """The finished process, with this Python in R, and environment variables."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {
         **os.environ,
         "RETICULATE_PYTHON": sys.executable,
         "PYTHONPATH": path,
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        **variables,
     }
     command = ["Rscript", *command]
     return subprocess.run(
@@ -43,8 +45,8 @@ def run_r():
     if found.returncode:
         pytest.skip(f"needs reticulate (r-cran-reticulate) and a shared libpython: {found.stderr}")
 
-    def run(*command, quiet=False):
-        finished = rscript(*command)
+    def run(*command, quiet=False, **variables):
+        finished = rscript(*command, **variables)
         assert finished.returncode == 0, finished.stderr
         assert not (quiet and finished.stderr), finished.stderr  # TensorFlow's greetings are hidden
         return finished.stdout
@@ -148,6 +150,16 @@ def check_trouble_in_mid_chain(results):
     }
 
 
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_each_signature_of_grad_that_keras_documents(run_r, backend):
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed: pip install sgtrick[keras-{backend}]")
+    script = ROOT / "tests" / "r" / "signatures.R"
+    gradients = json.loads(run_r(script, KERAS_BACKEND=backend, JAX_ENABLE_X64="1"))
+    of_upstream = ["upstream", "..., upstream = NULL", "..., upstream", "u", "..."]
+    assert gradients == {f"grad({parameters})": [5, 3] for parameters in of_upstream}
+
+
 @pytest.fixture(scope="module")
 def examples(run_one_by_one):
     """What each of the examples prints."""
@@ -192,6 +204,24 @@ def as_of_reticulate(f):
     namespace = {"__name__": "rpytools.call", "f": f}
     exec("def python_function(*args, **kwargs): return f(*args, **kwargs)", namespace)
     return namespace["python_function"]
+
+
+def test_an_r_function_that_fails_is_not_called_in_another_way():
+    """Without the names of its parameters, only R's message tells that it lacks `upstream`."""
+    given = []
+
+    def fails(*args, **kwargs):
+        given.append((args, kwargs))
+        raise RuntimeError("no root below 2")
+
+    h = sgtrick.keras.custom_vjp(lambda x: (2 * x, as_of_reticulate(fails)))
+    x = tf.constant(3.0)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = h(x)
+    with pytest.raises(RuntimeError, match="no root below 2"):
+        tape.gradient(y, x)
+    assert given == [((tf.constant(1.0),), {})]
 
 
 def test_an_r_function_is_given_lists_and_may_return_numbers_and_lists():

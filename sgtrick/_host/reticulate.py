@@ -15,7 +15,7 @@ class WrongThreadError(RuntimeError):
 
 def check_python(fn: object) -> None:
     """Raises if a function that is to run on a worker thread is an R function."""
-    if _is_r_function(fn):
+    if is_r_function(fn):
         raise TypeError(
             "fn is an R function, and run calls fn on a worker thread, where R cannot run. "
             "Pass a Python function and its arguments: executor$run(f, x) instead of "
@@ -23,10 +23,18 @@ def check_python(fn: object) -> None:
         )
 
 
-def _is_r_function(fn: object) -> bool:
+def is_r_function(fn: object) -> bool:
     """Whether `fn` is an R function, which reticulate wraps in a function of one of its modules."""
     # Look at the globals, because decorators copy __module__ from the function that they wrap.
     return getattr(fn, "__globals__", {}).get("__name__") == "rpytools.call"
+
+
+def is_missing(name: str, error: RuntimeError) -> bool:
+    """Whether an R function failed because it was not given the argument `name`.
+
+    R's message is `argument "name" is missing, with no default`, in the language of the user.
+    """
+    return name in str(error)
 
 
 def as_engine(fn: Function) -> Function:
@@ -35,7 +43,7 @@ def as_engine(fn: Function) -> Function:
     Lists become vectors in R. A reticulate that is older than NumPy passes arrays as opaque
     objects, which have no arithmetic.
     """
-    if not _is_r_function(fn):
+    if not is_r_function(fn):
         return fn
 
     def engine(*args: Any) -> Any:

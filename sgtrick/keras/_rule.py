@@ -1,13 +1,16 @@
 """A call of a function that returns `(y, grad)`, as a function of flat lists of tensors."""
 
+import inspect
+import types
 from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from sgtrick._core import calls, dtypes, vjp_protocol
-from sgtrick._core.types import Args, Kwargs, Structure
-from sgtrick.keras import _structures
+from sgtrick._core.types import Args, Function, Kwargs, Structure
+from sgtrick._host import reticulate
+from sgtrick.keras import _backends, _structures
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
@@ -58,6 +61,7 @@ class Rule:
         kwargs = dict(zip(self._keywords, values, strict=True))
         returned = self._f(*self._owner, *args, **kwargs)
         y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
+        grad = _of_leaves(grad, [*args, *values], y)
 
         def pull(*us: Gradient) -> list[Gradient]:
             returned = grad(*us)
@@ -127,6 +131,50 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
 
     def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
         self._assigned.append(update[0])
+
+
+def _of_leaves(grad: Function, args: Sequence[Structure], y: Structure) -> Function:
+    """`grad` as a function of one upstream gradient for each leaf of `y`.
+
+    Keras documents `grad(upstream)` for tensorflow and jax, `grad(*args, upstream)` for torch, and
+    for all `grad(*args, upstream=None)`, which may also be called in the way of torch.
+    """
+    positional, keywords = _parameters(grad)
+
+    def in_one(us: Sequence[Gradient]) -> Structure:
+        return us[0] if len(us) == 1 else _structures.pack(y, us)
+
+    def by_name(*us: Gradient) -> Structure:
+        return grad(*args, upstream=in_one(us))
+
+    def from_r(*us: Gradient) -> Structure:
+        try:
+            return grad(*us)
+        except RuntimeError as error:  # reticulate does not tell the names of parameters
+            if not reticulate.is_missing("upstream", error):
+                raise
+        return by_name(*us)
+
+    if "upstream" in keywords:
+        return by_name
+    if [*positional] == ["upstream"]:
+        return lambda *us: grad(in_one(us))
+    # torch.compile cannot trace the second question, but for it the first is never true.
+    if [*positional] == ["args", "kwargs"] and reticulate.is_r_function(grad):
+        return from_r
+    return grad
+
+
+def _parameters(f: Function) -> tuple[Sequence[str], Sequence[str]]:
+    """The names of the positional parameters, and of those that are passed by keyword alone."""
+    if isinstance(f, types.FunctionType) and not f.__code__.co_flags & inspect.CO_VARKEYWORDS:
+        # What torch.compile can trace, unlike inspect.signature.
+        names, count = f.__code__.co_varnames, f.__code__.co_argcount
+        return names[:count], names[count : count + f.__code__.co_kwonlyargcount]
+    signature = None if _backends.is_compiling() else calls.signature_of(f)
+    found = [*signature.parameters.values()] if signature else []
+    keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY]
+    return [p.name for p in found if p.name not in keywords], keywords
 
 
 def _outputs(y: Structure) -> list[Tensor]:

@@ -37,6 +37,11 @@ def custom_vjp(f: Function | None = None) -> Function:
             linear in `upstream`: reverse mode calls it, forward mode transposes it. Higher
             derivatives are those of `grad`.
 
+            The signatures that Keras documents are accepted too. `grad(*args, upstream)` and
+            `grad(*args, upstream=None)`, where `upstream` is keyword-only, get the arguments of `f`
+            in the order of their gradients. There, and in `grad(upstream)`, several leaves of `y`
+            give an `upstream` in the structure of `y`.
+
     Returns:
         A plain function of the arguments of `f` that returns `y`, or its `KerasTensor` for symbolic
         arguments. `f` gets the values of Keras variables among the arguments. Methods can be

@@ -1,5 +1,7 @@
 """`torch.compile` of both forms as one graph, and what it refuses."""
 
+import functools
+
 import numpy as np
 import pytest
 from keras import ops
@@ -39,6 +41,19 @@ def rule(x):
 
 
 @custom_vjp
+def rule_of_keras(x):
+    def grad(*args, upstream):
+        return 4 * args[0] ** 3 * upstream[..., None]
+
+    return truth(x).detach(), grad
+
+
+@custom_vjp
+def rule_with_a_partial(x):
+    return truth(x).detach(), functools.partial(lambda x, u: 4 * x**3 * u[..., None], x)
+
+
+@custom_vjp
 def nested(point):
     x, y = point["x"], point["y"][0]
     values = {"of x": truth(x).detach(), "of y": truth(y).detach()}
@@ -68,6 +83,8 @@ FORMS = {
     "value": value,
     "structure": structure,
     "rule": rule,
+    "rule of Keras": rule_of_keras,
+    "rule with a partial": rule_with_a_partial,
     "structured rule": structured_rule,
     "default": lambda x: with_default((1, 2), x),
     "method": Scale().method,
