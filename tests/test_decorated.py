@@ -57,6 +57,25 @@ def of_object(f):
     return method
 
 
+def of_another_name(f):
+    """The same under a name that Python allows as well."""
+
+    def method(this, x):
+        return f(this.scale, x)
+
+    return method
+
+
+def of_no_name(f):
+    """The same without any name."""
+
+    def method(*args):
+        this, x = args
+        return f(this.scale, x)
+
+    return method
+
+
 def jvp_form(f, jvp, **options):
     form = sgtrick.custom_jvp(f, **options)
     form.defjvp(jvp)
@@ -159,6 +178,84 @@ class TestMethods:
 
 
 @EVERY
+@pytest.mark.parametrize("of", [of_another_name, of_no_name])
+class TestMethodsByBinding:
+    """What makes a method is that a class holds it, not the name of its first parameter."""
+
+    @WRAPS
+    def test_of_objects(self, name, of, wrap):
+        f, decorate = FORMS[name]
+
+        class Model:
+            def __init__(self, scale):
+                self.scale = scale
+
+            h = decorate(of)(of(f))
+
+        class Derived(Model):
+            def h(self, x):
+                return super().h(x)
+
+        for class_ in (Model, Derived):
+            check(class_(3.0).h, 3.0, wrap)
+            check(functools.partial(class_.h, class_(5.0)), 5.0, wrap)
+
+    @WRAPS
+    def test_of_classes(self, name, of, wrap):
+        f, decorate = FORMS[name]
+
+        class Model:
+            scale = 3.0
+            inside = decorate(of)(classmethod(of(f)))
+            outside = classmethod(decorate(of)(of(f)))
+
+        class Derived(Model):
+            scale = 5.0
+
+        for class_ in (Model, Derived):
+            check(class_.inside, class_.scale, wrap)
+            check(class_().outside, class_.scale, wrap)
+
+    @WRAPS
+    def test_of_structures_of_tensors(self, name, of, wrap):
+        f, decorate = FORMS[name]
+
+        class Named(NamedTuple):
+            scale: tf.Tensor
+            h = decorate(of)(of(f))
+
+        check(Named(tf.constant(3.0, tf.float64)).h, 3.0, wrap)
+
+    def test_of_what_becomes_a_method(self, name, of):
+        f, decorate = FORMS[name]
+
+        class Model:
+            scale = 3.0
+
+        h = decorate(of)(of(f))
+        if name.startswith("from_numpy"):
+            h.__set_name__(Model, "h")
+        Model.h = h
+        check(Model().h, 3.0)
+
+    @WRAPS
+    def test_under_other_decorators(self, name, of, wrap):
+        if name.startswith("from_numpy"):
+            pytest.skip("an engine that no class holds has no class")
+        f, decorate = FORMS[name]
+        undecorated = of(f)
+        undecorated.__qualname__ = f"{Model.__qualname__}.h"
+        undecorated.__name__ = "h"
+        h = decorate(of)(undecorated)
+        Model.h = functools.wraps(h)(lambda self, x: h(self, x))
+        check(Model().h, 3.0, wrap)
+
+
+class Model:
+    scale = 3.0
+
+
+@EVERY
 @pytest.mark.parametrize("kind", [classmethod, staticmethod])
 @pytest.mark.parametrize("inside", [True, False])
 @WRAPS
@@ -204,11 +301,26 @@ class Point(NamedTuple):
     def host(self):
         return cube(1.0, self.x), Point(tenfold(1.0, self.x))
 
+    def plain(self, other=None):
+        x = self.x if other is None else other.x
+        return cube(1.0, x), lambda u: Point(u * tenfold(1.0, x))
 
-@pytest.mark.parametrize("name", ["vjp", "both", "host"])
+    undecorated = staticmethod(sgtrick.custom_vjp(plain))
+
+
+@pytest.mark.parametrize("name", ["vjp", "both", "host", "undecorated"])
 @WRAPS
 def test_static_methods_of_an_object_of_their_class(name, wrap):
     check(lambda x: getattr(Point, name)(Point(x)), 1.0, wrap)
+
+
+@WRAPS
+def test_forms_of_the_methods_of_a_class_are_no_methods_themselves(wrap):
+    """An object of the class that they get is an argument."""
+    function = sgtrick.custom_vjp(Point.plain)
+    check(lambda x: function(Point(x)), 1.0, wrap)
+    bound = sgtrick.custom_vjp(Point(2 * X).plain)
+    check(lambda x: bound(Point(x)), 1.0, wrap)
 
 
 def of_number(name, scale):

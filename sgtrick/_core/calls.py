@@ -179,6 +179,7 @@ class Callee:
         f: The function itself.
         name: Its name in errors.
         form: The function that is called in its place.
+        is_held_by: Whether it is a method of a class.
     """
 
     def __init__(self, f: Function) -> None:
@@ -190,26 +191,29 @@ class Callee:
         kinds = {parameter.kind for parameter in self._parameters}
         self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
         self._body = getattr(f, "__qualname__", "").rpartition(".")[0]
-        self._may_be_method = any(p.name in ("self", "cls") for p in self._parameters[:1])
+        self._function = getattr(f, "__func__", f)  # of a bound method
+        self.is_held_by: Callable[[type], bool] = self._is_held_by
 
     def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
         """Calls the function."""
         return self.f(*args, **kwargs)
 
     def own(self, args: Sequence[Structure]) -> int:
-        """How many of the arguments are the instance or class: 1 in the call of a method."""
-        if not (self._may_be_method and args):
-            return 0
-        owner = args[0] if isinstance(args[0], type) else args[0].__class__
-        return int(any(map(self._is_method_of, owner.__mro__)))
+        """How many of the arguments are the instance or class: 1 in the call of a method.
 
-    def _is_method_of(self, owner: type) -> bool:
-        attributes = vars(owner)
-        # It may be there under another name; or under its own, but in another decorator.
-        found = [a for a in attributes.values() if unbound(a) is self.form]
-        if owner.__qualname__ == self._body:
-            found += [attributes.get(self.name, None)]
-        return any(a is not None and not isinstance(a, staticmethod) for a in found)
+        Python passes it to a function that its class holds, whatever the parameter is called.
+        """
+        if not args or isinstance(args[0], tf.Tensor):
+            return 0
+        return int(self.is_held_by(args[0] if isinstance(args[0], type) else args[0].__class__))
+
+    def _is_held_by(self, owner: type) -> bool:
+        held = [a for c in owner.__mro__ for a in vars(c).values() if unbound(a) is self.form]
+        if not held:  # under its name it may be in another decorator
+            bodies = [vars(c) for c in owner.__mro__ if c.__qualname__ == self._body]
+            held = [body[self.name] for body in bodies if self.name in body]
+            held = [a for a in held if unbound(a) is not self._function]
+        return any(not isinstance(a, staticmethod) for a in held)
 
     def bind(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
         """The arguments as the function receives them."""

@@ -10,15 +10,6 @@ def is_tensorflow() -> bool:
     return bool(keras.backend.backend() == "tensorflow")
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile is tracing."""
-    if keras.backend.backend() != "torch":
-        return False
-    import torch
-
-    return bool(torch.compiler.is_compiling())
-
-
 def native() -> ModuleType:
     """The module of this backend with the operations that `keras.ops` lacks.
 

@@ -10,7 +10,7 @@ from keras import ops
 from sgtrick._core import calls, dtypes, vjp_protocol
 from sgtrick._core.types import Args, Function, Kwargs, Structure
 from sgtrick._host import reticulate
-from sgtrick.keras import _backends, _structures
+from sgtrick.keras import _compiling, _structures
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
@@ -22,13 +22,12 @@ class Rule:
         inputs: The tensors among the arguments that have derivatives.
     """
 
-    def __init__(
-        self, function: calls.Callee, args: Args, kwargs: Kwargs, *, is_bound: bool
-    ) -> None:
+    def __init__(self, function: calls.Callee, args: Args, kwargs: Kwargs) -> None:
         call = function.bind(args, kwargs)
-        names = function.names(call)[is_bound:]
-        args, kwargs = call.args[is_bound:], call.kwargs
-        self._owner = call.args[:is_bound]  # self of a method has no gradient
+        own = 0 if args and ops.is_tensor(args[0]) else function.own(args)
+        names = function.names(call)[own:]
+        self._owner = call.args[:own]  # self of a method has no gradient
+        args, kwargs = call.args[own:], call.kwargs
         values = [*args, *kwargs.values()]
         self._arguments = vjp_protocol.arguments_of(names, values, call.defaults)
         self.__name__, self._grad = function.name, f"grad of {function.name}"
@@ -171,7 +170,7 @@ def _parameters(f: Function) -> tuple[Sequence[str], Sequence[str]]:
         # What torch.compile can trace, unlike inspect.signature.
         names, count = f.__code__.co_varnames, f.__code__.co_argcount
         return names[:count], names[count : count + f.__code__.co_kwonlyargcount]
-    signature = None if _backends.is_compiling() else calls.signature_of(f)
+    signature = None if _compiling.is_compiling() else calls.signature_of(f)
     found = [*signature.parameters.values()] if signature else []
     keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY]
     return [p.name for p in found if p.name not in keywords], keywords

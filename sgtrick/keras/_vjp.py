@@ -4,8 +4,8 @@ import keras
 import tensorflow as tf
 
 from sgtrick._core import calls
-from sgtrick._core.types import Args, Function, Kwargs, Structure
-from sgtrick.keras import _backends
+from sgtrick._core.types import Function, Kwargs, Structure
+from sgtrick.keras import _backends, _compiling
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._symbolic import any_symbolic
 
@@ -66,18 +66,20 @@ def custom_vjp(f: Function | None = None) -> Function:
     if isinstance(f, (classmethod, staticmethod)):
         return type(f)(custom_vjp(f.__func__))
 
-    body, function = _body(f), calls.Callee(f)
+    function = calls.Callee(f)
+    function.is_held_by = _compiling.constant(function.is_held_by)
 
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
             return CustomVJPCall(h)(*args, **kwargs)
-        rule = Rule(function, args, kwargs, is_bound=_is_bound(f, body, args))
+        rule = Rule(function, args, kwargs)
         return rule.pack(_backends.native().with_vjp(rule, rule.inputs, rule.reads()))
 
     if _backends.is_tensorflow():
         h = tf.autograph.experimental.do_not_convert(h)
     # A plain function, because Keras stores functions by name but no other callables.
-    return _named(calls.imitate(h, f), f)
+    function.form = _named(calls.imitate(h, f), f)
+    return function.form
 
 
 def _named(h: Function, f: Function) -> Function:
@@ -86,22 +88,6 @@ def _named(h: Function, f: Function) -> Function:
     if h.__name__ == "<lambda>":  # Keras would store the code, which is that of h, not of f
         h.__name__ = "custom_vjp(<lambda>)"
     return h
-
-
-def _body(f: Function) -> str | None:
-    """The name of the class in whose body `f` is defined."""
-    body = getattr(f, "__qualname__", "").rpartition(".")[0]
-    return body if body and not body.endswith("<locals>") else None
-
-
-def _is_bound(f: Function, body: str | None, args: Args) -> bool:
-    """Whether `f` is a method of `body`, called with an instance or the class as first argument."""
-    if body is None or not args:
-        return False
-    owner = args[0] if isinstance(args[0], type) else type(args[0])
-    found = (vars(c).get(f.__name__) for c in owner.__mro__ if c.__qualname__ == body)
-    # A static method may take an instance of its own class, such as a named tuple of tensors.
-    return any(m is not None and not isinstance(m, staticmethod) for m in found)
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")

@@ -79,6 +79,17 @@ class Scale:
         return self.factor * truth(x).detach(), lambda u: self.factor * 4 * x**3 * u[..., None]
 
 
+class Other:
+    factor = 1.0
+
+    @custom_vjp
+    def times(*args):
+        this, x = args
+        return this.factor * truth(x).detach(), lambda u: this.factor * 4 * x**3 * u[..., None]
+
+    method = times
+
+
 FORMS = {
     "value": value,
     "structure": structure,
@@ -88,6 +99,7 @@ FORMS = {
     "structured rule": structured_rule,
     "default": lambda x: with_default((1, 2), x),
     "method": Scale().method,
+    "method without self": Other().method,
 }
 
 
