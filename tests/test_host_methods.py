@@ -52,6 +52,11 @@ class Quadratic:
         return np.sum(x), np.ones_like(x)
 
     @classmethod
+    @sgtrick.from_numpy
+    def inside_classmethod(cls, x):
+        return cls.unit() * np.sum(x), np.full_like(x, cls.unit())
+
+    @classmethod
     def unit(cls):
         return 1.0
 
@@ -92,12 +97,13 @@ class TestMethods:
         assert model.square(X).shape == [2, 2]
         assert model.square.calls == 4
 
+    @pytest.mark.parametrize("name", ["of_class", "inside_classmethod"])
     @pytest.mark.parametrize("of", [Quadratic, Double])
-    def test_of_classes(self, of):
-        before = of.of_class.calls
-        np.testing.assert_array_equal(of.of_class(X), of.unit() * np.array([3, 7]))
-        np.testing.assert_array_equal(of(1.0).of_class(X), of.unit() * np.array([3, 7]))
-        assert of.of_class.calls - before == 4
+    def test_of_classes(self, of, name):
+        before = getattr(of, name).calls
+        np.testing.assert_array_equal(getattr(of, name)(X), of.unit() * np.array([3, 7]))
+        np.testing.assert_array_equal(getattr(of(1.0), name)(X), of.unit() * np.array([3, 7]))
+        assert getattr(of, name).calls - before == 4
 
     @pytest.mark.parametrize("name", ["of_nobody", "inside_staticmethod"])
     def test_static_ones(self, name):

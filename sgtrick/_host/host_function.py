@@ -1,6 +1,7 @@
 """A host engine as a function of tensors."""
 
 import copy
+import functools
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -30,9 +31,14 @@ class Derivatives(NamedTuple):
 
     def of(self, instance: object, owner: type | None) -> "Derivatives":
         """The functions bound to `instance`; for class methods, `instance` is `owner`."""
-        # Ask the type: a bound method instance exposes the __get__ of its function.
-        bind = (f.__get__(instance, owner) if hasattr(type(f), "__get__") else f for f in self)
-        return Derivatives(*bind)
+
+        def bind(f: Any) -> Any:
+            # Ask the type: a bound method instance exposes the __get__ of its function. Python
+            # 3.13 warns that partials will become methods; here they remain what they are.
+            binds = hasattr(type(f), "__get__") and not isinstance(f, functools.partial)
+            return f.__get__(instance, owner) if binds else f
+
+        return Derivatives(*map(bind, self))
 
 
 class Options(NamedTuple):
@@ -73,6 +79,8 @@ class HostFunction:
         fn = functions.fn.__func__ if isinstance(functions.fn, classmethod) else functions.fn
         calls.imitate(self, fn)
         self._attribute, self._owner = calls.name_of(fn), type(None)
+        self._callee = calls.Callee(fn)
+        self._callee.form = self
         self._signature = calls.signature_of(fn)
         self._event_ndims, self._has_aux = options.event_ndims, options.has_aux
         self._name = options.name or calls.name_of(fn)
@@ -133,12 +141,12 @@ class HostFunction:
     @property
     def calls(self) -> int:
         """Number of calls of the engine, one for each batch member, or one in all if vectorized."""
-        return self._engine.calls
+        return int(self._counted("calls"))
 
     @property
     def hess_calls(self) -> int:
         """Number of calls of `hessp` or `hess`."""
-        return self._engine.hess_calls
+        return int(self._counted("hess_calls"))
 
     @property
     def failures(self) -> int:
@@ -147,7 +155,7 @@ class HostFunction:
         If a vectorized engine raised and was called again with batches of one, each member for
         which it raised counts.
         """
-        return self._engine.failures
+        return int(self._counted("failures"))
 
     @property
     def nonfinite(self) -> int:
@@ -155,12 +163,17 @@ class HostFunction:
 
         Failures and unknown gradients are not counted.
         """
-        return self._engine.nonfinite
+        return int(self._counted("nonfinite"))
 
     @property
     def seconds(self) -> float:
         """Total wall time of all evaluations in seconds, including waiting for an executor."""
-        return self._engine.seconds
+        return self._counted("seconds")
+
+    def _counted(self, name: str) -> float:
+        # Since Python 3.13, what a classmethod returns has the counters of the function in it.
+        engines = [f._engine for f in (self, *self._of_classes.values())]
+        return float(sum(getattr(engine, name) for engine in engines))
 
     def __repr__(self) -> str:
         """The name, the options that differ from their defaults, and the counters."""
@@ -185,7 +198,7 @@ class HostFunction:
 
     @unconverted
     def _evaluate(self, args: Args, kwargs: Kwargs) -> Structure:
-        if args and isinstance(args[0], self._owner):  # a method called on its class
+        if self._callee.own(args):  # a method called on its class, or under a classmethod
             method = self.__get__(args[0], type(args[0]))
             if method is not self:
                 return method(*args[1:], **kwargs)
