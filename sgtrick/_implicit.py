@@ -378,7 +378,7 @@ def _jacobian(
         at = tf.stop_gradient(graphs.here(x))
         others = [list(map(graphs.here, tensors)) for tensors in (ts, cs)]
         size = tf.where(tf.equal(at, 0), tf.ones_like(at), tf.abs(at))
-        _, fits = _of_rows(lambda x: r(x, *others), at + 0.1 * size * adjoint.probe(at))
+        _, fits = _of_rows(lambda x: r(x, *others), at + 0.1 * size * adjoint.probes([at])[0])
         assert fits is not None
         return [_unless(fits, message, upstream)]
 
@@ -405,7 +405,7 @@ def _of_rows(r: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor |
         return j, None
     # Each column of the Jacobian is a sum over all rows: of one that is there, if they are
     # independent.
-    u = adjoint.probe(y)
+    (u,) = adjoint.probes([y])
     return j, tracing.as_one(_are_independent, j, u, tape.gradient(y, x_, u))
 
 
