@@ -23,6 +23,7 @@ def implicit_root(
     x_star: Structure,
     *theta: Structure,
     batch_ndims: int = 0,
+    solve: Function | None = None,
 ) -> Structure:
     """The root `x_star` of `residual(x, *theta) = 0`, with its derivatives with respect to `theta`.
 
@@ -43,6 +44,26 @@ def implicit_root(
         >>> print(tape.gradient(x, a).numpy().round(4))  # 1 / (2 sqrt(a))
         0.3536
 
+    By default `J` is computed as a matrix: with `n` unknowns this takes `n` pullbacks of the
+    residual, memory for `n^2` numbers and a QR decomposition, `O(n^3)`, for each batch member. For
+    more than some hundred unknowns, pass a function `solve` that needs only products with `J` or
+    its transpose, such as the method of conjugate gradients where `J` is symmetric and positive
+    definite ::
+
+        >>> def solve(matvec, b):  # by Jacobi's method, as the diagonal of J is about 3
+        ...     v = tf.zeros_like(b)
+        ...     for _ in range(20):
+        ...         v += (b - matvec(v)) / 3
+        ...     return v
+        >>> def residual(x, a):
+        ...     return 3 * x + tf.roll(x, 1, 0) / 4 - a
+        >>> a = tf.fill([1000], 6.5)
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(a)
+        ...     x = sgtrick.implicit_root(residual, tf.fill([1000], 2.0), a, solve=solve)
+        >>> print(tape.gradient(x, a)[:3].numpy().round(4))  # 1 / (3 + 1/4)
+        [0.3077 0.3077 0.3077]
+
     Args:
         residual: Called as `residual(x, *theta)` with an `x` like `x_star`; returns the structure,
             shapes and dtypes of `x_star`. The root also gets derivatives with respect to other
@@ -54,6 +75,12 @@ def implicit_root(
         batch_ndims: The number of leading dimensions of `x_star` over which roots are independent:
             the residual of each depends on no other root. 0 is always correct, and solves one
             system for all; with a batch there is a small system for each root.
+        solve: Called as `solve(matvec, b)` when a derivative is requested; returns the `v` with
+            `matvec(v) = b`, up to half of the digits of the dtype. `matvec` is linear: the product
+            with `J` or with its transpose. `b`, `v`, and what `matvec` takes and returns have the
+            structure, shapes and dtype of `x_star`: it is one system for a batch, too. The solution
+            has derivatives of every order, by further solves; `solve` itself is not differentiated.
+            By default, `J` is a matrix and is decomposed.
 
     Returns:
         The structure, dtype and value of `x_star`, even where it is not finite or not a root. Where
@@ -63,21 +90,29 @@ def implicit_root(
 
     Raises:
         TypeError: `x_star` is not floating or mixes dtypes, or the residual has another dtype.
-        ValueError: The residual does not have the structure or shapes of `x_star` or does not
-            depend on it, or `batch_ndims` is not a number of dimensions of `x_star`.
-        LookupError: When differentiated, if the residual of a batch member depends on the root of
-            another, passes what is differentiated or `x` to a host call without its own gradient,
-            reads it from a `tf.TensorArray`, or reads a variable that has been assigned since.
-            Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the function
-            runs; around it and in XLA, the derivative is NaN. Also when called, if the residual
-            closes over a `tf.TensorArray` that a loop or a function got as an argument.
+        ValueError: The residual or the result of `solve` does not have the structure or shapes of
+            `x_star`, or the residual does not depend on it, `batch_ndims` is not a number of
+            dimensions of `x_star`, or it is passed together with `solve`.
+        LookupError: When differentiated, if the result of `solve` is not the solution, or if the
+            residual of a batch member depends on the root of another, passes what is
+            differentiated or `x` to a host call without its own gradient, reads it from a
+            `tf.TensorArray`, or reads a variable that has been assigned since. Inside a
+            `tf.function` this is a `tf.errors.InvalidArgumentError` when the function runs; around
+            it and in XLA, the derivative is NaN. Also when called, if the residual closes over a
+            `tf.TensorArray` that a loop or a function got as an argument.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(
             f"batch_ndims must be an int of at least 0, got {shapes.show_option(batch_ndims)}."
         )
+    if solve is not None and batch_ndims:
+        raise ValueError(
+            f"batch_ndims={batch_ndims} was passed together with solve, which solves one system "
+            "for all members. Pass one of the two."
+        )
     residual = autograph.as_caller(residual)
-    return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"))
+    solve = None if solve is None else autograph.as_caller(solve)
+    return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"), solve)
 
 
 def implicit_reparameterize(
@@ -156,6 +191,7 @@ def _root(
     theta: Structure,
     batch_ndims: Ndims | None,
     names: tuple[str, str],
+    solve: Function | None = None,
 ) -> Structure:
     rows = _Rows(x_star, batch_ndims, names[1])
     flat = tf.nest.flatten(theta)
@@ -177,7 +213,8 @@ def _root(
             f"{names[1]}. TensorFlow must be able to differentiate it; if it calls code outside "
             "TensorFlow, give it derivatives with one of sgtrick's functions."
         )
-    equation = _Equation(names[0], traced, _listed(names[0], traced.captured))
+    of_rows = None if solve is None else rows.solving(solve)
+    equation = _Equation(names[0], traced, _listed(names[0], traced.captured), of_rows)
     reads = list(map(tapes.read, traced.handles))
     return rows.unpack(_solved(equation, x, thetas, traced.captured, reads))
 
@@ -189,10 +226,13 @@ class _Equation:
         name: The function's name in errors.
         r: The traced residual. Other tensors that it uses are captured, and can be replaced.
         listed: The tensors in a `tf.TensorArray` that it captures.
+        solve: Solves linear systems, given a function for the product with the matrix.
     """
 
-    def __init__(self, name: str, r: tracing.Traced, listed: list[Tensor]) -> None:
-        self.name, self.r, self.listed = name, r, listed
+    def __init__(
+        self, name: str, r: tracing.Traced, listed: list[Tensor], solve: Function | None
+    ) -> None:
+        self.name, self.r, self.listed, self.solve = name, r, listed, solve
 
     @functools.cached_property
     def on_host(self) -> list[bool]:
@@ -226,12 +266,15 @@ def _solved(
         x_on_host, *on_host = equation.on_host
         # Before the residual, which may assign variables itself.
         unchanged = _are_unchanged(equation.r.handles, reads) if reads else None
-        j = _jacobian(name, lambda x, ts, cs: equation.r([x, *ts], cs), root, ts, cs)
+        if equation.solve is None:
+            j = _jacobian(name, lambda x, ts, cs: equation.r([x, *ts], cs), root, ts, cs)
+            weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
+        else:
+            weights = -_solution(equation, [root, *ts], cs, reads, upstream, transposed=True)
         if x_on_host:
-            j = _unless(tf.constant(False), _ON_HOST.format(name), j)
+            weights = _unless(tf.constant(False), _ON_HOST.format(name), weights)
         if unchanged is not None:
-            j = _unless(unchanged, _ASSIGNED.format(name), j)
-        weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
+            weights = _unless(unchanged, _ASSIGNED.format(name), weights)
         sources = [*ts, *itertools.compress(cs, are_live), *equation.r.handles]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
@@ -260,8 +303,8 @@ def _own(t: Tensor) -> Tensor:
 
 def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
     """`t`, or an error with this message, or NaN, if `holds` is false."""
-    # Whatever is computed from a NaN here is NaN too, and so are its derivatives.
-    return t + tf.cast(loud.zero_if(holds, message, []), t.dtype)
+    # A factor, so that the derivatives are NaN too.
+    return t * tf.cast(1 + loud.zero_if(holds, message, []), t.dtype)
 
 
 def _are_unchanged(handles: list[Tensor], reads: list[Tensor]) -> Tensor:
@@ -290,6 +333,79 @@ def _solve(m: Tensor, b: Tensor) -> Tensor:
         return [-by_b[..., tf.newaxis] * _solve(m, b)[..., tf.newaxis, :], by_b]
 
     return keep([s], [m, b], Rule("implicit_root", pull, lost=False))[0]
+
+
+def _solution(
+    equation: _Equation,
+    point: list[Tensor],
+    captured: list[Tensor],
+    reads: list[Tensor],
+    b: Tensor,
+    *,
+    transposed: bool,
+    known: Tensor | None = None,
+) -> Tensor:
+    """The solution `v` of `J v = b`, or of `J' v = b`, as a function of all that they depend on.
+
+    Args:
+        equation: The equation with the Jacobian `J`.
+        point: Where it is taken: the root and the arguments.
+        captured: What the residual captures.
+        reads: The values of the variables among these.
+        b: The right-hand side.
+        transposed: Whether the matrix is the transpose of `J`.
+        known: The solution, if it is known.
+    """
+    point, captured = list(map(graphs.here, point)), list(map(graphs.here, captured))
+    b = graphs.here(b)
+    are_live = [structures.is_differentiable(t.dtype) for t in captured]
+    if known is None:
+        fixed = [
+            tf.stop_gradient(t) if is_live else t
+            for t, is_live in zip(captured, are_live, strict=True)
+        ]
+        stopped = list(map(tf.stop_gradient, point))
+        matvec = _product_with_jacobian(equation, stopped, fixed, transposed=transposed)
+        b_ = tf.stop_gradient(b)
+        known = tf.stop_gradient(equation.solve(matvec, b_))
+        fits = adjoint.are_near(tf.norm(matvec(known) - b_), tf.norm(b_))
+        known = _unless(fits, _NOT_SOLVED, known)
+    v = tf.stop_gradient(graphs.here(known))
+
+    def pull(upstream: Tensor) -> list[Gradient]:
+        at, cs = list(map(tf.identity, point)), list(map(_own, captured))
+        of_point = functools.partial(_solution, equation, at, cs, reads)
+        by_b = of_point(upstream, transposed=not transposed)
+        again = of_point(b, transposed=transposed, known=v)
+        # J v = b: dJ v + J dv = db, and <u, J v> = <J' u, v>
+        left, right = (again, by_b) if transposed else (by_b, again)
+        sources = [*at, *itertools.compress(cs, are_live), *equation.r.handles]
+        with tf.GradientTape(watch_accessed_variables=False) as outer:
+            outer.watch(sources)
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(at[0])
+                r = equation.r(at, cs)
+            pulled = tape.gradient(r, at[0], left)
+        return [by_b, *outer.gradient(pulled, sources, output_gradients=-right)]
+
+    inputs = [b, *point, *itertools.compress(captured, are_live), *reads]
+    return keep([v], inputs, Rule(equation.name, pull, lost=False))[0]
+
+
+def _product_with_jacobian(
+    equation: _Equation, point: list[Tensor], captured: list[Tensor], *, transposed: bool
+) -> Callable[[Tensor], Tensor]:
+    """The product of a vector with the Jacobian by the root, or with its transpose."""
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(point[0])
+        r = equation.r(point, captured)
+    if transposed:
+        return lambda v: tape.gradient(r, point[0], v)
+    u = adjoint.probe(r)
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
+        outer.watch(u)
+        pulled = tape.gradient(r, point[0], u)
+    return lambda v: outer.gradient(pulled, u, v)
 
 
 class _Rows:
@@ -334,6 +450,17 @@ class _Rows:
             leaf.set_shape(star.shape)
             leaves.append(leaf)
         return tf.nest.pack_sequence_as(self._x_star, leaves)
+
+    def solving(self, solve: Function) -> Function:
+        """`solve`, which works on the structure, as a function of rows."""
+
+        def of_rows(matvec: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
+            def product(v: Structure) -> Structure:
+                return self.unpack(matvec(self.checked(v, "the argument of matvec")))
+
+            return self.checked(solve(product, self.unpack(b)), "the result of solve")
+
+        return of_rows
 
     def checked(self, returned: Structure, name: str) -> Tensor:
         """The residual as rows, with its structure, dtypes and shapes checked."""
@@ -431,6 +558,12 @@ _ON_HOST = (
 _ASSIGNED = (
     "{0} reads a variable that was assigned between the call and the gradient, which is that "
     "of the call. Assign the variable after the gradient, or pass it as an argument."
+)
+
+_NOT_SOLVED = (
+    "solve(matvec, b) returned a v for which matvec(v) is not b, not even up to half of the digits "
+    "of the dtype. Raise its number of steps, lower its tolerance, or use a method for matrices "
+    "like the Jacobian of the residual and its transpose, which need not be symmetric."
 )
 
 _IN_LIST = (

@@ -5,11 +5,13 @@ Refusals are exceptions, or NaN where nothing can raise: around a `tf.function`,
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from sgtrick._core import loud
+from sgtrick._core._tensorflow import tapes
 from sgtrick._core.types import Gradient, Tensor
 
 Pull = Callable[[], list[Gradient]]
@@ -44,7 +46,9 @@ def gradients_unless_refused(
 def _asked(pull: Pull) -> tuple[list[Gradient] | None, str]:
     """The gradients, or None and the message of the refusal."""
     try:
-        return pull(), ""
+        with warnings.catch_warnings():  # the report says why
+            warnings.filterwarnings("ignore", tapes.NAN_WARNING, RuntimeWarning)
+            return pull(), ""
     except NotImplementedError as error:
         return None, str(error)
     except LookupError as error:

@@ -204,6 +204,9 @@ def _origins(x: Tensor | Variable) -> Iterator[Tensor]:
         x = getattr(x, ORIGIN, None)
 
 
+NAN_WARNING = "A gradient is NaN, since it depends on an unknown one."
+
+
 def warn_of_nan(message: str) -> None:
     """Warns with this message if the gradient that a tape is computing comes out as NaN.
 
@@ -256,7 +259,7 @@ def _warn(message: str, frame: types.FrameType) -> None:
         frame, outer = outer, outer.f_back
     frame = outer or frame
     warnings.warn_explicit(
-        f"A gradient is NaN, since it depends on an unknown one. {message}",
+        f"{NAN_WARNING} {message}",
         RuntimeWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
