@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from sgtrick._core import adjoint, loud, structures
-from sgtrick._core._tensorflow import tapes, tracing
-from sgtrick._core.absent import present
+from sgtrick._core._tensorflow import graphs, tapes, tracing
+from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
 
@@ -64,19 +64,20 @@ def checked(
 def _fits(
     rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z: Tensor
 ) -> Tensor:
-    """Whether gradient `i` of a rule that is in a graph can be transposed, for a cotangent `z`.
+    """Whether gradient `i` of a rule, which is in a graph, can be transposed for a cotangent."""
+    at = present(upstream)
 
-    In this graph, since other graphs cannot use what the rule uses.
-    """
+    def pull(*us: Tensor) -> list[Tensor]:
+        gradient = rule.pull(*spread(us, upstream))[i]
+        return [] if gradient is None else [values_of(gradient)]
 
-    def pulled(us: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        gradient = rule.pull(*us)[i]
-        return present(us), [] if gradient is None else [values_of(gradient)]
-
+    # What the rule uses is only known in its graph, and nothing can be added to this any more.
+    pulled = tapes.apart(lambda: tracing.Traced(pull, tracing.specs_of(at), graph))
     with graph.as_default():
-        far, gs = tapes.apart(lambda: pulled(adjoint.far_probes(upstream)))
-        us, tested = tapes.apart(lambda: pulled(adjoint.probes(upstream)))
-    found = tracing.gradients_in(graph, gs, far, [z] * len(gs))
+        captured = list(map(graphs.here, pulled.captured))
+    us, far = adjoint.probes(at), adjoint.far_probes(at)
+    gs, tested = pulled(far, captured), pulled(us, captured)
+    found = tracing.gradients_in(tf.compat.v1.get_default_graph(), gs, far, [z] * len(gs))
     return adjoint.holds(tested, [z] * len(tested), found, us)
 
 
