@@ -10,6 +10,7 @@ SITE = "docs/_build/html"
 BENCHMARKS = [
     "bench_custom_gradient.py",
     "bench_custom_vjp.py",
+    "bench_memory.py",
     "bench_graphs.py",
     "bench_from_numpy.py",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from sgtrick._core import adjoint, calls, loud, partial, shapes, structures
-from sgtrick._core._tensorflow import autograph
+from sgtrick._core._tensorflow import autograph, tracing
 from sgtrick._core.absent import present
 from sgtrick._core.fixed_point import ValueAtPoint
 from sgtrick._core.transposition import beside
@@ -122,15 +122,14 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
                 return _natural(name, point, f, upstream, around)
             ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
             with _transposing(form, nondiff, at):
-                with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-                    tape.watch(ts)
+                with tracing.differentiated(ts) as transpose:
                     lt, us = beside(tangents_at(call, ts), upstream)
                 if not lt:
                     return [None] * len(ts)
-                found = tape.gradient(lt, ts, output_gradients=us)
+                found = transpose(lt, us)
                 # Not at the upstream gradients, which are zero where only their slope is wanted.
                 ws = adjoint.probes(lt)
-                pulled = tape.gradient(lt, ts, output_gradients=ws)
+                pulled = transpose(lt, ws)
                 moved, _ = beside(tangents_at(call, tested), upstream)
             fits = adjoint.holds(ws, moved, pulled, tested)
             zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *lt])

@@ -183,8 +183,8 @@ def _with_variables(
     leaves = [leaf for leaf in call.leaves() if structures.is_dense(leaf)]
     variables = besides(used.variables, leaves)
     values = [structures.as_tensor(v) for v in variables]
-    by_others = Rule(name, lambda u: pull_back(y, u))
-    y = keep([tf.stop_gradient(y)], others.xs, by_others)[0] if others.xs else tf.stop_gradient(y)
+    by_others = Rule(name, lambda u, y=y: pull_back([y], [u]))
+    (y,) = keep([tf.stop_gradient(y)], others.xs, by_others)
 
     def pulled(call: calls.Call, upstream: Tensor) -> list[Gradient]:
         gradients, by_variables = pair_of(

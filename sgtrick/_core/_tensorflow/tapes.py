@@ -107,6 +107,18 @@ def noting() -> Iterator[Used]:
         _NOTED.reset(token)
 
 
+@contextlib.contextmanager
+def watching_variables() -> Iterator[Callable[[], list[Variable]]]:
+    """A scope that yields a function: the trainable variables that have been read in it.
+
+    In the order in which they were created. It records no operation: a tape that did, in a graph,
+    would make TensorFlow trace the gradients of all loops at once, and these store every iterate.
+    """
+    # Without any tape, calls of functions would not tell what they read.
+    with tf.GradientTape(watch_accessed_variables=False), record.VariableWatcher() as watcher:
+        yield lambda: list(watcher.watched_variables())
+
+
 def note_accesses(variables: Sequence[Variable]) -> None:
     """Tells all tapes that these variables have been read, as by the call of a function."""
     for variable in variables:

@@ -113,24 +113,27 @@ def _one(f: Function, specs: tuple[Spec, ...]) -> ConcreteFunction:
 def gradients_in(
     graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor], grad_ys: Sequence[Tensor]
 ) -> list[Gradient]:
-    """`tf.gradients` of tensors of a graph that need not be the one that is being traced."""
+    """`tf.gradients` of tensors of a graph that need not be the one that is being traced.
+
+    One of `xs` may depend on another one, but counts as independent.
+    """
     with recording():
         return list(
             gradients_util._GradientsHelper(
-                list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph
+                list(ys), list(xs), grad_ys=list(grad_ys), stop_gradients=list(xs), src_graph=graph
             )
         )
 
 
 @contextlib.contextmanager
-def differentiated(xs: Sequence[Tensor]) -> Iterator[Callable[[Tensor, Tensor], list[Gradient]]]:
-    """A scope for computing tensors, which yields their pullback with respect to `xs`.
+def differentiated(xs: Sequence[Tensor]) -> Iterator[Callable[..., list[Gradient]]]:
+    """A scope for computing tensors, which yields the function `(ys, us) -> gradients` by `xs`.
 
     Without a tape in graphs: a second one around a loop makes TensorFlow store all iterates.
     """
     if not tf.executing_eagerly():
-        yield lambda y, u: gradients_in(y.graph, [y], xs, [u])
+        yield lambda ys, us: gradients_in(ys[0].graph, ys, xs, us)
         return
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(xs)
-        yield lambda y, u: tape.gradient(y, list(xs), u)
+        yield lambda ys, us: tape.gradient(ys, list(xs), us)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.framework import ops
 
 from sgtrick._core._tensorflow import graphs, tapes
@@ -37,11 +37,11 @@ def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     if not tf.executing_eagerly():
         return _in_graph(f, passed)
     if not tapes.somebody_records():
-        with record.VariableWatcher() as watcher:
+        with tapes.watching_variables() as variables_read:
             result = f()
-        return result, Uses(variables=_with_derivatives(watcher.watched_variables()))
+        return result, Uses(variables=_with_derivatives(variables_read()))
     age = ops.uid()
-    with tapes.noting() as used, record.VariableWatcher() as watcher:
+    with tapes.noting() as used, tapes.watching_variables() as variables_read:
         result = f()
     known = _identities(passed)
 
@@ -56,7 +56,7 @@ def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     inputs = [t for type_, ts in used if not graphs.type_has_no_gradient(type_) for t in ts]
     gathered = {id(t) for type_, ts in used if _gathers(type_) for t in ts}
     inputs += _tensors_of(result)
-    variables = _with_derivatives(watcher.watched_variables())
+    variables = _with_derivatives(variables_read())
     return result, Uses(
         _once(t for t in inputs if isinstance(t, ops.EagerTensor) and is_closed_over(t)),
         variables,
@@ -67,7 +67,7 @@ def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
 def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     graph = tf.compat.v1.get_default_graph()
     before = graph.num_operations()
-    with record.VariableWatcher() as watcher:
+    with tapes.watching_variables() as variables_read:
         result = f()
     operations = graph.get_operations()[before:]
     made = {identity_of(t) for op in operations for t in op.outputs}
@@ -86,7 +86,7 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     gathered = {identity_of(op.inputs[0]) for op in operations if _gathers(op.type)}
     variables = {
         identity_of(graphs.as_used(v.handle)): v
-        for v in _with_derivatives(watcher.watched_variables())
+        for v in _with_derivatives(variables_read())
     }
     return result, Uses(
         [t for t in older if is_differentiable(t.dtype)],
