@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from sgtrick._core import calls, structures, vjp_protocol
 from sgtrick._core._tensorflow import autograph, graphs, tapes, uses
-from sgtrick._core.guard import CLOSES_OVER, Check, closed_over, guarded, unknown_by
+from sgtrick._core.guard import Check, guarded, unknown_by_closure
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.tensors import TENSORFLOW
@@ -120,9 +120,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
         kept = guarded(Rule(function.name, rule.pull), check, rule.outputs, rule.inputs)
         outputs = keep(rule.outputs, rule.inputs, kept)
         if rule.inputs:  # else the derivatives are those of y itself
-            closed = closed_over(used, tensors)
-            message = CLOSES_OVER.format(function.name, "grad_fn")
-            outputs = [unknown_by(y, closed, message) for y in outputs]
+            outputs = unknown_by_closure(function.name, "grad_fn", outputs, used, tensors)
         return rule.pack(outputs)
 
     return autograph.form(call)

@@ -15,7 +15,7 @@ from sgtrick._core.fixed_point import (
     pair_of,
     select,
 )
-from sgtrick._core.guard import CLOSES_OVER, closed_over, unknown_by
+from sgtrick._core.guard import unknown_by_closure
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
@@ -211,4 +211,5 @@ def _with_variables(
         gradients,
         known=lambda u: pulled(at, u),
     )
-    return unknown_by(kept, closed_over(used, passed), CLOSES_OVER.format(name, "grad"))
+    (kept,) = unknown_by_closure(name, "grad", [kept], used, passed)
+    return kept

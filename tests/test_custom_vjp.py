@@ -123,13 +123,13 @@ def log1pexp(x):
 
 
 @anyhow
-def test_documented_example_log1pexp(differentiate):
+def test_log1pexp(differentiate):
     x = tf.constant([1.0, 2.0, 100.0])
     np.testing.assert_allclose(differentiate(log1pexp, x), [0.7310586, 0.8807971, 1.0], 1e-6)
 
 
 @anyhow
-def test_documented_example_of_two_partials(differentiate):
+def test_two_partials(differentiate):
     @custom_vjp
     def bar(x, y):
         # The documented forward is x * y, whose own derivative is right already.
@@ -142,7 +142,7 @@ def test_documented_example_of_two_partials(differentiate):
 
 
 @honoured
-def test_documented_example_with_a_variable(wrap):
+def test_a_rule_for_a_variable(wrap):
     weights = tf.Variable(tf.ones([2]))
 
     @custom_vjp
@@ -173,7 +173,7 @@ def test_documented_example_with_a_variable(wrap):
 
 @honoured
 @pytest.mark.parametrize("inner", [tf.custom_gradient, custom_vjp], ids=["tf", "sgtrick"])
-def test_documented_example_of_nesting(inner, wrap):
+def test_a_rule_in_a_rule(inner, wrap):
     """A sine whose second derivative has its own rule."""
 
     @custom_vjp

@@ -262,6 +262,126 @@ class TestATensorThatIsPassedToo:
         assert verdict(derivative(wrap(square)), 4 * X, X) in {"raises", "NaN"}
 
 
+def computed_before(x):
+    """A rule that accounts for what was computed from its argument before."""
+    y, g = hidden(x), slope(x)
+    return sgtrick.custom_vjp(lambda _: (y, lambda u: u * g))(x)
+
+
+def computed_before_with_a_variable(x):
+    """And from a variable, which the rule gives the gradient of too."""
+    y, g = hidden(x) * SCALE, slope(x) * SCALE
+
+    def grad_fn(u, variables):
+        assert len(variables) == 1
+        return u * g, [tf.reduce_sum(u * true(x))]
+
+    return sgtrick.custom_vjp(lambda _: (y + 0 * SCALE, grad_fn))(x) / 2
+
+
+def computed_before_in_a_loop(x):
+    y = tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, hidden(y)), (0, x))[1]
+    g = tf.cond(tf.constant(True), lambda: slope(x), lambda: x)
+    return sgtrick.custom_vjp(lambda _: (y, lambda u: u * g))(x)
+
+
+def computed_before_from_another_argument(x):
+    w = tf.ones_like(x)
+    y, g = hidden(x) * w, slope(x)
+    return sgtrick.custom_vjp(lambda x, w: (y, lambda u: (u * g, u * y)))(x, w)
+
+
+def of_an_argument_that_was_computed(x):
+    x = tf.sinh(tf.asinh(x))
+    return computed_before(x)
+
+
+COMPUTED_BEFORE = [
+    computed_before,
+    computed_before_with_a_variable,
+    computed_before_in_a_loop,
+    computed_before_from_another_argument,
+]
+IN_GRAPHS = {
+    "in tf.function": lambda f: tf.function(derivative(f)),
+    "around tf.function": lambda f: derivative(tf.function(f)),
+    "XLA": lambda f: compiled(derivative(f)),
+    "forward in tf.function": lambda f: tf.function(forward(f)),
+    "forward around tf.function": lambda f: forward(tf.function(f)),
+    "mapped": lambda f: derivative(lambda x: tf.vectorized_map(f, x)),
+}
+
+
+class TestWhatWasComputedFromAnArgument:
+    """It counts as the argument, as in TensorFlow: the rule accounts for it."""
+
+    @pytest.mark.parametrize("way", IN_GRAPHS)
+    @pytest.mark.parametrize("form", [*COMPUTED_BEFORE, of_an_argument_that_was_computed])
+    def test_in_graphs(self, form, way):
+        np.testing.assert_allclose(IN_GRAPHS[way](form)(X), slope(X), rtol=1e-12)
+
+    @pytest.mark.parametrize("form", COMPUTED_BEFORE)
+    def test_eagerly_where_nothing_else_is_differentiated(self, form):
+        np.testing.assert_allclose(derivative(form)(X), slope(X), rtol=1e-12)
+        found = derivative(derivative(form))
+        assert verdict(found, derivative(slope)(X), X) in {"right", "raises", "NaN"}
+
+    def test_eagerly_with_respect_to_variables(self):
+        """That are the argument, or that the function reads."""
+        v = tf.Variable(X)
+        with tf.GradientTape() as tape:
+            y = computed_before_with_a_variable(v)
+        by_v, by_scale = tape.gradient(y, [v, SCALE])
+        np.testing.assert_allclose(by_v, slope(X), rtol=1e-12)
+        np.testing.assert_allclose(by_scale, tf.reduce_sum(true(X)) / 2, rtol=1e-12)
+
+    @pytest.mark.parametrize(
+        "form", [computed_before, computed_before_in_a_loop, of_an_argument_that_was_computed]
+    )
+    def test_eagerly_elsewhere(self, form):
+        """Beside another tensor, which it may have been computed from, for all that is known."""
+        with tf.GradientTape() as tape:
+            tape.watch([X, W])
+            y = form(X) * W
+        by_x, by_w = tape.gradient(y, [X, W])
+        assert np.all(np.isnan(by_x))
+        np.testing.assert_allclose(by_w, true(X), rtol=1e-12)
+        if form is not of_an_argument_that_was_computed:
+            with pytest.raises(LookupError, match="closes over"):
+                forward(form)(X)
+
+    @pytest.mark.parametrize("way", ["in tf.function", "around tf.function", "XLA"])
+    @pytest.mark.parametrize("middle", ["operation", "function", "loop"])
+    def test_what_else_it_was_computed_from_is_missing(self, middle, way):
+        def product(x, w):
+            if middle == "function":
+                return tf.function(lambda x, w: hidden(x) * w)(x, w)
+            if middle == "loop":
+                return tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, y * w), (0, x))[1]
+            return hidden(x) * w
+
+        def form(x, w):
+            y, g = product(x, tf.exp(w)), slope(x)
+            return sgtrick.custom_vjp(lambda _: (y, lambda u: u * g))(x)
+
+        np.testing.assert_allclose(IN_GRAPHS[way](lambda x: form(x, W))(X), slope(X), rtol=1e-12)
+        assert verdict(IN_GRAPHS[way](lambda w: form(X, w)), true(X) * tf.exp(W), W) in {
+            "raises",
+            "NaN",
+        }
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_a_variable_that_it_was_computed_from_is_missing(self, wrap):
+        def form(x):
+            y, g = hidden(x) * tf.function(lambda: tf.exp(V))(), slope(x)
+            return sgtrick.custom_vjp(lambda _: (y, lambda u: u * g))(x)
+
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            loss = wrap(form)(X) + V
+        assert np.all(np.isnan(tape.gradient(loss, V)))
+
+
 def test_an_argument_that_keeps_its_gradient_and_is_closed_over():
     """In `with_gradient`, autodiff covers it, both ways."""
 

@@ -200,18 +200,50 @@ def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
     return _guard(y, lambda: known, [], xs) if xs else y
 
 
-def closed_over(used: Uses, passed: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that a function closes over and whose derivatives its rule leaves out.
+def unknown_by_closure(
+    name: str, rule: str, ys: Sequence[Tensor], used: Uses, passed: Sequence[Tensor]
+) -> list[Tensor]:
+    """The outputs of a function whose rule gives all derivatives, with errors for other ones.
 
-    Not what was computed from its arguments: that is the rule's business.
+    Those are derivatives with respect to tensors that it closes over, unless these were computed
+    from its arguments: the rule accounts for that.
+
+    Args:
+        name: The name of the function.
+        rule: What its rule is called in errors.
+        ys: The outputs.
+        used: What it closes over.
+        passed: Its arguments.
+
+    Raises:
+        LookupError: It closes over a list of tensors, of which nothing tells how it was made.
     """
     if is_running():  # what a rule has computed is a constant for the functions that it calls
-        return []
+        return list(ys)
+    if used.has_lists:
+        raise LookupError(_LIST.format(name))
     arguments = list(map(graphs.outside, passed))
-    return [t for t in used.tensors if not connections.is_made_of(graphs.outside(t), arguments)]
+    closed = [t for t in used.tensors if not connections.is_made_of(graphs.outside(t), arguments)]
+    if not closed:
+        return list(ys)
+    known = [*passed, *used.variables]
+    lost = Lost(by_inputs=_CLOSES_OVER.format(name, rule))
+
+    def unless_accounted_for() -> Lost:
+        # Nothing tells how an eager tensor was made. But who asks for nothing but arguments does not
+        # ask for what else it was made of.
+        is_known = tf.executing_eagerly() and tapes.asked_only_for(known)
+        return Lost() if is_known else lost
+
+    return [_guard(y, unless_accounted_for, [], closed) for y in ys]
 
 
-CLOSES_OVER = (
+_LIST = (
+    "{0} closes over a tf.TensorArray, and nothing tells what that was made of. Read the array "
+    "before, and pass what was read to {0} as an argument."
+)
+
+_CLOSES_OVER = (
     "{0} was differentiated with respect to a tensor that it closes over, or with respect to what "
     "this was computed from, but its {1} only gives the gradients of arguments and variables. Pass "
     "the tensor to {0} as an argument. If its derivative is meant to be zero, use tf.stop_gradient "

@@ -55,7 +55,7 @@ class Others(NamedTuple):
         """What was passed to a function, and what else it used."""
         # The gradient of a table that is gathered from is sparse, and a zero would be dense.
         dense = [v for v in used.variables if not any(v is t for t in used.tables)]
-        is_all = not (used.tables or used.has_more)
+        is_all = not (used.tables or used.has_lists or used.has_fixed)
         return cls(passed, [*used.tensors, *dense], is_all)
 
     def here(self) -> "Others":

@@ -108,14 +108,22 @@ def noting() -> Iterator[Used]:
 
 
 @contextlib.contextmanager
-def watching_variables() -> Iterator[Callable[[], list[Variable]]]:
+def watching_variables(xs: Sequence[Tensor]) -> Iterator[Callable[[], list[Variable]]]:
     """A scope that yields a function: the trainable variables that have been read in it.
 
-    In the order in which they were created. It records no operation: a tape that did, in a graph,
-    would make TensorFlow trace the gradients of all loops at once, and these store every iterate.
+    In the order in which they were created. In a graph, a tape that records operations would make
+    TensorFlow trace the gradients of all loops at once, and these store every iterate. Accumulators
+    fail on some operations, such as loops that read variables, unless a tape records what is
+    computed from `xs` and variables, too.
     """
+    pushes = bool(forwardprop_util.pack_tangents([]).indices)
+    is_pushing = pushes and not tf.executing_eagerly()
     # Without any tape, calls of functions would not tell what they read.
-    with tf.GradientTape(watch_accessed_variables=False), record.VariableWatcher() as watcher:
+    with (
+        tf.GradientTape(persistent=True, watch_accessed_variables=is_pushing) as recording,
+        record.VariableWatcher() as watcher,
+    ):
+        recording.watch(xs if is_pushing else [])
         yield lambda: list(watcher.watched_variables())
 
 
@@ -203,10 +211,21 @@ def asked_for(x: Tensor) -> bool:
     its target, whether or not they lead to a source, and does not tell pullbacks its sources. They
     are in the stack frame of `GradientTape.gradient`.
     """
+    return any(t is s for t in _origins(x) for s in _sources())
+
+
+def asked_only_for(xs: Sequence[Tensor | Variable]) -> bool:
+    """Whether it was asked for gradients with respect to some of `xs` and to nothing else."""
+    known = {id(t) for x in xs for t in _origins(x)}
+    sources = _sources()
+    return bool(sources) and all(id(s) in known for s in sources)
+
+
+def _sources() -> list[Tensor]:
+    """The tensors, and the handles of variables, that the tape was asked for."""
     frame = _request()
     sources = tf.nest.flatten(frame.f_locals["sources"]) if frame else []
-    wanted = list(_origins(x))
-    return any(t is getattr(s, "handle", s) for t in wanted for s in sources)
+    return [getattr(s, "handle", s) for s in sources]
 
 
 def _origins(x: Tensor | Variable) -> Iterator[Tensor]:

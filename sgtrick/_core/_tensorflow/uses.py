@@ -22,14 +22,15 @@ class Uses(NamedTuple):
         tensors: Tensors that have derivatives.
         variables: Trainable variables, in the order in which they were created.
         tables: Those of the variables that were gathered from.
-        has_more: Whether there is something else that has derivatives: a list of tensors, as of a
-            `tf.TensorArray`, or a variable that is not trainable.
+        has_lists: Whether there is a list of tensors, as of a `tf.TensorArray`.
+        has_fixed: Whether there is a variable that is not trainable.
     """
 
     tensors: Sequence[Tensor] = ()
     variables: Sequence[Variable] = ()
     tables: Sequence[Variable] = ()
-    has_more: bool = False
+    has_lists: bool = False
+    has_fixed: bool = False
 
 
 def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
@@ -37,11 +38,11 @@ def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     if not tf.executing_eagerly():
         return _in_graph(f, passed)
     if not tapes.somebody_records():
-        with tapes.watching_variables() as variables_read:
+        with tapes.watching_variables(passed) as variables_read:
             result = f()
         return result, Uses(variables=_with_derivatives(variables_read()))
     age = ops.uid()
-    with tapes.noting() as used, tapes.watching_variables() as variables_read:
+    with tapes.noting() as used, tapes.watching_variables(passed) as variables_read:
         result = f()
     known = _identities(passed)
 
@@ -67,7 +68,7 @@ def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
 def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     graph = tf.compat.v1.get_default_graph()
     before = graph.num_operations()
-    with tapes.watching_variables() as variables_read:
+    with tapes.watching_variables(passed) as variables_read:
         result = f()
     operations = graph.get_operations()[before:]
     made = {identity_of(t) for op in operations for t in op.outputs}
@@ -92,13 +93,8 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
         [t for t in older if is_differentiable(t.dtype)],
         list(variables.values()),
         [v for key, v in variables.items() if key in gathered],
-        any(
-            graphs.carries_derivatives(t)
-            if t.dtype == tf.variant
-            else graphs.holds_floats(t) and identity_of(t) not in variables
-            for t in older
-            if t.dtype in (tf.variant, tf.resource)
-        ),
+        any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in older),
+        any(graphs.holds_floats(t) and identity_of(t) not in variables for t in older),
     )
 
 
