@@ -11,7 +11,7 @@ from sgtrick._from_value_and_gradient import from_value_and_gradient
 from sgtrick._host.executors import MainThreadExecutor
 from sgtrick._host.frameworks import from_jax, from_torch
 from sgtrick._host.from_numpy import from_numpy
-#from sgtrick._implicit import implicit_reparameterize, implicit_root
+from sgtrick._implicit import implicit_reparameterize, implicit_root
 from sgtrick._tricks import (
     clip_gradient,
     magic_box,

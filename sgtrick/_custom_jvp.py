@@ -203,9 +203,9 @@ _NOT_LINEAR = (
 )
 
 
-# The functions whose rules are being transposed, and in which graph. A rule may call its function: on
-# primals, or on tangents where the function is linear. Transposing the rule of that call too would
-# recurse for ever.
+# The functions whose rules are being transposed, and in which graph. A rule may call its function:
+# on primals, or on tangents where the function is linear. Transposing the rule of that call too
+# would recurse for ever.
 _NOW: ContextVar[dict[Any, Graph]] = ContextVar("_NOW", default={})  # noqa: B039
 
 

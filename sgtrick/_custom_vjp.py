@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 

@@ -160,9 +160,7 @@ def _differentiable(
         return list(found)
 
     def differentiable() -> list[Leaf | None]:
-        gxs = iter(
-            partial.embed(call.name, known, call.point.xs, call.others, gradients)
-        )
+        gxs = iter(partial.embed(call.name, known, call.point.xs, call.others, gradients))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable

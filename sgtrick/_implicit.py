@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import adjoint, ancestry, lost, loud, shapes, structures
-from sgtrick._core._tensorflow import autograph, graphs, tapes, tracing
-from sgtrick._core.override import keep, unknown_by
+from sgtrick._core import adjoint, loud, shapes, structures
+from sgtrick._core._tensorflow import autograph, connections, graphs, tapes, tracing
+from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
 
@@ -207,14 +207,16 @@ def _root(
     x = rows.pack(rows.stars)
     thetas = [graphs.here(structures.as_tensor(flat[i])) for i in places]
     traced = tracing.Traced(r, tracing.specs_of([x, *thetas]))
-    if not ancestry.is_connected(traced.outputs[0], traced.inputs[:1]):
+    if not connections.are_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
             f"{names[0]} returned something that is not connected to its first argument, "
             f"{names[1]}. TensorFlow must be able to differentiate it; if it calls code outside "
             "TensorFlow, give it derivatives with one of sgtrick's functions."
         )
     of_rows = None if solve is None else rows.solving(solve)
-    equation = _Equation(names[0], traced, _listed(names[0], traced.captured), of_rows)
+    if any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in traced.captured):
+        raise LookupError(_LIST.format(names[0]))
+    equation = _Equation(names[0], traced, of_rows)
     reads = list(map(tapes.read, traced.handles))
     return rows.unpack(_solved(equation, x, thetas, traced.captured, reads))
 
@@ -225,23 +227,17 @@ class _Equation:
     Attributes:
         name: The function's name in errors.
         r: The traced residual. Other tensors that it uses are captured, and can be replaced.
-        listed: The tensors in a `tf.TensorArray` that it captures.
         solve: Solves linear systems, given a function for the product with the matrix.
     """
 
-    def __init__(
-        self, name: str, r: tracing.Traced, listed: list[Tensor], solve: Function | None
-    ) -> None:
-        self.name, self.r, self.listed, self.solve = name, r, listed, solve
+    def __init__(self, name: str, r: tracing.Traced, solve: Function | None) -> None:
+        self.name, self.r, self.solve = name, r, solve
 
     @functools.cached_property
-    def on_host(self) -> list[bool]:
-        """Whether a host call makes the residual of `x`, the arguments, what it captures, reads."""
-        inner = [t for t in self.r.inner if structures.is_differentiable(t.dtype)]
-        tensors = [*self.r.inputs, *inner]
-        paths = ancestry.paths(self.r.outputs[0], tensors, cuts=graphs.HOST_CALLS)
-        reads = lost.on_host(self.r.outputs, self.r.handles) if self.r.handles else []
-        return [*map(any, paths), *reads]
+    def calls_host(self) -> bool:
+        """Whether a host call makes the residual of something that may be differentiated."""
+        varying = connections.varying(self.r.captured, self.r.inner)
+        return connections.Subgraph(self.r.outputs[0]).host_sees([*self.r.inputs, *varying])
 
 
 def _solved(
@@ -263,7 +259,6 @@ def _solved(
         # recorded when it is used again.
         ts, cs = list(map(tf.identity, thetas)), list(map(_own, captured))
         root = _solved(equation, x, ts, cs, reads)
-        x_on_host, *on_host = equation.on_host
         # Before the residual, which may assign variables itself.
         unchanged = _are_unchanged(equation.r.handles, reads) if reads else None
         if equation.solve is None:
@@ -271,7 +266,7 @@ def _solved(
             weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
         else:
             weights = -_solution(equation, [root, *ts], cs, reads, upstream, transposed=True)
-        if x_on_host:
+        if equation.calls_host:
             weights = _unless(tf.constant(False), _ON_HOST.format(name), weights)
         if unchanged is not None:
             weights = _unless(unchanged, _ASSIGNED.format(name), weights)
@@ -279,21 +274,10 @@ def _solved(
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             r = equation.r([root, *ts], cs)
-        gradients = tape.gradient(r, sources, output_gradients=weights)
-        unknown = loud.failures(inputs, _ON_HOST.format(name), [upstream], on_host)
-        return [g if u is None else u for g, u in zip(gradients, unknown, strict=True)]
+        return list(tape.gradient(r, sources, output_gradients=weights))
 
-    root = keep([tf.stop_gradient(x)], inputs, Rule(name, pull, lost=False))[0]
-    return unknown_by(root, equation.listed, _IN_LIST.format(name))
-
-
-def _listed(name: str, captured: list[Tensor]) -> list[Tensor]:
-    """The floating tensors that lists of tensors (`tf.TensorArray`) among others were made of."""
-    lists = [t for t in captured if t.dtype == tf.variant and graphs.carries_derivatives(t)]
-    found = list(map(ancestry.elements, lists))
-    if not all(are_all for _, are_all in found):
-        raise LookupError(lost.unknown_list(name))
-    return [t for elements, _ in found for t in elements]
+    (root,) = keep([tf.stop_gradient(x)], inputs, Rule(name, pull))
+    return root
 
 
 def _own(t: Tensor) -> Tensor:
@@ -332,7 +316,7 @@ def _solve(m: Tensor, b: Tensor) -> Tensor:
         by_b = _solve(tf.linalg.matrix_transpose(m), upstream)
         return [-by_b[..., tf.newaxis] * _solve(m, b)[..., tf.newaxis, :], by_b]
 
-    return keep([s], [m, b], Rule("implicit_root", pull, lost=False))[0]
+    return keep([s], [m, b], Rule("implicit_root", pull))[0]
 
 
 def _solution(
@@ -389,7 +373,7 @@ def _solution(
         return [by_b, *outer.gradient(pulled, sources, output_gradients=-right)]
 
     inputs = [b, *point, *itertools.compress(captured, are_live), *reads]
-    return keep([v], inputs, Rule(equation.name, pull, lost=False))[0]
+    return keep([v], inputs, Rule(equation.name, pull))[0]
 
 
 def _product_with_jacobian(
@@ -401,7 +385,7 @@ def _product_with_jacobian(
         r = equation.r(point, captured)
     if transposed:
         return lambda v: tape.gradient(r, point[0], v)
-    u = adjoint.probe(r)
+    (u,) = adjoint.far_probes([r])
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
         outer.watch(u)
         pulled = tape.gradient(r, point[0], u)
@@ -509,7 +493,7 @@ def _jacobian(
         assert fits is not None
         return [_unless(fits, message, upstream)]
 
-    return keep([tf.stop_gradient(j)], [j], Rule(name, pull, lost=False))[0]
+    return keep([tf.stop_gradient(j)], [j], Rule(name, pull))[0]
 
 
 def _of_rows(r: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -566,9 +550,9 @@ _NOT_SOLVED = (
     "like the Jacobian of the residual and its transpose, which need not be symmetric."
 )
 
-_IN_LIST = (
-    "{0} was differentiated with respect to a tensor in a tf.TensorArray that it closes over. Read "
-    "the array before, and pass what was read to {0} as an argument."
+_LIST = (
+    "{0} closes over a tf.TensorArray, and nothing tells what that was made of. Read the array "
+    "before, and pass what was read to {0} as an argument."
 )
 
 

@@ -78,7 +78,9 @@ class Selection:
         self._nested = any(tf.nest.is_nested(argument) for argument in self._arguments)
         self._places = [i for i, (_, leaf) in enumerate(leaves) if differentiated(leaf)]
         self._flat = [leaf for _, leaf in leaves]
-        self.xs = [tapes.own(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places]
+        self.xs = [
+            tapes.own(structures.to_tensor(leaves[i][1], leaves[i][0])) for i in self._places
+        ]
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 

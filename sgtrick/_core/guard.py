@@ -85,9 +85,7 @@ class Check:
         found = [self._lost_of(y, traced.inputs[:n], inputs) for y in traced.outputs]
         return [one or Lost() for one in dense.restored(found)]
 
-    def _values(
-        self, us: Sequence[Tensor | None], inputs: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    def _values(self, us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         gradients = self._rule(us, inputs)
         return [None if g is None else values_of(g) for g in gradients]
 
@@ -126,10 +124,7 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
         ]
 
     def push(*tangents: Tangent) -> Sequence[Tangent]:
-        if callable(rule.push):
-            moved = rule.push(*tangents)
-        else:
-            moved = transposed(rule, ys, tangents)
+        moved = rule.push(*tangents) if callable(rule.push) else transposed(rule, ys, tangents)
         if loud.is_off():
             return moved
         near, ts = list(map(here, inputs)), present(tangents)
@@ -230,8 +225,8 @@ def unknown_by_closure(
     lost = Lost(by_inputs=_CLOSES_OVER.format(name, rule))
 
     def unless_accounted_for() -> Lost:
-        # Nothing tells how an eager tensor was made. But who asks for nothing but arguments does not
-        # ask for what else it was made of.
+        # Nothing tells how an eager tensor was made. But who asks for arguments alone does not ask
+        # for what else it was made of.
         is_known = tf.executing_eagerly() and tapes.asked_only_for(known)
         return Lost() if is_known else lost
 

@@ -60,9 +60,7 @@ def is_off() -> bool:
     return not _IS_ON.get()
 
 
-def failure(
-    like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()
-) -> Tensor:
+def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()) -> Tensor:
     """An unknown gradient with respect to a tensor: NaN, or where possible an error.
 
     It is linear in the cotangents `zs`, so it is zero where they are: around a function, TensorFlow

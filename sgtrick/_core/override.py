@@ -56,7 +56,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        if tracing.is_soon_closed() or _RUNNING.get() == "graph":
+        if _DEPTH.get() < 2 and (tracing.is_soon_closed() or _RUNNING.get() == "graph"):
             rule = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
@@ -68,12 +68,21 @@ def keep(
     return outputs
 
 
+# How many pullbacks that are being carried call each other: as many as the order of derivatives.
+# Without end, rules that call each other would be traced for ever.
+_DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
+
+
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     """The same rule, whose pullback captures nothing more when it is called."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
     dense = Dense(rule.pull, live)
-    with loud.not_raising():
-        pull = tracing.carried(dense, tracing.specs_of(present(live)))
+    token = _DEPTH.set(_DEPTH.get() + 1)
+    try:
+        with loud.not_raising():
+            pull = tracing.carried(dense, tracing.specs_of(present(live)))
+    finally:
+        _DEPTH.reset(token)
     return rule._replace(pull=lambda *us: dense.restored(pull(*_zeros_for_none(us, live))))
 
 

@@ -206,15 +206,16 @@ def embed(
         of_others = tangents[len(ys) + len(xs) :]
         assert callable(rule.push)
         moved = _plus(of_ys, rule.push(*of_xs))
-        live, at = present(moved), [None if t is None else y for t, y in zip(moved, ys, strict=True)]
+        live, at = (
+            present(moved),
+            [None if t is None else y for t, y in zip(moved, ys, strict=True)],
+        )
         near = point.within_reach(at)
         if not live or not present(of_others):
             return moved
         if not near.others.is_all:
             live = [unknown_by(t, near.xs, _ELSEWHERE.format(name)) for t in live]
-        zeros = _zeros(
-            near, live, present(of_others), lambda us: (spread(us, moved), of_others)
-        )
+        zeros = _zeros(near, live, present(of_others), lambda us: (spread(us, moved), of_others))
         return spread([t + z for t, z in zip(live, zeros, strict=True)], moved)
 
     inputs = [*ys, *xs, *others.tensors]

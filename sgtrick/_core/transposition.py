@@ -61,9 +61,7 @@ def checked(
     return [None if g is None else guarded(i, g) for i, g in enumerate(gradients)]
 
 
-def _fits(
-    rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z: Tensor
-) -> Tensor:
+def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z: Tensor) -> Tensor:
     """Whether gradient `i` of a rule, which is in a graph, can be transposed for a cotangent."""
     at = present(upstream)
 

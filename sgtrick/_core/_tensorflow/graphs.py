@@ -9,6 +9,7 @@ from tensorflow.python.ops import control_flow_util, handle_data_util
 from sgtrick._core.structures import ORIGIN, is_differentiable
 from sgtrick._core.types import DType, Graph, Operation, Tensor, Variable
 
+
 def operation(tensor: Tensor) -> Operation | None:
     """The operation that computes a tensor, None for an eager tensor."""
     return None if isinstance(tensor, ops.EagerTensor) else tensor.op

@@ -88,7 +88,7 @@ def noting() -> Iterator[Used]:
     used: Used = []
 
     def note(  # as TensorFlow calls it
-        op_type: str,
+        op_type: str | bytes,
         inputs: Sequence[Tensor],
         attrs: object,  # noqa: ARG001
         outputs: Sequence[Tensor],  # noqa: ARG001
@@ -96,7 +96,7 @@ def noting() -> Iterator[Used]:
         graph: Graph | None = None,
     ) -> None:
         if graph is None:
-            used.append((op_type, inputs))
+            used.append((tf.compat.as_str(op_type), inputs))
 
     token = _NOTED.set((*_NOTED.get(), used))
     op_callbacks.add_op_callback(note)

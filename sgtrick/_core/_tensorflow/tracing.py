@@ -8,7 +8,6 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
 
 from sgtrick._core._tensorflow import graphs
-
 from sgtrick._core._tensorflow.graphs import is_variable
 from sgtrick._core._tensorflow.tapes import not_recording, recording
 from sgtrick._core.types import ConcreteFunction, Function, Gradient, Graph, Spec, Tensor, Variable

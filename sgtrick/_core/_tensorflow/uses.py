@@ -77,24 +77,24 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     # Accumulators compute tangents in between.
     tangents = forwardprop_util.pack_tangents(list(passed)).tangents
     known = made | _identities([*passed, *tangents])
-    inputs = [
-        t for op in operations if not graphs.has_no_gradient(op) for t in op.inputs
-    ]
+    inputs = [t for op in operations if not graphs.has_no_gradient(op) for t in op.inputs]
     inputs += [graphs.as_used(t) for t in _tensors_of(result)]
     for t in inputs:
         refuse_reference(t, f"{t.op.name}, which the function reads,")
     older = _once(t for t in inputs if identity_of(t) not in known)
     gathered = {identity_of(op.inputs[0]) for op in operations if _gathers(op.type)}
     variables = {
-        identity_of(graphs.as_used(v.handle)): v
-        for v in _with_derivatives(variables_read())
+        identity_of(graphs.as_used(v.handle)): v for v in _with_derivatives(variables_read())
     }
     return result, Uses(
         [t for t in older if is_differentiable(t.dtype)],
         list(variables.values()),
         [v for key, v in variables.items() if key in gathered],
         any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in older),
-        any(graphs.holds_floats(t) and identity_of(t) not in variables for t in older),
+        any(
+            t.dtype == tf.resource and graphs.holds_floats(t) and identity_of(t) not in variables
+            for t in older
+        ),
     )
 
 
