@@ -132,7 +132,7 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
                 pulled = transpose(lt, ws)
                 moved, _ = beside(tangents_at(call, tested), upstream)
             fits = adjoint.holds(ws, moved, pulled, tested)
-            zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *lt])
+            zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *moved])
             if tf.executing_eagerly():
                 return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
             # A missing gradient could not carry the error.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from sgtrick._core import structures
 from sgtrick._core._tensorflow import tracing
 from sgtrick._core.types import Array, DType, Gradient, Tangent, Tensor
 
@@ -67,25 +68,21 @@ def are_near(difference: Tensor, size: Tensor, eps: float | None = None) -> Tens
     return (tf.abs(difference) <= tolerance * size) | tf.math.is_nan(tf.stop_gradient(difference))
 
 
-def probes(likes: Sequence[Tensor | None]) -> list[Tensor | None]:
+def probes(likes: Sequence[Tensor]) -> list[Tensor]:
     """Generic directions: fixed pseudo-random numbers of order 1."""
-    return _directions(likes, far=False)
+    return [_direction(t, k, far=False) for k, t in enumerate(likes)]
 
 
-def far_probes(likes: Sequence[Tensor | None]) -> list[Tensor | None]:
+def far_probes(likes: Sequence[Tensor]) -> list[Tensor]:
     """Others, about a thousand times as large and of the opposite signs.
 
     A function that clips, or that depends on signs or on the order of entries, is not linear in the
     same way here and there, entry by entry.
     """
-    return _directions(likes, far=True)
+    return [_direction(t, k, far=True) for k, t in enumerate(likes)]
 
 
 _MANY = 1024  # a power of two, so that scaling does not round
-
-
-def _directions(likes: Sequence[Tensor | None], *, far: bool) -> list[Tensor | None]:
-    return [None if t is None else _direction(t, k, far=far) for k, t in enumerate(likes)]
 
 
 def _direction(like: Tensor, k: int, *, far: bool) -> Tensor:
@@ -112,7 +109,8 @@ def _numbers(shape: tuple[int, ...], dtype: DType, k: int, far: bool) -> Array:
     # The smaller of any two entries is the larger one far away, and of two with different signs
     # also the one whose size is smaller.
     re, im = -signs * _MANY * 2 ** (e**2 - 1 + few) if far else signs * 2 ** (e - few)
-    return (re + 1j * im if dtype.is_complex else re).astype(dtype.as_numpy_dtype)
+    numbers: Array = re + 1j * im if dtype.is_complex else re
+    return numbers.astype(dtype.as_numpy_dtype)
 
 
 def _pairs(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -127,8 +125,7 @@ def _pairs(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[tuple
 def _term(p: Tensor, q: Tensor) -> Tensor:
     if p.dtype.is_complex:
         return tf.math.real(tf.math.conj(p) * q)
-    wide = tf.float32 if p.dtype.size < 4 else p.dtype  # a sum of halves overflows
-    return tf.cast(p, wide) * tf.cast(q, wide)
+    return structures.wide(p) * structures.wide(q)
 
 
 def _eps(dtype: DType) -> float:

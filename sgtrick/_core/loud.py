@@ -171,7 +171,9 @@ def _increment(t: Tensor) -> Tensor:
 
 
 def _total(of: Sequence[Tensor]) -> Tensor:
-    return tf.add_n([tf.cast(tf.reduce_sum(tf.math.real(t)), tf.float64) for t in of])
+    return tf.add_n(
+        [tf.cast(tf.reduce_sum(structures.wide(tf.math.real(t))), tf.float64) for t in of]
+    )
 
 
 @dataclasses.dataclass(frozen=True)

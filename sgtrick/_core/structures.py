@@ -104,6 +104,11 @@ def is_differentiable(dtype: DType) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
+def wide(t: Tensor) -> Tensor:
+    """A real tensor in a dtype whose sums do not overflow as those of half precision do."""
+    return tf.cast(t, tf.float32) if t.dtype.size < 4 else t
+
+
 def has_derivatives(leaf: object) -> bool:
     """Whether a leaf is a floating or complex number, array, tensor or variable."""
     if isinstance(leaf, (float, complex)):

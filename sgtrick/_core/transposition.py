@@ -14,16 +14,16 @@ from sgtrick._core.types import Gradient, Graph, Pullback, Pushforward, Tangent,
 def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:
     """The transpose of the pullback at `tangents`, or an error if it has none."""
     likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    us, far = adjoint.probes(likes), adjoint.far_probes(likes)
-    at = present(far)
+    us, far = adjoint.probes(present(likes)), adjoint.far_probes(present(likes))
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(at)
-        gs, ts = beside(rule.pull(*far), tangents)
-    found = tape.gradient(gs, at, output_gradients=ts) if gs else [None] * len(at)
-    fits = adjoint.holds(*beside(rule.pull(*us), tangents), found, present(us))
-    zero = loud.zero_if(fits, _MESSAGE.format(rule.name), [*gs, *ts])
-    pushed = iter(found)
-    return [None if u is None else _plus(next(pushed), zero, u) for u in us]
+        tape.watch(far)
+        gs, ts = beside(rule.pull(*spread(far, likes)), tangents)
+    found = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
+    tested = beside(rule.pull(*spread(us, likes)), tangents)
+    fits = adjoint.holds(*tested, found, us)
+    # Not of what is far, which may overflow.
+    zero = loud.zero_if(fits, _MESSAGE.format(rule.name), [t for pair in tested for t in pair])
+    return spread([_plus(t, zero, u) for t, u in zip(found, us, strict=True)], likes)
 
 
 def checked(
