@@ -107,6 +107,8 @@ def custom_gradient(
         LookupError: When an unknown derivative is taken: of second order without `hx`, or of third
             order with it. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when
             the function runs; around it and in XLA, where nothing can raise, the derivative is NaN.
+            In eager execution, a derivative by something that `x` was computed from is NaN with a
+            warning that has the message.
         tf.errors.InvalidArgumentError: At run time, for dimensions that were unknown while tracing.
 
     The name and the trick are those of `tfp.math.custom_gradient`, and every call that works

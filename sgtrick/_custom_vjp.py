@@ -76,11 +76,12 @@ def custom_vjp(f: Function | None = None) -> Function:
         LookupError: When TensorFlow cannot compute a derivative from `grad_fn`: in forward mode, if
             it is not linear or calls the host; for higher derivatives, if the gradient, or a part
             of it, is not connected to the arguments; and with respect to a tensor that `f` closes
-            over. With respect to what that tensor was computed from, the derivative is NaN. In
-            graphs this is a `tf.errors.InvalidArgumentError` when the graph runs; around a
-            `tf.function` and in XLA, the derivative is NaN. Also when one eager operation of `f`
-            reads several variables, so that their order is unknown; and when a loop or branch in
-            `f` reads a `tf.TensorArray` that another loop or a function got as an argument.
+            over. With respect to what that tensor, or an argument, was computed from, the
+            derivative is NaN in eager execution, with a warning. In graphs this is a
+            `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
+            the derivative is NaN. Also when one eager operation of `f` reads several variables, so
+            that their order is unknown; and when a loop or branch in `f` reads a `tf.TensorArray`
+            that another loop or a function got as an argument.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 

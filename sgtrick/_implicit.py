@@ -344,6 +344,7 @@ def _solution(
     b = graphs.here(b)
     are_live = [structures.is_differentiable(t.dtype) for t in captured]
     if known is None:
+        assert equation.solve
         fixed = [
             tf.stop_gradient(t) if is_live else t
             for t, is_live in zip(captured, are_live, strict=True)

@@ -101,9 +101,10 @@ def with_gradient(
             connected to the point: it came from the host or NumPy, was stopped, or is a constant
             (in that case add `0 * x`). Inside a `tf.function` this is a
             `tf.errors.InvalidArgumentError` when the function runs; around it and in XLA, where
-            nothing can raise, the derivative is NaN. Also when `grad` takes variables, and one
-            eager operation of `f` reads several, so that their order is unknown; or if a loop or
-            branch in `f` reads a `tf.TensorArray` that another loop or a function got as an
+            nothing can raise, the derivative is NaN. In eager execution, one by something that the
+            argument was computed from is NaN with a warning. Also when `grad` takes variables, and
+            one eager operation of `f` reads several, so that their order is unknown; or if a loop
+            or branch in `f` reads a `tf.TensorArray` that another loop or a function got as an
             argument.
     """
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}

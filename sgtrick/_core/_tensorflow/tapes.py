@@ -244,7 +244,8 @@ def warn_of_nan(message: str) -> None:
     Whether a path leads to a source is not known in a pullback, but when
     `GradientTape.gradient` returns.
     """
-    frame, before = _request(), sys.getprofile()
+    frame = _request()
+    before: Any = sys.getprofile()
     if frame is None:
         return
     if isinstance(before, _AtReturn) and before.frame is frame:
@@ -285,10 +286,9 @@ def _has_nan(gradients: Any) -> bool:
 
 def _warn(message: str, frame: types.FrameType) -> None:
     """Warns where a frame was called from outside of TensorFlow and this library."""
-    outer: types.FrameType | None = frame
-    while outer is not None and outer.f_globals["__name__"].startswith(("tensorflow.", "sgtrick.")):
-        frame, outer = outer, outer.f_back
-    frame = outer or frame
+    inside = ("tensorflow.", "sgtrick.")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame = frame.f_back
     warnings.warn_explicit(
         f"{NAN_WARNING} {message}",
         RuntimeWarning,
