@@ -212,5 +212,5 @@ def _with_variables(
         gradients,
         known=lambda u: pulled(at, u),
     )
-    (kept,) = unknown_by_closure(name, "grad", [kept], used, passed)
+    (kept,) = unknown_by_closure(name, "grad", [kept], used, point.tensors)
     return kept

@@ -98,12 +98,10 @@ class Selection:
             [x if tf.is_tensor(leaf) else leaf for x, leaf in zip(self.xs, leaves, strict=True)]
         )
 
-    def originals(self) -> list[Tensor]:
-        """The tensors of which `xs` are copies, each once, as a function closes over them."""
-        tensors = [t for t in (self._flat[i] for i in self._places) if isinstance(t, tf.Tensor)]
-        copies = set(map(identity_of, self.xs))
-        found = {identity_of(t): as_used(t) for t in tensors}
-        return [t for key, t in found.items() if key not in copies]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, and the copies of them."""
+        return [*(t for t in self._flat if isinstance(t, tf.Tensor)), *self.xs]
 
     def on(self, call: Call, xs: Sequence[Tensor]) -> Call:
         """Another call, with the leaves `xs` in these arguments."""

@@ -218,7 +218,7 @@ def unknown_by_closure(
     if used.has_lists:
         raise LookupError(_LIST.format(name))
     arguments = list(map(graphs.outside, passed))
-    closed = [t for t in used.tensors if not connections.is_made_of(graphs.outside(t), arguments)]
+    closed = [t for t in used.tensors if not connections.depends(graphs.outside(t), arguments)]
     if not closed:
         return list(ys)
     known = [*passed, *used.variables]

@@ -1,7 +1,7 @@
 """What a tensor in a graph is connected to, as TensorFlow sees it."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +22,8 @@ VALUES = "_sgtrick_values"
 def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
     """Whether TensorFlow finds a derivative of `y` with respect to one of `xs`, in its graph.
 
-    It is asked for one, in a graph that is thrown away.
+    It is asked for one, in a graph that is thrown away. So should be the graph of `y`: in loops,
+    TensorFlow adds what stores all iterates.
     """
     if not xs or not is_differentiable(y.dtype):
         return False
@@ -35,14 +36,23 @@ def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
         return any(g is not None for g in found)
 
 
-def is_made_of(y: Tensor, xs: Sequence[Tensor]) -> bool:
-    """Whether `y` is one of `xs`, or was computed from one in its graph."""
-    if any(y is x for x in xs):
-        return True
-    if graphs.operation(y) is None:
-        return False
-    near = [x for x in xs if graphs.operation(x) is not None and x.graph is y.graph]
-    return are_connected(y, near)
+def depends(y: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Whether `y` was computed from one of `xs` in a graph, by operations that have derivatives.
+
+    TensorFlow is not asked here: that would add to the loops of a graph that is going to run.
+    """
+    names = set(map(graphs.identity_of, xs))
+    stack, seen = [y], set[Hashable]()
+    while stack:
+        t = stack.pop()
+        key = graphs.identity_of(t)
+        if key in names:
+            return True
+        op = graphs.operation(t)
+        if op is not None and key not in seen and not graphs.has_no_gradient(op):
+            seen.add(key)
+            stack.extend(op.inputs)
+    return False
 
 
 def varying(outer: Sequence[Tensor], inner: Sequence[Tensor]) -> list[Tensor]:
@@ -65,7 +75,7 @@ def _may_vary(t: Tensor) -> bool:
     inputs = getattr(t.graph, "inputs", None)
     if inputs is None:  # a graph of TensorFlow 1
         return t.op.type != "Const"
-    return any(i is t for i in inputs) or are_connected(t, [i for i in inputs if _carries(i)])
+    return depends(t, [i for i in inputs if _carries(i)])
 
 
 def _carries(t: Tensor) -> bool:
@@ -101,8 +111,9 @@ class Subgraph:
         return is_host or any(map(self._calls_host, self._inside(node)))
 
     def _brings_numbers(self, node: Any) -> bool:
-        brings = not node.input and _is_float(node.attr["dtype"].type)
-        return brings or any(map(self._brings_numbers, self._inside(node)))
+        is_stop = node.op == "StopGradient"
+        is_input = not node.input and _is_float(node.attr["dtype"].type)
+        return is_stop or is_input or any(map(self._brings_numbers, self._inside(node)))
 
     def _inside(self, node: Any) -> list[Any]:
         """The operations of the functions that an operation calls."""
@@ -120,10 +131,11 @@ def _before(nodes: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
     found, stack = dict[str, Any](), list(names)
     while stack:
         name = stack.pop()
-        # An argument of a function is no operation. What is stopped has no derivatives.
-        if name in found or name not in nodes or nodes[name].op == "StopGradient":
+        if name in found or name not in nodes:  # as an argument of a function
             continue
         node = found[name] = nodes[name]
+        if node.op == "StopGradient":
+            continue
         inputs = [_name(i) for i in node.input if not i.startswith("^")]
         # The first ones of a kept override are its values, whose own derivatives are not used.
         stack += inputs[node.attr[VALUES].i :]

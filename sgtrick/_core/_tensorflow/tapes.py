@@ -9,7 +9,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -74,34 +74,41 @@ def record_override(
             or None for each output.
     """
     record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
-    for used in _NOTED.get():
-        used.append(("sgtrick", inputs))
+    for operations in _NOTED.get():
+        operations.append(Operation("sgtrick", inputs, outputs))
 
 
-Used = list[tuple[str, Sequence[Tensor]]]  # the types and inputs of operations
-_NOTED: ContextVar[tuple[Used, ...]] = ContextVar("_NOTED", default=())
+class Operation(NamedTuple):
+    """An eager operation."""
+
+    type: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+_NOTED: ContextVar[tuple[list[Operation], ...]] = ContextVar("_NOTED", default=())
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[Used]:
-    """A scope that yields what the eager operations in it use, as they run."""
-    used: Used = []
+def noting() -> Iterator[list[Operation]]:
+    """A scope that yields the eager operations in it, as they run."""
+    operations: list[Operation] = []
 
     def note(  # as TensorFlow calls it
         op_type: str | bytes,
         inputs: Sequence[Tensor],
         attrs: object,  # noqa: ARG001
-        outputs: Sequence[Tensor],  # noqa: ARG001
+        outputs: Sequence[Tensor],
         op_name: str | None = None,  # noqa: ARG001
         graph: Graph | None = None,
     ) -> None:
         if graph is None:
-            used.append((tf.compat.as_str(op_type), inputs))
+            operations.append(Operation(tf.compat.as_str(op_type), inputs, outputs))
 
-    token = _NOTED.set((*_NOTED.get(), used))
+    token = _NOTED.set((*_NOTED.get(), operations))
     op_callbacks.add_op_callback(note)
     try:
-        yield used
+        yield operations
     finally:
         op_callbacks.remove_op_callback(note)
         _NOTED.reset(token)

@@ -1,7 +1,8 @@
 """What a call uses besides its arguments: the tensors and variables that a function closes over."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class Uses(NamedTuple):
-    """What operations used and did not make.
+    """What a result depends on, of what operations used and did not make.
 
     Attributes:
         tensors: Tensors that have derivatives.
@@ -34,35 +35,30 @@ class Uses(NamedTuple):
 
 
 def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
-    """Calls a function, and returns what it uses besides the tensors that it was `passed`."""
-    if not tf.executing_eagerly():
-        return _in_graph(f, passed)
-    if not tapes.somebody_records():
-        with tapes.watching_variables(passed) as variables_read:
-            result = f()
-        return result, Uses(variables=_with_derivatives(variables_read()))
+    """Calls a function, and returns what its result depends on besides tensors that are `passed`."""
+    return _eagerly(f, passed) if tf.executing_eagerly() else _in_graph(f, passed)
+
+
+def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
+    is_recording = tapes.somebody_records()
     age = ops.uid()
-    with tapes.noting() as used, tapes.watching_variables(passed) as variables_read:
+    with (
+        tapes.noting() if is_recording else contextlib.nullcontext([]) as operations,
+        tapes.watching_variables(passed) as variables_read,
+    ):
         result = f()
-    known = _identities(passed)
-
-    def is_closed_over(t: Tensor) -> bool:
-        return (
-            identity_of(t) not in known
-            and is_differentiable(t.dtype)
-            and ops.tensor_id(t) < age
-            and tapes.is_recorded([t])
-        )
-
-    inputs = [t for type_, ts in used if not graphs.type_has_no_gradient(type_) for t in ts]
-    gathered = {id(t) for type_, ts in used if _gathers(type_) for t in ts}
-    inputs += _tensors_of(result)
     variables = _with_derivatives(variables_read())
-    return result, Uses(
-        _once(t for t in inputs if isinstance(t, ops.EagerTensor) and is_closed_over(t)),
-        variables,
-        [v for v in variables if id(v.handle) in gathered],
-    )
+    if not is_recording:
+        return result, Uses(variables=variables)
+    operations = [op for op in operations if not graphs.type_has_no_gradient(op.type)]
+    gathered = {id(t) for op in operations if _gathers(op.type) for t in op.inputs}
+    # What is new, and no output, is a constant or was read from a variable.
+    tensors = [
+        t
+        for t in _needed(result, operations, passed)
+        if is_differentiable(t.dtype) and ops.tensor_id(t) < age and tapes.is_recorded([t])
+    ]
+    return result, Uses(tensors, variables, [v for v in variables if id(v.handle) in gathered])
 
 
 def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
@@ -71,18 +67,21 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     with tapes.watching_variables(passed) as variables_read:
         result = f()
     operations = graph.get_operations()[before:]
-    made = {identity_of(t) for op in operations for t in op.outputs}
     # The placeholder of a captured tensor is new, but the tensor is not.
-    made -= {identity_of(inner) for _, inner in getattr(graph, "captures", ())}
+    inner = {identity_of(t) for _, t in getattr(graph, "captures", ())}
+    made = [
+        op
+        for op in operations
+        if not (op.outputs and identity_of(op.outputs[0]) in inner or graphs.has_no_gradient(op))
+    ]
+    new = {identity_of(t) for op in operations for t in op.outputs} - inner
     # Accumulators compute tangents in between.
     tangents = forwardprop_util.pack_tangents(list(passed)).tangents
-    known = made | _identities([*passed, *tangents])
-    inputs = [t for op in operations if not graphs.has_no_gradient(op) for t in op.inputs]
-    inputs += [graphs.as_used(t) for t in _tensors_of(result)]
-    for t in inputs:
+    needed = _needed(result, made, [*passed, *tangents])
+    older = [t for t in map(graphs.as_used, needed) if identity_of(t) not in new]
+    for t in older:
         refuse_reference(t, f"{t.op.name}, which the function reads,")
-    older = _once(t for t in inputs if identity_of(t) not in known)
-    gathered = {identity_of(op.inputs[0]) for op in operations if _gathers(op.type)}
+    gathered = {identity_of(op.inputs[0]) for op in made if _gathers(op.type)}
     variables = {
         identity_of(graphs.as_used(v.handle)): v for v in _with_derivatives(variables_read())
     }
@@ -98,22 +97,26 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     )
 
 
+def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that a result is computed from, and that the operations did not make.
+
+    The operations are in the order in which they ran. Each of the tensors is returned once.
+    """
+    leaves = tf.nest.flatten(result, expand_composites=True)
+    found = {identity_of(t): t for t in leaves if isinstance(t, tf.Tensor)}
+    for op in reversed(operations):
+        made = [identity_of(t) for t in op.outputs]
+        if any(key in found for key in made):
+            for key in made:
+                found.pop(key, None)
+            found.update((identity_of(t), t) for t in op.inputs)
+    known = set(map(identity_of, passed))
+    return [t for key, t in found.items() if key not in known]
+
+
 def _gathers(type_: str) -> bool:
     return type_.startswith("ResourceGather")
 
 
 def _with_derivatives(variables: Iterable[Variable]) -> list[Variable]:
     return [v for v in variables if is_differentiable(v.dtype)]
-
-
-def _tensors_of(result: object) -> list[Tensor]:
-    leaves = tf.nest.flatten(result, expand_composites=True)
-    return [t for t in leaves if isinstance(t, tf.Tensor)]
-
-
-def _identities(tensors: Iterable[Tensor]) -> set[Hashable]:
-    return set(map(identity_of, tensors))
-
-
-def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({identity_of(t): t for t in tensors}.values())
