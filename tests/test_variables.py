@@ -182,7 +182,7 @@ class TestOrder:
                 f, lambda x, flip, variables: (x, [x**2, tf.ones_like(x)])
             ),
             "custom_vjp": sgtrick.custom_vjp(
-                lambda x, flip: (f(x, flip), lambda u, variables: (u, [u * x**2, u]))
+                lambda x, flip: (f(x, flip), lambda u, variables: ((u, None), [u * x**2, u]))
             ),
         }
         for flip in (False, True, False):
