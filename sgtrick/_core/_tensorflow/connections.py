@@ -75,11 +75,7 @@ def _may_vary(t: Tensor) -> bool:
     inputs = getattr(t.graph, "inputs", None)
     if inputs is None:  # a graph of TensorFlow 1
         return t.op.type != "Const"
-    return depends(t, [i for i in inputs if _carries(i)])
-
-
-def _carries(t: Tensor) -> bool:
-    return is_differentiable(t.dtype) or t.dtype in (tf.resource, tf.variant)
+    return depends(t, list(filter(graphs.may_carry, inputs)))
 
 
 class Subgraph:
@@ -89,12 +85,13 @@ class Subgraph:
         definition = y.graph.as_graph_def()
         self._functions = {f.signature.name: f for f in definition.library.function}
         self._nodes = {node.name: node for node in definition.node}
-        self._computed = _before(self._nodes, [y.op.name])
+        self._name = y.op.name
 
     @functools.cached_property
     def host_calls(self) -> list[str]:
         """The names of those that call the host with something that has derivatives."""
-        return [node.name for node in self._computed if self._calls_host(node)]
+        computed = _before(self._nodes, [self._name])
+        return [node.name for node in computed if self._calls_host(node)]
 
     def host_sees(self, xs: Sequence[Tensor]) -> bool:
         """Whether a host call depends on one of `xs`."""
@@ -104,16 +101,16 @@ class Subgraph:
     def is_made_of(self, xs: Sequence[Tensor]) -> bool:
         """Whether all numbers come from `xs`, and none from constants or other inputs."""
         names = {x.op.name for x in xs}
-        return not any(self._brings_numbers(n) for n in self._computed if n.name not in names)
+        computed = _before(self._nodes, [self._name], differentiably=False)
+        return not any(self._brings_numbers(node) for node in computed if node.name not in names)
 
     def _calls_host(self, node: Any) -> bool:
         is_host = node.op in HOST_CALLS and any(map(_is_float, node.attr["Tin"].list.type))
         return is_host or any(map(self._calls_host, self._inside(node)))
 
     def _brings_numbers(self, node: Any) -> bool:
-        is_stop = node.op == "StopGradient"
         is_input = not node.input and _is_float(node.attr["dtype"].type)
-        return is_stop or is_input or any(map(self._brings_numbers, self._inside(node)))
+        return is_input or any(map(self._brings_numbers, self._inside(node)))
 
     def _inside(self, node: Any) -> list[Any]:
         """The operations of the functions that an operation calls."""
@@ -126,19 +123,25 @@ class Subgraph:
         ]
 
 
-def _before(nodes: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
-    """The operations with these names, and those before them in a graph."""
+def _before(
+    nodes: Mapping[str, Any], names: Iterable[str], *, differentiably: bool = True
+) -> list[Any]:
+    """The operations with these names, and those before them in a graph.
+
+    If `differentiably`, not what is stopped, nor the values of a kept override, whose own
+    derivatives are not used.
+    """
     found, stack = dict[str, Any](), list(names)
     while stack:
         name = stack.pop()
         if name in found or name not in nodes:  # as an argument of a function
             continue
         node = found[name] = nodes[name]
-        if node.op == "StopGradient":
-            continue
         inputs = [_name(i) for i in node.input if not i.startswith("^")]
-        # The first ones of a kept override are its values, whose own derivatives are not used.
-        stack += inputs[node.attr[VALUES].i :]
+        if not differentiably:
+            stack += inputs
+        elif node.op != "StopGradient":
+            stack += inputs[node.attr[VALUES].i :]
     return list(found.values())
 
 

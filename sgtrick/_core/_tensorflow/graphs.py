@@ -46,6 +46,11 @@ def carries_derivatives(t: Tensor) -> bool:
     return is_differentiable(dtype) or dtype == tf.variant
 
 
+def may_carry(t: Tensor) -> bool:
+    """The same for handles of variables, too."""
+    return t.dtype == tf.resource or carries_derivatives(t)
+
+
 def has_no_gradient(op: Operation) -> bool:
     """Whether TensorFlow treats an operation as one without a derivative."""
     if op.type in ("StopGradient", "PreventGradient"):

@@ -109,7 +109,7 @@ def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor])
         if any(key in found for key in made):
             for key in made:
                 found.pop(key, None)
-            found.update((identity_of(t), t) for t in op.inputs)
+            found.update((identity_of(t), t) for t in op.inputs if graphs.may_carry(t))
     known = set(map(identity_of, passed))
     return [t for key, t in found.items() if key not in known]
 
