@@ -287,8 +287,10 @@ def _own(t: Tensor) -> Tensor:
 
 def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
     """`t`, or an error with this message, or NaN, if `holds` is false."""
-    # A factor, so that the derivatives are NaN too.
-    return t * tf.cast(1 + loud.zero_if(holds, message, []), t.dtype)
+    zero = tf.cast(loud.zero_if(holds, message, []), t.dtype)
+    # Also a factor, so that the derivatives are NaN too; not only, since TensorFlow's optimizer may
+    # take the product of a constant 0 and NaN for 0.
+    return t * (1 + zero) + zero
 
 
 def _are_unchanged(handles: list[Tensor], reads: list[Tensor]) -> Tensor:
