@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import calls, devices, embedding, partial, structures
+from sgtrick._core import calls, devices, embedding, loud, partial, structures
 from sgtrick._core._tensorflow import autograph, tapes
 from sgtrick._core.fixed_point import (
     ValueAtPoint,
@@ -16,6 +16,7 @@ from sgtrick._core.fixed_point import (
     pair_of,
     select,
 )
+from sgtrick._core.guard import message
 from sgtrick._core.structures import Leaf
 from sgtrick._core.types import Argnums, Args, Device, Function, Gradient, Kwargs, Structure, Tensor
 
@@ -154,10 +155,12 @@ def _differentiable(
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(points)
             again = evaluated(call.at(at, points, passed))
-            gxs = [leaf.gx for leaf in again if leaf is not None]
-        pairs = [(gx, z) for gx, z in zip(gxs, zs, strict=True) if z is not None]
-        found = tape.gradient([gx for gx, _ in pairs], points, [z for _, z in pairs])
-        return list(found)
+            known = [leaf.gx for leaf in again if leaf is not None]
+        pairs = [(gx, z) for gx, z in zip(known, zs, strict=True) if z is not None]
+        gxs, given = [gx for gx, _ in pairs], [z for _, z in pairs]
+        return loud.unless_refused(
+            lambda: list(tape.gradient(gxs, points, given)), xs, given, message(call.name)
+        )
 
     def differentiable() -> list[Leaf | None]:
         gxs = iter(partial.embed(call.name, known, call.point.xs, call.others, gradients))

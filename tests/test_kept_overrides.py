@@ -311,6 +311,94 @@ class TestRulesThatAreNotLinear:
         assert verdict(FORWARD_MODES[mode](form), np.full(3, 2.0)) in LOUD
 
 
+# Operations of which TensorFlow has no derivative: identities for numbers less than 100.
+REFUSED = {
+    "none registered": lambda x: (
+        tf.raw_ops.Mod(x=x + 50, y=tf.fill(tf.shape(x), constant(100))) - 50
+    ),
+    "prevented": lambda x: tf.raw_ops.PreventGradient(input=x, message="not differentiable"),
+}
+
+
+class TestOperationsWithoutDerivatives:
+    """In a rule they are missed only in a second derivative, and in `f` not at all."""
+
+    @staticmethod
+    def forms(refused):
+        def f(x):
+            return true(refused(x))
+
+        def rule(x):
+            return slope(refused(x))
+
+        return {
+            "with_gradient": (
+                sgtrick.with_gradient(true, rule),
+                sgtrick.with_gradient(f, slope),
+            ),
+            "from_value_and_gradient": (
+                sgtrick.from_value_and_gradient(lambda x: (true(x), rule(x))),
+                sgtrick.from_value_and_gradient(lambda x: (f(x), slope(x))),
+            ),
+            "custom_jvp": (jvp_form(true, rule), jvp_form(f, slope)),
+            "custom_vjp": (vjp_form(true, rule), vjp_form(f, slope)),
+        }
+
+    NAMES = ("with_gradient", "from_value_and_gradient", "custom_jvp", "custom_vjp")
+    FIRST = {
+        "eager": derivative,
+        "in tf.function": lambda f: tf.function(derivative(f)),
+        "around tf.function": lambda f: derivative(tf.function(f)),
+        "XLA": lambda f: compiled(derivative(f)),
+        "in vectorized_map": lambda f: mapped_with_loops(derivative(f)),
+        "around vectorized_map": lambda f: derivative(mapped_with_loops(f)),
+        "forward mode": forward_derivative,
+        "forward mode in tf.function": lambda f: tf.function(forward_derivative(f)),
+    }
+    SECOND = {
+        "eager": lambda f: derivative(derivative(f)),
+        "in tf.function": lambda f: tf.function(derivative(derivative(f))),
+        "around tf.function": lambda f: derivative(tf.function(derivative(f))),
+        "XLA": lambda f: compiled(derivative(derivative(f))),
+    }
+
+    @pytest.mark.parametrize("refused", REFUSED)
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("way", FIRST)
+    def test_first_derivatives(self, refused, name, way):
+        of_rule, of_f = self.forms(REFUSED[refused])[name]
+        assert verdict(self.FIRST[way](of_rule), exact(1)) == "right"
+        if name == "custom_vjp" and "forward" in way:  # an accumulator follows f
+            return
+        assert verdict(self.FIRST[way](of_f), exact(1)) == "right"
+
+    @pytest.mark.parametrize("refused", REFUSED)
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("way", SECOND)
+    def test_second_derivatives(self, refused, name, way):
+        of_rule, of_f = self.forms(REFUSED[refused])[name]
+        assert verdict(self.SECOND[way](of_rule), exact(2)) in LOUD
+        assert verdict(self.SECOND[way](of_f), exact(2)) == "right"
+
+    @pytest.mark.parametrize("refused", REFUSED)
+    @pytest.mark.parametrize("way", FIRST)
+    def test_with_respect_to_other_arguments(self, refused, way):
+        """The rule says how the derivative by `w` varies with the point, which is not asked."""
+        refused = REFUSED[refused]
+        form = sgtrick.with_gradient(lambda x, w: true(x) * w, lambda x, w: slope(x) * refused(w))
+        by_w = self.FIRST[way](lambda w: form(tf.ones_like(w), w))
+        assert verdict(by_w, np.arcsinh(np.ones(3))) == "right"
+
+    @pytest.mark.parametrize("refused", REFUSED)
+    def test_the_error(self, refused):
+        form, _ = self.forms(REFUSED[refused])["from_value_and_gradient"]
+        message = r"(?s)gradient.* was differentiated again.*TensorFlow says: "
+        with pytest.raises(LookupError, match=message):
+            derivative(derivative(form))(tf.constant(POINTS))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            tf.function(derivative(derivative(form)))(tf.constant(POINTS))
+
+
 class TestWhenRulesRun:
     """Once a backward pass, and not before."""
 

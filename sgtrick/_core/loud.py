@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
 import tensorflow as tf
 
 from sgtrick._core import structures
 from sgtrick._core._tensorflow import tapes, tracing
-from sgtrick._core.types import Tangent, Tensor
+from sgtrick._core.types import Gradient, Tangent, Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
 _IS_ON: ContextVar[bool] = ContextVar("_IS_ON", default=True)
@@ -109,6 +109,19 @@ def failures(
         else None
         for like in likes
     ]
+
+
+def unless_refused(
+    pull: Callable[[], list[Gradient]], xs: Sequence[Tensor], zs: Sequence[Tensor], message: str
+) -> list[Gradient]:
+    """Gradients with respect to `xs`, unknown ones if TensorFlow refuses to differentiate something.
+
+    It does so where an operation has no gradient, whether or not the derivative was requested.
+    """
+    try:
+        return pull()
+    except LookupError as error:
+        return list(failures(xs, f"{message} TensorFlow says: {error}", zs))
 
 
 def unless_moving(

@@ -26,7 +26,7 @@ from sgtrick._core._tensorflow import graphs, tapes, tracing
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import Dense, present, spread
-from sgtrick._core.guard import Check, guarded, unknown_by
+from sgtrick._core.guard import Check, guarded, message, unknown_by
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Pushforward, Tangent, Tensor, Variable
@@ -92,7 +92,7 @@ class ByPoint(NamedTuple):
 
     def along_others(
         self, us: Sequence[Tensor | None], tangents: Sequence[Tangent]
-    ) -> list[Tensor]:
+    ) -> list[Gradient]:
         """Returns `dG/dw [t]`: the derivative of the gradients along tangents of the others.
 
         Tapes only differentiate backwards, so this takes two: first `v -> (dG/dw)' v`, which is
@@ -226,7 +226,7 @@ def _zeros(
     point: ByPoint,
     likes: Sequence[Tensor],
     given: Sequence[Tensor],
-    along: Callable[[Sequence[Tangent]], tuple[Sequence[Tensor | None], Sequence[Tangent]]],
+    arguments: Callable[[Sequence[Tangent]], tuple[Sequence[Tensor | None], Sequence[Tangent]]],
 ) -> list[Tensor]:
     """Zeros like some tensors, whose gradients by the point are `dG/dw [t]`.
 
@@ -234,16 +234,19 @@ def _zeros(
         point: The point.
         likes: The tensors.
         given: What else the zeros depend on, besides the point and the others.
-        along: From cotangents of the zeros to the arguments of `along_others`.
+        arguments: From cotangents of the zeros to the arguments of `along_others`.
     """
     name, xs, others = point.name, point.xs, point.others
 
     def pull(*zs: Tensor | None) -> list[Gradient]:
-        us, tangents = along(zs)
+        us, tangents = arguments(zs)
+        along = loud.unless_refused(
+            lambda: point.along_others(us, tangents), xs, present(zs), message(name)
+        )
         by_xs: list[Gradient] = []
-        for i, g in enumerate(point.along_others(us, tangents)):
+        for i, (x, g) in enumerate(zip(xs, along, strict=True)):
             why = point.check.lost(us, i).by_inputs
-            by_xs.append(loud.failure(xs[i], why, present(zs)) if why else g)
+            by_xs.append(loud.failure(x, why, present(zs)) if why else g)
         zeros = [tf.zeros_like(t) for t in (*given, *others.tensors)]
         return [*(unknown_by(z, xs, _BEYOND.format(name)) for z in zeros), *by_xs]
 
