@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._core import shapes, structures
 from sgtrick._core._tensorflow import tapes
 from sgtrick._core._tensorflow.autograph import unconverted
-from sgtrick._core._tensorflow.graphs import as_used, here, identity_of
+from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
 from sgtrick._core.types import Argnums, Args, Function, Kwargs, Structure, Tensor

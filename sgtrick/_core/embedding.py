@@ -10,7 +10,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from sgtrick._core import loud
-from sgtrick._core._tensorflow import graphs, tracing
+from sgtrick._core._tensorflow import graphs
 from sgtrick._core.guard import unknown_by
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
@@ -81,11 +81,9 @@ def differentiable(
     name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], hessian: Hessian
 ) -> list[Tensor]:
     """Returns gradients that were computed elsewhere, with the Hessian as their derivative."""
-    again = tracing.carried(hessian.pull, tracing.specs_of(gxs), xs[0])
-    xs = [graphs.here(x) for x in xs]
 
     def pull(*z: Tensor) -> list[Gradient]:
-        return [*z, *again(*z)]
+        return [*z, *hessian.pull(*z)]
 
     def push(*tangents: Tensor) -> list[Tangent]:
         along, points = tangents[: len(gxs)], tangents[len(gxs) :]

@@ -57,6 +57,7 @@ class ValueAtPoint(NamedTuple):
         if not xs:
             return y
         rule = embedding.of_jacobians(self.name, y, known or (lambda: evaluated(at)))
+        assert callable(rule.push)
 
         def gradients(
             us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]

@@ -13,6 +13,7 @@ inputs of the rule as its inputs. Only when this operation is differentiated, th
 a graph that never runs. TensorFlow is asked there what the gradient is connected to.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
         near += [*used.tensors, *map(tf.convert_to_tensor, used.variables)]
         at = [] if callable(rule.push) else present(us)
         return [
-            None if g is None else _guard(g, lambda i=i: check.lost(us, i), at, near)
+            None if g is None else _guard(g, functools.partial(check.lost, us, i), at, near)
             for i, g in enumerate(gradients)
         ]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import adjoint, embedding, loud, value_form
-from sgtrick._core._tensorflow import tracing
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
@@ -107,57 +106,22 @@ class Product(value_form.Product):
 
     def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
-        xs, message = [here(leaf.x) for leaf in self._leaves], self._third()
-
-        # With respect to tangents, too, the derivative is H: autodiff may see only a part of it.
-        products, owner = self._checked(*map(tf.stop_gradient, tangents)), self._leaves[0].x
-        once_more = tracing.carried(self._once_more, tracing.specs_of(products), owner)
-        times = tracing.carried(lambda *v: self.times(v), tracing.specs_of(tangents), owner)
-
-        def pull(*z: Tensor) -> list[Gradient]:
-            return [*z, *once_more(*z), *loud.failures(xs, message, z, tangents)]
-
-        def along(*moving: Tensor) -> list[Tangent]:
-            n, m = len(products), len(products) + len(tangents)
-            pairs = zip(moving[:n], times(*moving[n:m]), strict=True)
-            return loud.unless_moving(message, [t + ht for t, ht in pairs], moving[m:], xs)
-
-        inputs = [*products, *tangents, *xs]
-        return keep(products, inputs, Rule(self._name, pull, along))
+        xs = [leaf.x for leaf in self._leaves]
+        if self._is_symmetric():
+            return list(symmetric(self._name, lambda _, vs: self.times(vs), (), xs).push(*tangents))
+        return embedding.refused(self._name, self.times(tangents), xs, self._third())
 
     def pull(self, *z: Tensor) -> list[Gradient]:
-        """From cotangents of the gradients to cotangents of the points, as `H` is symmetric."""
+        """From cotangents of the gradients to cotangents of the points."""
         if self._is_symmetric():
-            return self._conjugated(self.push, z)
+            return [TENSORFLOW.conj(hz) for hz in self.push(*map(TENSORFLOW.conj, z))]
         xs = [leaf.x for leaf in self._leaves]
         return embedding.refused(self._name, self._summed(z), xs, self._third())
-
-    def _once_more(self, *z: Tensor) -> list[Tensor]:
-        """The same, with an error in the place of a rule for z, which would need one itself."""
-        known = self._is_symmetric()
-        products = self._conjugated(self._checked, z) if known else self._summed(z)
-        return embedding.refused(self._name, products, z, self.not_connected)
 
     def _is_symmetric(self) -> bool:
         """Whether `H` is its own transpose: one for the whole range, and real for real points."""
         is_one = self._fx.shape.rank == self._leaves[0].batch_ndims
         return bool(is_one) and all(leaf.gx.dtype == leaf.x.dtype for leaf in self._leaves)
-
-    def _conjugated(self, product: Pushforward, z: Sequence[Tensor]) -> list[Tensor]:
-        return [TENSORFLOW.conj(hz) for hz in product(*map(TENSORFLOW.conj, z))]
-
-    def _checked(self, *ts: Tensor) -> list[Tensor]:
-        """The products, or an error if they do not depend on `ts`."""
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(ts)
-            products = self.times([tf.identity(t) for t in ts])
-        if any(g is not None for g in tape.gradient(products, ts)):
-            return products
-        # Either it calls the host, or it does not depend on v. The latter is not symmetric.
-        ws = adjoint.probes([leaf.x for leaf in self._leaves])
-        fits = adjoint.holds(ws, products, self.times(ws), ts)
-        zero = loud.zero_if(fits, self.not_connected, ts)
-        return [p + tf.cast(zero, p.dtype) for p in products]
 
     def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the range of the products with cotangents."""

@@ -88,8 +88,7 @@ def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tenso
     if tf.executing_eagerly() and _MAY_RAISE.get() and not still:
         if tapes.asked_for(like):
             raise LookupError(message)
-        if tapes.is_differentiating(like):
-            tapes.warn_of_nan(message)
+        tapes.warn_of_nan(message)
     if tf.executing_eagerly() and not still:
         _note(message)
     may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
@@ -114,7 +113,7 @@ def failures(
 def unless_refused(
     pull: Callable[[], list[Gradient]], xs: Sequence[Tensor], zs: Sequence[Tensor], message: str
 ) -> list[Gradient]:
-    """Gradients with respect to `xs`, unknown ones if TensorFlow refuses to differentiate something.
+    """Gradients with respect to `xs`, unknown where TensorFlow refuses to differentiate something.
 
     It does so where an operation has no gradient, whether or not the derivative was requested.
     """

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from sgtrick._core import adjoint, loud
-from sgtrick._core._tensorflow import graphs, tapes, tracing
-from sgtrick._core._tensorflow.graphs import here
+from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core._tensorflow.uses import Uses
-from sgtrick._core.absent import Dense, present, spread
+from sgtrick._core.absent import present, spread
 from sgtrick._core.guard import Check, guarded, message, unknown_by
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
+from sgtrick._core.transposition import transposed
 from sgtrick._core.types import Gradient, Pushforward, Tangent, Tensor, Variable
 
 # `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
@@ -57,11 +57,6 @@ class Others(NamedTuple):
         dense = [v for v in used.variables if not any(v is t for t in used.tables)]
         is_all = not (used.tables or used.has_lists or used.has_fixed)
         return cls(passed, [*used.tensors, *dense], is_all)
-
-    def here(self) -> "Others":
-        """The same in the graph being traced."""
-        closed = [here(c) if isinstance(c, tf.Tensor) else c for c in self.closed]
-        return self._replace(passed=list(map(here, self.passed)), closed=closed)
 
     def __bool__(self) -> bool:
         """Whether there is anything."""
@@ -126,32 +121,6 @@ class ByPoint(NamedTuple):
             for g, x in zip(found, self.xs, strict=True)
         ]
 
-    def within_reach(self, us: Sequence[Tensor | None]) -> "ByPoint":
-        """The same, callable where the tensors that the gradients close over are out of reach.
-
-        A gradient graph is differentiated in another graph, which can use tensors of the gradient
-        graph, but not of the forward graph. `us` are None where those of calls are.
-        """
-        graph, others = tf.compat.v1.get_default_graph(), self.others
-        if tf.executing_eagerly() or all(
-            graphs.operation(x) is not None and x.graph is graph for x in self.xs
-        ):
-            return self
-        m, n = len(us), len(us) + len(self.xs)
-        like = [*us, *self.xs, *others.passed]
-        dense = Dense(lambda *ts: self.gradients(ts[:m], ts[m:n], ts[n:]), like)
-        traced = tracing.carried(dense, tracing.specs_of(present(like)))
-
-        def gradients(
-            us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
-        ) -> list[Tensor | None]:
-            return dense.restored(traced(*present(us), *xs, *passed))
-
-        # Where the traced gradients use a tensor that was closed over, nothing tells.
-        is_all = others.is_all and not any(isinstance(c, tf.Tensor) for c in others.closed)
-        near = others.here()._replace(is_all=is_all)
-        return self._replace(gradients=gradients, xs=list(map(here, self.xs)), others=near)
-
 
 def embed(
     name: str,
@@ -173,7 +142,7 @@ def embed(
         known: The same for the arguments of this call, from upstream gradients alone.
         push: From tangents of the point to tangents of `ys`; None to transpose the gradients.
     """
-    xs, others = list(map(here, xs)), others.here()
+    xs = list(xs)
 
     def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Gradient]:
         return gradients(us, inputs[: len(xs)], inputs[len(xs) :])
@@ -193,12 +162,9 @@ def embed(
         by_xs = rule.pull(*us)
         if tf.executing_eagerly() and not tapes.somebody_records():
             return [*us, *by_xs, *[None] * (len(inputs) - len(ys) - len(xs))]
-        near = point.within_reach(us)
-        if not near.others.is_all:
-            why = _ELSEWHERE.format(name)
-            us = tuple(u if u is None else unknown_by(u, near.xs, why) for u in us)
-        zeros = _zeros(near, near.others.tensors, present(us), lambda ts: (us, ts))
-        return [*us, *by_xs, *zeros]
+        live = known_part(present(us))
+        zeros = _zeros(point, others.tensors, live, lambda ts: (us, ts))
+        return [*spread(live, us), *by_xs, *zeros]
 
     def pushed(*tangents: Tangent) -> list[Tangent]:
         # of_ys are the tangents along the others, which TensorFlow computed at the stopped point.
@@ -206,17 +172,16 @@ def embed(
         of_others = tangents[len(ys) + len(xs) :]
         assert callable(rule.push)
         moved = _plus(of_ys, rule.push(*of_xs))
-        live, at = (
-            present(moved),
-            [None if t is None else y for t, y in zip(moved, ys, strict=True)],
-        )
-        near = point.within_reach(at)
-        if not live or not present(of_others):
+        if not present(of_others):
             return moved
-        if not near.others.is_all:
-            live = [unknown_by(t, near.xs, _ELSEWHERE.format(name)) for t in live]
-        zeros = _zeros(near, live, present(of_others), lambda us: (spread(us, moved), of_others))
+        live = known_part(present(moved))
+        zeros = _zeros(point, live, present(of_others), lambda us: (spread(us, moved), of_others))
         return spread([t + z for t, z in zip(live, zeros, strict=True)], moved)
+
+    def known_part(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Upstream gradients or tangents; an error if what is unknown of them is asked for."""
+        message = _ELSEWHERE.format(name)
+        return [t if others.is_all else unknown_by(t, xs, message) for t in tensors]
 
     inputs = [*ys, *xs, *others.tensors]
     return keep(ys, inputs, Rule(name, pull, pushed))
@@ -250,10 +215,16 @@ def _zeros(
         zeros = [tf.zeros_like(t) for t in (*given, *others.tensors)]
         return [*(unknown_by(z, xs, _BEYOND.format(name)) for z in zeros), *by_xs]
 
+    def push(*tangents: Tangent) -> list[Tangent]:
+        # Along the point alone. What they are along anything else varies with the point.
+        of_xs = [*[None] * (len(tangents) - len(xs)), *tangents[-len(xs) :]]
+        moved = transposed(Rule(name, pull), zeros, of_xs)
+        return [t if t is None else unknown_by(t, xs, _BEYOND.format(name)) for t in moved]
+
     zeros = [tf.zeros_like(t) for t in likes]
     if not zeros:
         return zeros
-    return keep(zeros, [*given, *others.tensors, *xs], Rule(name, pull))
+    return keep(zeros, [*given, *others.tensors, *xs], Rule(name, pull, push))
 
 
 def beside(rule: Rule, count: int = 1) -> Rule:

@@ -74,7 +74,7 @@ def _may_vary(t: Tensor) -> bool:
         return tapes.is_recorded([t])
     inputs = getattr(t.graph, "inputs", None)
     if inputs is None:  # a graph of TensorFlow 1
-        return t.op.type != "Const"
+        return bool(t.op.type != "Const")
     return depends(t, list(filter(graphs.may_carry, inputs)))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import forwardprop_util, record, tape
+from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import op_callbacks
 from tensorflow.python.ops import resource_variable_ops
 
@@ -303,34 +303,6 @@ def _warn(message: str, frame: types.FrameType) -> None:
         frame.f_lineno,
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
-
-
-def asked() -> Any | None:
-    """What the tape that is calling a pullback has recorded; None if it records the call, too."""
-    frame = _request()
-    asked = frame and frame.f_locals["self"]
-    if asked is None or (asked._persistent and asked._recording):
-        return None  # a tape must not keep itself alive
-    return asked._tape
-
-
-def has_recorded(recording: Any, x: Tensor) -> bool:
-    """Whether a tape that need not be active has recorded a tensor, given what it has recorded."""
-
-    def look() -> bool:
-        tape.push_tape(recording)
-        try:
-            return bool(record.should_record_backprop([x]))
-        finally:
-            tape.pop_tape(recording)
-
-    return apart(look)
-
-
-def is_differentiating(x: Tensor) -> bool:
-    """Whether the tape that is calling a pullback may need the gradient with respect to `x`."""
-    recording = asked()
-    return is_recorded([x]) if recording is None else has_recorded(recording, x)
 
 
 def _request() -> types.FrameType | None:

@@ -68,17 +68,13 @@ def is_soon_closed() -> bool:
     return False
 
 
-def carried(f: Function, specs: Sequence[Spec], owner: Tensor | None = None) -> Function:
+def carried(f: Function, specs: Sequence[Spec]) -> Function:
     """`f` of tensors, callable where what it closes over is out of reach.
 
     A gradient graph is differentiated in another graph, which can use tensors of the gradient
     graph, but not of the forward graph. So what `f` closes over is brought into the graph that is
-    being traced; nothing need be done there for tensors of the graph of `owner`, if it is given.
+    being traced.
     """
-    if owner is not None:
-        graph = tf.compat.v1.get_default_graph()
-        if tf.executing_eagerly() or (graphs.operation(owner) is not None and owner.graph is graph):
-            return f
     traced = Traced(f, specs)
     captured = list(map(graphs.as_used, traced.captured))
     return lambda *arguments: traced(arguments, captured)

@@ -1,6 +1,5 @@
 """What a call uses besides its arguments: the tensors and variables that a function closes over."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,22 +34,20 @@ class Uses(NamedTuple):
 
 
 def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
-    """Calls a function, and returns what its result depends on besides tensors that are `passed`."""
+    """Calls a function, and returns what its result depends on besides tensors it is `passed`."""
     return _eagerly(f, passed) if tf.executing_eagerly() else _in_graph(f, passed)
 
 
 def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
-    is_recording = tapes.somebody_records()
+    if not tapes.somebody_records():
+        with tapes.watching_variables(passed) as variables_read:
+            result = f()
+        return result, Uses(variables=_with_derivatives(variables_read()))
     age = ops.uid()
-    with (
-        tapes.noting() if is_recording else contextlib.nullcontext([]) as operations,
-        tapes.watching_variables(passed) as variables_read,
-    ):
+    with tapes.noting() as noted, tapes.watching_variables(passed) as variables_read:
         result = f()
     variables = _with_derivatives(variables_read())
-    if not is_recording:
-        return result, Uses(variables=variables)
-    operations = [op for op in operations if not graphs.type_has_no_gradient(op.type)]
+    operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
     gathered = {id(t) for op in operations if _gathers(op.type) for t in op.inputs}
     # What is new, and no output, is a constant or was read from a variable.
     tensors = [
@@ -72,7 +69,7 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     made = [
         op
         for op in operations
-        if not (op.outputs and identity_of(op.outputs[0]) in inner or graphs.has_no_gradient(op))
+        if not ((op.outputs and identity_of(op.outputs[0]) in inner) or graphs.has_no_gradient(op))
     ]
     new = {identity_of(t) for op in operations for t in op.outputs} - inner
     # Accumulators compute tangents in between.
