@@ -61,7 +61,8 @@ def custom_jvp(
         `tangent_out` has the structure, shapes and dtypes of the output, with None where there is
         no derivative. The value is always that of `f`; `primal_out` is ignored. The rule is called
         only when a derivative is requested. Reverse mode transposes it, and tests the transpose at
-        fixed pseudo-random tangents. Higher derivatives are obtained by differentiating the rule.
+        fixed pseudo-random tangents, for which it calls the rule twice. Higher derivatives are
+        obtained by differentiating the rule.
         Variables that `f` reads keep their autodiff gradient.
 
     Raises:
