@@ -88,8 +88,8 @@ _MANY = 1024  # a power of two, so that scaling does not round
 def _direction(like: Tensor, k: int, *, far: bool) -> Tensor:
     size = like.shape.num_elements()
     if size is not None and size <= _COUNT:
-        return tf.constant(_numbers(tuple(like.shape), like.dtype, k, far))
-    flat = tf.constant(_numbers((_COUNT,), like.dtype, k, far))
+        return tf.constant(numbers(tuple(like.shape), like.dtype, k, far=far))
+    flat = tf.constant(numbers((_COUNT,), like.dtype, k, far=far))
     n = tf.size(like)
     t = tf.reshape(tf.tile(flat, [n // _COUNT + 1])[:n], tf.shape(like))
     t.set_shape(like.shape)
@@ -100,8 +100,8 @@ _COUNT = 1009  # a prime number, so that tiles never align with the rows of a ma
 
 
 @functools.lru_cache(1024)
-def _numbers(shape: tuple[int, ...], dtype: DType, k: int, far: bool) -> Array:
-    """Numbers for the tensor at position `k`."""
+def numbers(shape: tuple[int, ...], dtype: DType, k: int, *, far: bool) -> Array:
+    """Those for the tensor at position `k`."""
     e = np.random.default_rng(k).uniform(size=[2, *shape])
     # A third has the other sign: neighbours differ, and signs alone do not cancel out.
     few = np.indices(e.shape).sum(0) % 3 == 2
@@ -109,8 +109,8 @@ def _numbers(shape: tuple[int, ...], dtype: DType, k: int, far: bool) -> Array:
     # The smaller of any two entries is the larger one far away, and of two with different signs
     # also the one whose size is smaller.
     re, im = -signs * _MANY * 2 ** (e**2 - 1 + few) if far else signs * 2 ** (e - few)
-    numbers: Array = re + 1j * im if dtype.is_complex else re
-    return numbers.astype(dtype.as_numpy_dtype)
+    both: Array = re + 1j * im if dtype.is_complex else re
+    return both.astype(dtype.as_numpy_dtype)
 
 
 def _pairs(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:

@@ -91,6 +91,14 @@ class Rule:
             "arguments themselves; or, if it really is a constant, add 0 * x to it."
         )
 
+    def is_not_linear(self) -> LookupError:
+        """The error for forward mode of a `grad` that cannot be transposed."""
+        return LookupError(
+            f"Forward mode transposes the grad of {self.__name__} by differentiating it with "
+            "respect to the upstream gradient, and the result is not the transpose: a part of it "
+            "is NumPy, is stopped, or is not linear in the upstream gradient. Use reverse mode."
+        )
+
     def _checked(self, g: Gradient, x: Tensor, path: str) -> Gradient:
         if g is None:
             return None

@@ -56,7 +56,8 @@ def custom_vjp(f: Function | None = None) -> Function:
         ValueError: `grad` returned gradients of another number or shape.
         LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
             argument; or a second derivative where `grad` computes gradients from an argument only
-            through `stop_gradient` or NumPy. (On tensorflow as in `sgtrick.custom_vjp`.)
+            through `stop_gradient` or NumPy; or on torch, forward mode with a `grad` that is not
+            linear, which gives NaN in `torch.func`. (On tensorflow as in `sgtrick.custom_vjp`.)
         NotImplementedError: On jax, forward mode with a `grad` that cannot be transposed; on torch,
             forward mode over forward mode, and `torch.func` inside `torch.compile`; or the backend
             has no derivatives.

@@ -3,6 +3,7 @@
 import doctest
 import functools
 import itertools
+import re
 import types
 from typing import NamedTuple
 
@@ -798,6 +799,31 @@ class TestRefusals:
 
         with pytest.raises(NotImplementedError, match="forward mode over forward mode"):
             jacfwd(jacfwd(cube))(tensor(POINTS))
+
+
+class TestNotLinear:
+    """A rule that is not linear in the upstream gradient, which forward mode transposes."""
+
+    RULES = {
+        "abs": ops.abs,
+        "relu": ops.relu,
+        "clipped": lambda u: ops.clip(u, -0.5, 0.5),
+        "sorted": lambda u: ops.sort(u) * tensor(np.arange(1.0, 5)),
+        "largest": lambda u: ops.max(u) * tensor(np.arange(1.0, 5)),
+    }
+    FORWARD = [t for t in FIRST if any(mode in t for mode in ("forward", "jvp", "jacfwd"))]
+
+    @pytest.mark.parametrize("transformation", FORWARD)
+    @pytest.mark.parametrize("rule", RULES)
+    def test_is_loud(self, transformation, rule):
+        form = custom_vjp(lambda x: (2 * x, self.RULES[rule]))
+        x, z = tensor(POINTS), tensor(POINTS[::-1] + 0.1)
+        came, message = [0.0], ""
+        try:
+            came = FIRST[transformation](form, [x], x, [z])
+        except Exception as error:
+            message = str(error)
+        assert re.search("[Tt]ranspose", message) or not np.any(np.isfinite(array(came[-1])))
 
 
 @custom_vjp

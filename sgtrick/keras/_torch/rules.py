@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import tensorflow as tf
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -11,6 +12,7 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from sgtrick._core import adjoint
 from sgtrick._core.types import Args, Function, Kwargs, Structure
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._torch import modes
@@ -79,8 +81,11 @@ class _Pulled(torch.autograd.Function):  # type: ignore[misc]
             all_us = [u if u is None else next(some) for u in ctx.upstream]
             return tuple(zeros_for_none(ctx.call.pull(xs, constants, all_us), xs))
 
-        # pull is linear, so its derivative is the same at any upstream.
-        pushed = iter(torch.func.vjp(pull, *smooth)[1](tuple(zeros_for_none(z[: ctx.n], xs))))
+        moving = tuple(zeros_for_none(z[: ctx.n], xs))
+        found = torch.func.vjp(pull, *_probes(smooth, far=True))[1](moving)
+        near = _probes(smooth, far=False)
+        zero = _zero_if(_holds(pull(*near), moving, near, found), ctx.call.is_not_linear())
+        pushed = iter(t + zero.to(t.dtype) for t in found)
         return tuple(u if u is None else next(pushed) for u in ctx.upstream)
 
     @staticmethod
@@ -114,6 +119,9 @@ class _Call:
             inside.know(us)
             return self._once_more(xs, us)
 
+    def is_not_linear(self) -> LookupError:
+        return self._f.is_not_linear()
+
     def _once_more(self, xs: Tensors, us: Gradients) -> Gradients:
         """The gradients, with errors for derivatives that the rule stops."""
         with Stops(xs) as stops:
@@ -146,6 +154,9 @@ class _Mapped:
             g.sum(0) if d is None else g.movedim(0, d)
             for g, d in zip(pulled, self._x_dims, strict=True)
         ]
+
+    def is_not_linear(self) -> LookupError:
+        return self._call.is_not_linear()
 
     def _vmap(self, f: Function, *more: Dims) -> Function:
         in_dims = (self._x_dims, self._constant_dims, *more)
@@ -198,6 +209,33 @@ class _CompiledPulled(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradient, ...]:
         return None, *ctx.f(*ctx.saved_tensors)[1](*us)
+
+
+def _probes(likes: Tensors, *, far: bool) -> list[Tensor]:
+    """As `adjoint.probes` and `adjoint.far_probes`."""
+    probes = []
+    for k, like in enumerate(likes):
+        dtype = tf.complex128 if like.is_complex() else tf.float64
+        numbers = adjoint.numbers((like.numel(),), dtype, k, far=far).reshape(like.shape)
+        probes.append(torch.as_tensor(numbers, dtype=like.dtype, device=like.device))
+    return probes
+
+
+def _holds(gs: Tensors, zs: Tensors, us: Tensors, found: Tensors) -> Tensor:
+    """As `adjoint.holds`: whether `<gs, zs> = <us, found>` up to rounding, or not finite."""
+    pairs = [*zip(gs, zs, strict=True), *zip(us, found, strict=True)]
+    terms = [(a.detach().conj() * b.detach()).real.to(torch.float64) for a, b in pairs]
+    left, right = sum(t.sum() for t in terms[: len(gs)]), sum(t.sum() for t in terms[len(gs) :])
+    size = sum(t.abs().sum() for t in terms)
+    eps = max(torch.finfo(t.dtype).eps for t in [*gs, *us])
+    return ((left - right).abs() <= eps**0.5 * size) | torch.isnan(left - right)
+
+
+def _zero_if(holds: Tensor, error: Exception) -> Tensor:
+    """Zero, or else an error; in transformations, which hide values, NaN."""
+    if not (modes.transformed() or holds):
+        raise error
+    return torch.where(holds, 0.0, torch.nan)
 
 
 def _upstream(y: Tensor) -> Gradient:
