@@ -12,13 +12,13 @@ from sgtrick._core import adjoint, calls, loud, partial, shapes, structures
 from sgtrick._core._tensorflow import autograph, tracing
 from sgtrick._core.absent import present
 from sgtrick._core.fixed_point import ValueAtPoint
+from sgtrick._core.override import graph_depth
 from sgtrick._core.transposition import beside
 from sgtrick._core.types import (
     Args,
     Decorated,
     Function,
     Gradient,
-    Graph,
     Kwargs,
     Structure,
     Tangent,
@@ -118,9 +118,12 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             ]
 
         def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
-            around = _transposed_in(form, nondiff, at)
-            if around is not None:
-                return _natural(name, point, f, upstream, around)
+            depth = _NOW.get().get(_key(form, nondiff, at))
+            if depth is not None and depth < graph_depth():
+                # TensorFlow differentiates a function that the rule calls by primals, too.
+                return loud.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
+            if depth is not None:
+                return _natural(point, f, upstream)
             ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
             with _transposing(form, nondiff, at):
                 with tracing.differentiated(ts) as transpose:
@@ -204,10 +207,10 @@ _NOT_LINEAR = (
 )
 
 
-# The functions whose rules are being transposed, and in which graph. A rule may call its function:
-# on primals, or on tangents where the function is linear. Transposing the rule of that call too
-# would recurse for ever.
-_NOW: ContextVar[dict[Any, Graph]] = ContextVar("_NOW", default={})  # noqa: B039
+# The functions whose rules are being transposed, and in how many gradients of graphs. A rule may
+# call its function: on primals, or on tangents where the function is linear. Transposing the rule
+# of that call too would recurse for ever.
+_NOW: ContextVar[dict[Any, int]] = ContextVar("_NOW", default={})  # noqa: B039
 
 
 def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Function | int, ...]:
@@ -215,14 +218,9 @@ def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Functi
     return form, *own
 
 
-def _transposed_in(form: Function, nondiff: Sequence[int], at: calls.Call) -> Graph | None:
-    return _NOW.get().get(_key(form, nondiff, at))
-
-
 @contextmanager
 def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
-    graph = tf.compat.v1.get_default_graph()
-    token = _NOW.set({**_NOW.get(), _key(form, nondiff, at): graph})
+    token = _NOW.set({**_NOW.get(), _key(form, nondiff, at): graph_depth()})
     try:
         yield
     finally:
@@ -230,14 +228,9 @@ def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iter
 
 
 def _natural(
-    name: str, point: calls.Selection, f: Function, upstream: Sequence[Tensor | None], around: Graph
+    point: calls.Selection, f: Function, upstream: Sequence[Tensor | None]
 ) -> list[Gradient]:
-    """The autodiff pullback of `f`, for the calls of `f` on tangents, in which it is linear.
-
-    In a function that the rule calls, TensorFlow differentiates the calls on primals, too.
-    """
-    if tf.compat.v1.get_default_graph() is not around:
-        return loud.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
+    """The autodiff pullback of `f`, for the calls of `f` on tangents, in which it is linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(xs)

@@ -80,27 +80,9 @@ class TestInEveryWay:
     def test_the_value_alone_is_right(self, form, where, mode):
         f = alone(FORMS[form])
         assert verdict(WHERE[where](MODES[mode](f)), exact(1)) == "right"
-        if (where, mode) != ("mapped in tf.function", "forward by the upstream gradient"):
-            # Which TensorFlow cannot do around a function that calls the host in a map.
+        if "mapped" not in where or mode != "forward by the upstream gradient":
+            # There, TensorFlow transposes the gradient of all results.
             assert verdict(MODES[mode](WHERE[where](f)), exact(1)) == "right"
-
-
-CONSTANTS = {
-    "stopped": lambda x: tf.stop_gradient(x**2),
-    "constant": lambda x: tf.ones_like(x) * 3.0,
-    "without derivative": lambda x: tf.cast(x > 0, x.dtype),
-}
-
-
-@pytest.mark.parametrize(
-    ("aux", "where", "mode"), spread(CONSTANTS, ["eager", "tf.function", "XLA", "mapped"], MODES)
-)
-def test_what_is_constant_does_not_count(aux, where, mode):
-    assert verdict(WHERE[where](MODES[mode](both(form_with(CONSTANTS[aux])))), exact(1)) == "right"
-    if where != "eager":
-        assert (
-            verdict(MODES[mode](WHERE[where](both(form_with(CONSTANTS[aux])))), exact(1)) == "right"
-        )
 
 
 @pytest.mark.parametrize("name", ["autodiff", "from_numpy"])
@@ -120,62 +102,21 @@ def test_to_stop_it_helps(name):
     assert verdict(derivative(stopped), exact(1)) == "right"
 
 
-EACH = [derivative, forward_derivative]
-
-
-def is_quick(_, outer, where):
-    """TensorFlow takes a minute for forward mode over derivatives of `vectorized_map`."""
-    return outer is derivative or "mapped" not in where
-
-
-class TestOtherArguments:
-    """Keep their autodiff gradient, in auxiliary results too."""
-
-    @staticmethod
+@pytest.mark.parametrize("where", ["eager", "tf.function", "XLA", "mapped"])
+@pytest.mark.parametrize("mode", [derivative, forward_derivative])
+def test_derivatives_by_other_arguments_are_loud_too(mode, where):
+    @sgtrick.from_value_and_gradient(has_aux=True)
     def form(x, scale):
-        @sgtrick.from_value_and_gradient(has_aux=True)
-        def form(x, scale):
-            aux = {"scaled": x * scale**2, "scale": scale**3, "count": tf.size(x)}
-            return (hidden(x) * scale, aux), slope(x) * scale
+        return (hidden(x) * scale, x * scale**2), slope(x) * scale
 
-        return form(x, scale)
+    def by_scale(x):
+        return mode(lambda scale: form(x, scale)[1])(2 * tf.ones_like(x))
 
-    @pytest.mark.parametrize("where", WHERE)
-    @pytest.mark.parametrize("mode", EACH)
-    def test_first_derivatives(self, where, mode):
-        def by_scale(x):
-            return mode(lambda scale: self.form(x, scale)[1]["scaled"])(2 * tf.ones_like(x))
-
-        x = tf.constant(POINTS)
-        np.testing.assert_allclose(WHERE[where](by_scale)(x), 4 * POINTS)
-
-    @pytest.mark.parametrize("where", WHERE)
-    def test_what_is_only_made_of_them(self, where):
-        def by_both(x):
-            scale = 2 * tf.ones_like(x)
-            with tf.GradientTape() as tape:
-                tape.watch([x, scale])
-                y, aux = self.form(x, scale)
-                total = y + aux["scale"]
-            return tf.stack(tape.gradient(total, [x, scale]))
-
-        x = tf.constant(POINTS)
-        found = WHERE[where](by_both)(x) if "mapped" not in where else by_both(x)
-        np.testing.assert_allclose(found, [2 * exact(1), exact(0) * 1 + 12])
-
-    @pytest.mark.parametrize(("inner", "outer", "where"), spread(EACH, EACH, WHERE, valid=is_quick))
-    def test_mixed_derivatives_are_loud(self, inner, outer, where):
-        def by_scale(x):
-            return inner(lambda scale: self.form(x, scale)[1]["scaled"])(2 * tf.ones_like(x))
-
-        expected = 4 * np.ones_like(POINTS)
-        assert verdict(WHERE[where](outer(by_scale)), expected) in {"raises", "NaN"}
-        assert verdict(outer(WHERE[where](by_scale)), expected) in {"raises", "NaN"}
+    assert verdict(WHERE[where](by_scale), 4 * POINTS) in {"raises", "NaN"}
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-@pytest.mark.parametrize("outer", [derivative, forward_derivative])
-def test_mixed_derivatives_with_a_variable_are_loud(outer, wrap):
+def test_derivatives_by_variables_are_loud_too(wrap):
     scale = tf.Variable(2.0, dtype=tf.float64)
     form = form_with(lambda x: x * scale**2)
 
@@ -184,8 +125,7 @@ def test_mixed_derivatives_with_a_variable_are_loud(outer, wrap):
             _, aux = form(x)
         return tape.gradient(aux, scale) * tf.ones_like(x)
 
-    np.testing.assert_allclose(wrap(by_scale)(tf.constant(POINTS)), 4 * POINTS.sum())
-    assert verdict(wrap(outer(by_scale)), 4 + 0 * POINTS) in {"raises", "NaN"}
+    assert verdict(wrap(by_scale), 4 * POINTS.sum() + 0 * POINTS) in {"raises", "NaN"}
 
 
 def test_any_structure():
@@ -212,21 +152,6 @@ def test_any_structure():
     for result in (aux["tensors"][1], aux["ragged"].flat_values):
         with pytest.raises(LookupError, match="was differentiated"):
             tape.gradient(result, x)
-
-
-def test_by_one_of_two_arguments():
-    """That another one is not differentiated in a result is no error."""
-
-    @sgtrick.from_value_and_gradient(argnums=(0, 1), has_aux=True)
-    def form(x, z):
-        return (hidden(x) + hidden(z), x * 2), (slope(x), slope(z))
-
-    x, z = tf.constant(POINTS), tf.constant(POINTS + 1)
-    for wrap in (lambda f: f, tf.function):
-        run = wrap(lambda x, z: derivative(lambda z: tf.add_n(form(x, z)))(z))
-        np.testing.assert_allclose(run(x, z), exact(1, POINTS + 1))
-        run = wrap(lambda x, z: derivative(lambda x: tf.add_n(form(x, z)))(x))
-        assert verdict(lambda x: run(x, z), exact(1)) == "raises"  # noqa: B023
 
 
 def test_second_derivatives_of_the_value_do_not_see_it():

@@ -813,8 +813,7 @@ class TestMapped:
 
         assert verdict(mapped(member), exact(0)) == "right"
         assert verdict(derivative(mapped(member)), exact(1)) in LOUD
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"cannot be mapped by .* here"):
-            forward_derivative(mapped(member))(tf.constant(POINTS))
+        assert verdict(forward_derivative(mapped(member)), exact(1)) in {*LOUD, "right"}
 
     @pytest.mark.parametrize("way", [w for w in MAPPED if "forward" not in w])
     @pytest.mark.parametrize("use", [read, read_in_a_loop, written_in_a_loop])

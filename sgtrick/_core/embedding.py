@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from sgtrick._core import loud
 from sgtrick._core._tensorflow import graphs
-from sgtrick._core.guard import unknown_by
-from sgtrick._core.override import keep
+from sgtrick._core.absent import present
+from sgtrick._core.override import keep, pass_on
 from sgtrick._core.rule import Rule
 from sgtrick._core.structures import Leaf
 from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Gradient, Tangent, Tensor
+from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
 def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:
@@ -57,7 +57,20 @@ def embed_constant(
 
 def auxiliary(name: str, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """A result beside the value, of which no derivatives are known: taking one is an error."""
-    return unknown_by(tf.stop_gradient(result), inputs, _AUXILIARY.format(name))
+    message = _AUXILIARY.format(name)
+
+    def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
+        def pull(upstream: Tensor) -> list[Gradient]:
+            return [None, *loud.failures(xs, message, [upstream])]
+
+        def push(_: Tangent, *tangents: Tangent) -> list[Tangent]:
+            moving = present(tangents)
+            with loud.not_raising():  # forward mode computes tangents of all results, used or not
+                return loud.unless_moving(message, [tf.zeros_like(part)], moving, xs)
+
+        return pull, push
+
+    return pass_on(tf.stop_gradient(result), inputs, derivatives)
 
 
 _AUXILIARY = (

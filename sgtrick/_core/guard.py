@@ -24,7 +24,7 @@ from sgtrick._core._tensorflow import connections, graphs, tapes, tracing, uses
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.override import is_running, pass_on
+from sgtrick._core.override import is_running, pass_on, running
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import transposed, values_of, with_values
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
@@ -49,30 +49,36 @@ class Check:
         self._specs = tracing.specs_of(inputs)
         self._found: dict[tuple[bool, ...], list[Lost] | str] = {}
 
-    def lost(self, us: Sequence[Tensor | None], i: int) -> Lost:
-        """What is lost of gradient `i`, at upstream gradients that are None where these are."""
-        found = self._of(us)
+    def lost(self, us: Sequence[Tensor | None], closed: Sequence[Tensor], i: int) -> Lost:
+        """What is lost of gradient `i`.
+
+        Args:
+            us: The upstream gradients, None where there are none.
+            closed: Tensors that the rule closes over and that are differentiated.
+            i: The number of the gradient.
+        """
+        found = self._of(us, closed)
         return Lost(found, found) if isinstance(found, str) else found[i]
 
     def lost_of_tangents(self, us: Sequence[Tensor | None]) -> Lost:
         """What is lost of tangents, which depend on the point as all the gradients do."""
-        found = self._of(us)
+        found = self._of(us, ())
         if isinstance(found, str):
             return Lost(found, found)
         return next((Lost(one.by_inputs) for one in found if one.by_inputs), Lost())
 
-    def _of(self, us: Sequence[Tensor | None]) -> list[Lost] | str:
+    def _of(self, us: Sequence[Tensor | None], closed: Sequence[Tensor]) -> list[Lost] | str:
         key = tuple(u is None for u in us)
         if key not in self._found:
-            self._found[key] = self._traced(us)
+            self._found[key] = self._traced(us, closed)
         return self._found[key]
 
-    def _traced(self, us: Sequence[Tensor | None]) -> list[Lost] | str:
+    def _traced(self, us: Sequence[Tensor | None], closed: Sequence[Tensor]) -> list[Lost] | str:
         n, count = len(present(us)), len(us)
         dense = Dense(lambda *ts: self._values(ts[:count], ts[count:]), [*us, *self._specs])
 
         def trace() -> tracing.Traced:
-            with loud.off():
+            with running("tapes"), loud.off():
                 return tracing.Traced(dense, [*tracing.specs_of(present(us)), *self._specs])
 
         try:
@@ -81,8 +87,9 @@ class Check:
             if not tf.executing_eagerly():
                 raise
             # What runs eagerly may do what no graph can, such as branching on values.
-            return _UNTRACEABLE.format(self._name, error)
-        inputs = [*traced.inputs[n:], *connections.varying(traced.captured, traced.inner)]
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            return _UNTRACEABLE.format(self._name, reason[-1].strip())
+        inputs = [*traced.inputs[n:], *connections.varying(traced.captured, traced.inner, closed)]
         found = [self._lost_of(y, traced.inputs[:n], inputs) for y in traced.outputs]
         return [one or Lost() for one in dense.restored(found)]
 
@@ -119,24 +126,27 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
         gradients, used = uses.call(lambda: rule.pull(*us), [*present(us), *near])
         near += [*used.tensors, *map(tf.convert_to_tensor, used.variables)]
         at = [] if callable(rule.push) else present(us)
+        lost = functools.partial(check.lost, us, used.tensors)
         return [
-            None if g is None else _guard(g, functools.partial(check.lost, us, i), at, near)
+            None if g is None else _guard(g, functools.partial(lost, i), at, near)
             for i, g in enumerate(gradients)
         ]
 
+    def guard(
+        moved: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]
+    ) -> list[Tangent]:
+        near, ts = list(map(here, xs)), present(tangents)
+        lost = functools.partial(check.lost_of_tangents, likes)
+        return [None if t is None else _guard(t, lost, ts, near) for t in moved]
+
     def push(*tangents: Tangent) -> Sequence[Tangent]:
         moved = rule.push(*tangents) if callable(rule.push) else transposed(rule, ys, tangents)
-        if loud.is_off():
-            return moved
-        near, ts = list(map(here, inputs)), present(tangents)
-        return [
-            None if t is None else _guard(t, lambda: check.lost_of_tangents(likes), ts, near)
-            for t in moved
-        ]
+        return moved if loud.is_off() else guard(moved, tangents, inputs)
 
     likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-
-    return rule._replace(pull=pull, push=rule.push if isinstance(rule.push, str) else push)
+    is_known = rule.push is not None
+    push_ = rule.push if isinstance(rule.push, str) else push
+    return Rule(rule.name, pull, push_, guard, transposes=not is_known)
 
 
 def _guard(
@@ -161,12 +171,14 @@ def _guard(
         def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
             found = tapes.apart(lost)
             along = _unless_moving(found.by_upstream, part, along, tangents[:n], xs)
-            return [_unless_moving(found.by_inputs, part, along, tangents[n:], xs)]
+            along = _unless_moving(found.by_inputs, part, along, tangents[n:], xs)
+            # What is lost of the gradient is lost of its tangents.
+            return [None if along is None else _guard(along, lost, [], xs[n:])]
 
         return pull, push
 
-    part = pass_on(values_of(gradient), [*us, *inputs], derivatives)
-    return with_values(gradient, part)
+    part = values_of(gradient)
+    return with_values(gradient, pass_on(part, [*us, *inputs], derivatives))
 
 
 def _failures(xs: Sequence[Tensor], why: str | None, z: Tensor) -> list[Tensor | None]:
@@ -271,6 +283,6 @@ def cut_message(name: str) -> str:
 
 _UNTRACEABLE = (
     "The gradient of {0} was differentiated again, but tf.function cannot trace the gradient "
-    "function, which is how its derivatives are checked: {1} Write it so that tf.function can "
-    "trace it."
+    "function ({1}). Only a trace tells whether TensorFlow can differentiate it. Write it so that "
+    "tf.function can trace it."
 )

@@ -120,6 +120,8 @@ def unless_refused(
     try:
         return pull()
     except LookupError as error:
+        if type(error) is not LookupError:  # a KeyError of the caller's code
+            raise
         return list(failures(xs, f"{message} TensorFlow says: {error}", zs))
 
 

@@ -51,7 +51,7 @@ def of_batch(
         return list(gradients)
 
     push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push)
+    return ys, xs, Rule(rule.name, pull, push, rule.guard)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

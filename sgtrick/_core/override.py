@@ -56,14 +56,14 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        if _DEPTH.get() < 2 and (tracing.is_soon_closed() or _RUNNING.get() == "graph"):
+        if _DEPTH.get() < 2 and (tracing.is_soon_closed() or _RUNNING.get()[-1:] == ("graph",)):
             rule = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
         outputs,
         xs,
         lambda *upstream: _pull(rule, ys, upstream),
-        lambda *tangents: _push(rule, ys, tangents),
+        lambda *tangents: _push(rule, ys, xs, tangents),
     )
     return outputs
 
@@ -124,19 +124,24 @@ _DROPPED = (
 )
 
 
-# Whether a rule is being run, for "tapes" or for the gradient of a "graph".
-_RUNNING: ContextVar[str | None] = ContextVar("_RUNNING", default=None)
+# For what rules are being run that called each other: "tapes", or the gradient of a "graph".
+_RUNNING: ContextVar[tuple[str, ...]] = ContextVar("_RUNNING", default=())
 
 
 def is_running() -> bool:
     """Whether a rule is being run."""
-    return _RUNNING.get() is not None
+    return bool(_RUNNING.get())
+
+
+def graph_depth() -> int:
+    """How many gradients of graphs are being traced, one for the other."""
+    return _RUNNING.get().count("graph")
 
 
 @contextlib.contextmanager
 def running(of: str) -> Iterator[None]:
     """A scope in which a rule is run."""
-    token = _RUNNING.set(of)
+    token = _RUNNING.set((*_RUNNING.get(), of))
     try:
         yield
     finally:
@@ -174,20 +179,26 @@ def _pull_for_graph(
         with running("graph"), loud.not_raising(), devices.of(ys[0]):
             us = _dense(ys, upstream)
             gradients = list(rule.pull(*us))
-            return gradients if callable(rule.push) else checked(rule, gradients, us, pass_on)
+            if callable(rule.push) and not rule.transposes:
+                return gradients
+            return checked(rule, gradients, us, pass_on)
 
     return tapes.apart(pull) if tapes.tapes_are_silenced() else pull()
 
 
-def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:
+def _push(
+    rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], tangents: Sequence[Tangent]
+) -> list[Tangent]:
     """The tangents of the outputs."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
-    push = rule.push or (lambda *ts: transposed(rule, ys, ts))
 
     def run(*ts: Tangent) -> Sequence[Tangent]:
         with running("tapes"):  # in another thread
-            return push(*ts)
+            if callable(rule.push):
+                return rule.push(*ts)
+            moved = transposed(rule, ys, ts)
+            return rule.guard(moved, ts, xs) if rule.guard else moved
 
     dense = Dense(run, tangents)
     with devices.of(ys[0]):

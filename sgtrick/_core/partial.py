@@ -56,7 +56,8 @@ class Others(NamedTuple):
         # The gradient of a table that is gathered from is sparse, and a zero would be dense.
         dense = [v for v in used.variables if not any(v is t for t in used.tables)]
         is_all = not (used.tables or used.has_lists or used.has_fixed)
-        return cls(passed, [*used.tensors, *dense], is_all)
+        # As the gradients see it, which may be called in other graphs.
+        return cls(passed, [*map(graphs.outside, used.tensors), *dense], is_all)
 
     def __bool__(self) -> bool:
         """Whether there is anything."""
@@ -183,8 +184,14 @@ def embed(
         message = _ELSEWHERE.format(name)
         return [t if others.is_all else unknown_by(t, xs, message) for t in tensors]
 
+    def guard(
+        moved: Sequence[Tangent], tangents: Sequence[Tangent], inputs: Sequence[Tensor]
+    ) -> list[Tangent]:
+        assert rule.guard
+        return rule.guard(moved, tangents[len(ys) :], inputs[len(ys) :])
+
     inputs = [*ys, *xs, *others.tensors]
-    return keep(ys, inputs, Rule(name, pull, pushed))
+    return keep(ys, inputs, Rule(name, pull, pushed, guard, transposes=rule.transposes))
 
 
 def _zeros(
@@ -202,6 +209,7 @@ def _zeros(
         arguments: From cotangents of the zeros to the arguments of `along_others`.
     """
     name, xs, others = point.name, point.xs, point.others
+    closed = [c for c in others.closed if isinstance(c, tf.Tensor)]
 
     def pull(*zs: Tensor | None) -> list[Gradient]:
         us, tangents = arguments(zs)
@@ -210,21 +218,39 @@ def _zeros(
         )
         by_xs: list[Gradient] = []
         for i, (x, g) in enumerate(zip(xs, along, strict=True)):
-            why = point.check.lost(us, i).by_inputs
+            why = point.check.lost(us, closed, i).by_inputs
             by_xs.append(loud.failure(x, why, present(zs)) if why else g)
-        zeros = [tf.zeros_like(t) for t in (*given, *others.tensors)]
-        return [*(unknown_by(z, xs, _BEYOND.format(name)) for z in zeros), *by_xs]
+        of = [*present(zs), *given, *others.tensors]
+        return [*(_unknown(t, of, xs, beyond) for t in (*given, *others.tensors)), *by_xs]
 
     def push(*tangents: Tangent) -> list[Tangent]:
-        # Along the point alone. What they are along anything else varies with the point.
         of_xs = [*[None] * (len(tangents) - len(xs)), *tangents[-len(xs) :]]
         moved = transposed(Rule(name, pull), zeros, of_xs)
-        return [t if t is None else unknown_by(t, xs, _BEYOND.format(name)) for t in moved]
+        of = [*present(tangents), *given, *others.tensors]
+        return [t if t is None else t + _unknown(t, of, xs, beyond) for t in moved]
 
+    beyond = _BEYOND.format(name)
     zeros = [tf.zeros_like(t) for t in likes]
     if not zeros:
         return zeros
     return keep(zeros, [*given, *others.tensors, *xs], Rule(name, pull, push))
+
+
+def _unknown(like: Tensor, of: Sequence[Tensor], xs: Sequence[Tensor], message: str) -> Tensor:
+    """Zeros like a tensor: of their derivatives by `of`, and of these, that by `xs` is an error."""
+
+    def pull(z: Tensor) -> list[Gradient]:
+        return [
+            *(_unknown(t, [z, *of], xs, message) for t in of),
+            *loud.failures(xs, message, [z]),
+        ]
+
+    def push(*tangents: Tangent) -> list[Tangent]:
+        of_xs = present(tangents[len(of) :])
+        zero = _unknown(like, [*present(tangents), *of], xs, message)
+        return loud.unless_moving(message, [zero], of_xs, xs) if of_xs else [zero]
+
+    return keep([tf.zeros_like(like)], [*of, *xs], Rule("", pull, push))[0]
 
 
 def beside(rule: Rule, count: int = 1) -> Rule:

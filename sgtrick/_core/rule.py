@@ -1,8 +1,9 @@
 """The derivative of outputs with respect to inputs, as a form defines it."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from sgtrick._core.types import Pullback, Pushforward
+from sgtrick._core.types import Pullback, Pushforward, Tangent
 
 
 class Rule(NamedTuple):
@@ -14,8 +15,13 @@ class Rule(NamedTuple):
             gradient or None for each input.
         push: From one tangent for each input to one tangent for each output; or the message of the
             error in forward mode; or None to transpose `pull`, with a test.
+        guard: Adds errors to tangents that were obtained by transposing, given the tangents of the
+            inputs, and the inputs.
+        transposes: Whether `push` transposes `pull`.
     """
 
     name: str
     pull: Pullback
     push: Pushforward | str | None = None
+    guard: Callable[..., list[Tangent]] | None = None
+    transposes: bool = False

@@ -65,18 +65,27 @@ def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z
     """Whether gradient `i` of a rule, which is in a graph, can be transposed for a cotangent."""
     at = present(upstream)
 
-    def pull(*us: Tensor) -> list[Tensor]:
+    def pulled(us: Sequence[Tensor], z: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         gradient = rule.pull(*spread(us, upstream))[i]
-        return [] if gradient is None else [values_of(gradient)]
+        return beside([None if gradient is None else values_of(gradient)], [z])
 
-    # What the rule uses is only known in its graph, and nothing can be added to this any more.
-    pulled = tapes.apart(lambda: tracing.Traced(pull, tracing.specs_of(at), graph))
+    def fits(z: Tensor) -> list[Tensor]:
+        us, far = adjoint.probes(at), adjoint.far_probes(at)
+        with loud.not_raising():
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(far)
+                gs, zs = pulled(far, z)
+            found = tape.gradient(gs, far, output_gradients=zs) if gs else [None] * len(far)
+            return [adjoint.holds(*pulled(us, z), found, us)]
+
+    # What the rule uses is only known in its graph, to which nothing may be added any more: as long
+    # as that happens, TensorFlow differentiates it anew.
+    traced = tapes.apart(lambda: tracing.Traced(fits, tracing.specs_of([z]), graph))
     with graph.as_default():
-        captured = list(map(graphs.here, pulled.captured))
-    us, far = adjoint.probes(at), adjoint.far_probes(at)
-    gs, tested = pulled(far, captured), pulled(us, captured)
-    found = tracing.gradients_in(tf.compat.v1.get_default_graph(), gs, far, [z] * len(gs))
-    return adjoint.holds(tested, [z] * len(tested), found, us)
+        captured = list(map(graphs.as_used, traced.captured))
+    with tapes.not_recording():
+        (holds,) = traced([z], captured)
+    return holds
 
 
 def values_of(gradient: Gradient) -> Tensor:

@@ -31,7 +31,9 @@ def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
         upstream = tf.compat.v1.placeholder(y.dtype, y.shape)
         try:
             found = gradients_in(y.graph, [y], xs, [upstream])
-        except LookupError:  # an operation without a gradient: TensorFlow raises this by itself
+        except LookupError as error:  # an operation without a gradient, where TensorFlow raises
+            if type(error) is not LookupError:
+                raise
             return True
         return any(g is not None for g in found)
 
@@ -55,14 +57,19 @@ def depends(y: Tensor, xs: Sequence[Tensor]) -> bool:
     return False
 
 
-def varying(outer: Sequence[Tensor], inner: Sequence[Tensor]) -> list[Tensor]:
+def varying(
+    outer: Sequence[Tensor], inner: Sequence[Tensor], known: Sequence[Tensor] = ()
+) -> list[Tensor]:
     """The captured tensors of a traced function with respect to which derivatives may be taken.
 
     Args:
         outer: The tensors that it captured.
         inner: The same in its graph.
+        known: Some of those with respect to which they may.
     """
-    return [i for o, i in zip(outer, inner, strict=True) if _may_vary(o)]
+    names = set(map(graphs.identity_of, known))
+    pairs = zip(outer, inner, strict=True)
+    return [i for o, i in pairs if graphs.identity_of(o) in names or _may_vary(o)]
 
 
 def _may_vary(t: Tensor) -> bool:

@@ -48,7 +48,7 @@ def carries_derivatives(t: Tensor) -> bool:
 
 def may_carry(t: Tensor) -> bool:
     """The same for handles of variables, too."""
-    return t.dtype == tf.resource or carries_derivatives(t)
+    return t.dtype == tf.resource or carries_derivatives(t) or t.dtype != t.dtype.base_dtype
 
 
 def has_no_gradient(op: Operation) -> bool:

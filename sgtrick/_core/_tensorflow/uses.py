@@ -49,13 +49,16 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     variables = _with_derivatives(variables_read())
     operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
     gathered = {id(t) for op in operations if _gathers(op.type) for t in op.inputs}
+    needed = _needed(result, operations, passed)
     # What is new, and no output, is a constant or was read from a variable.
-    tensors = [
-        t
-        for t in _needed(result, operations, passed)
-        if is_differentiable(t.dtype) and ops.tensor_id(t) < age and tapes.is_recorded([t])
-    ]
-    return result, Uses(tensors, variables, [v for v in variables if id(v.handle) in gathered])
+    older = [t for t in needed if ops.tensor_id(t) < age and tapes.is_recorded([t])]
+    handles = {id(v.handle): v for v in variables}
+    return result, Uses(
+        [t for t in older if is_differentiable(t.dtype)],
+        variables,
+        [v for key, v in handles.items() if key in gathered],
+        has_fixed=any(t.dtype == tf.resource and id(t) not in handles for t in older),
+    )
 
 
 def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
@@ -76,8 +79,8 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     tangents = forwardprop_util.pack_tangents(list(passed)).tangents
     needed = _needed(result, made, [*passed, *tangents])
     older = [t for t in map(graphs.as_used, needed) if identity_of(t) not in new]
-    for t in older:
-        refuse_reference(t, f"{t.op.name}, which the function reads,")
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        _refuse_references([*older, *(t for op in operations for t in op.inputs)])
     gathered = {identity_of(op.inputs[0]) for op in made if _gathers(op.type)}
     variables = {
         identity_of(graphs.as_used(v.handle)): v for v in _with_derivatives(variables_read())
@@ -92,6 +95,14 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
             for t in older
         ),
     )
+
+
+def _refuse_references(tensors: Iterable[Tensor]) -> None:
+    """Raises if one is a reference variable of TensorFlow 1, or was read from one."""
+    for t in map(graphs.outside, tensors):
+        if graphs.operation(t) is not None:
+            t = t.op.inputs[0] if t.op.type == "Identity" else t
+            refuse_reference(t, f"{t.op.name}, which the function reads,")
 
 
 def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor]) -> list[Tensor]:
