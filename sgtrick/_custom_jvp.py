@@ -62,8 +62,10 @@ def custom_jvp(
         no derivative. The value is always that of `f`; `primal_out` is ignored. The rule is called
         only when a derivative is requested. Reverse mode transposes it, and tests the transpose at
         fixed pseudo-random tangents, for which it calls the rule twice. Higher derivatives are
-        obtained by differentiating the rule.
-        Variables that `f` reads keep their autodiff gradient.
+        those of the rule, as TensorFlow differentiates it; in eager execution, they trace the rule.
+        The rule may call the function itself, in a `tf.function`, branch or loop too; there, a
+        derivative of the result is an error or NaN. Variables that `f` reads, and tensors that it
+        closes over, keep their autodiff gradient, and mixed second derivatives are right.
 
     Raises:
         TypeError: `nondiff_argnums` does not hold ints, the function is called before it has a rule
@@ -71,11 +73,11 @@ def custom_jvp(
             dtypes of the output.
         ValueError: A position has no argument, or the tangents do not have the structure and shapes
             of the output.
-        LookupError: When TensorFlow cannot compute a derivative from the rule: in reverse mode, if
-            the rule is not linear in the tangents or passes them to the host; for higher
-            derivatives, if the rule, or a part of it, is not connected to the primals. In graphs
-            this is a `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function`
-            and in XLA, the derivative is NaN.
+        LookupError: In reverse mode, if the rule is not linear in the tangents or passes them to
+            the host. For higher derivatives, if a gradient is connected to nothing with respect to
+            which it could be differentiated, if a host call computes it, or if the rule cannot be
+            traced. In graphs this is a `tf.errors.InvalidArgumentError` when the graph runs; around
+            a `tf.function` and in XLA, the derivative is NaN.
     """
     positions: Sequence[Any] = (
         nondiff_argnums if isinstance(nondiff_argnums, (list, tuple)) else (nondiff_argnums,)

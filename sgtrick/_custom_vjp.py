@@ -57,13 +57,17 @@ def custom_vjp(f: Function | None = None) -> Function:
             gradient None. Gradients are cast to the dtype of their argument: numbers, arrays and
             masks will do. If `f` reads trainable variables that are not among its arguments,
             `grad_fn` must take a keyword `variables`, the list of these in the order in which they
-            were read, and return `(gradients, variable_gradients)`. Other tensors that `f` closes
-            over have no gradient, unless they are among the arguments, too: requesting one is an
-            error, or it is None if `f` stops the tensor. `grad_fn` never runs in a forward pass,
-            and need not be linear; loops and host calls are allowed. Higher derivatives are
-            obtained by differentiating `grad_fn`. Forward mode transposes it, by differentiating it
-            with respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
-            gradients.
+            were created, and return `(gradients, variable_gradients)`. `grad_fn` never runs in a
+            forward pass, and need not be linear; loops and host calls are allowed. Higher
+            derivatives are those of `grad_fn`, as TensorFlow differentiates it; in eager execution,
+            they trace `f`. Forward mode transposes `grad_fn`, by differentiating it with respect to
+            `upstream`, and tests the transpose at fixed pseudo-random upstream gradients.
+
+            A gradient with respect to another tensor that `f` closes over is an error, or None if
+            `f` stops the tensor. But a tensor that was computed from an argument counts as the
+            argument; in eager execution, only where nothing but arguments, and variables that `f`
+            reads, is differentiated. In a rule that is being run, what `f` closes over is a
+            constant.
 
     Returns:
         A function of the arguments of `f` that returns `y`. Methods can be decorated too.
@@ -73,15 +77,14 @@ def custom_vjp(f: Function | None = None) -> Function:
             `grad_fn` does not take `variables`, or returned a gradient for something that has no
             derivatives, or a complex one for a real argument.
         ValueError: `grad_fn` returned another number of gradients, or one of the wrong shape.
-        LookupError: When TensorFlow cannot compute a derivative from `grad_fn`: in forward mode, if
-            it is not linear or calls the host; for higher derivatives, if the gradient, or a part
-            of it, is not connected to the arguments; and with respect to a tensor that `f` closes
-            over. With respect to what that tensor, or an argument, was computed from, the
-            derivative is NaN in eager execution, with a warning. In graphs this is a
-            `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
-            the derivative is NaN. Also when one eager operation of `f` reads several variables, so
-            that their order is unknown; and when a loop or branch in `f` reads a `tf.TensorArray`
-            that another loop or a function got as an argument.
+        LookupError: In forward mode, if `grad_fn` is not linear or calls the host. For higher
+            derivatives, if a gradient is connected to nothing with respect to which it could be
+            differentiated, if a host call computes it, or if `f` cannot be traced. For a derivative
+            with respect to a tensor that `f` closes over. With respect to what this tensor, or an
+            argument, was computed from, such a derivative is NaN in eager execution, with a
+            warning. In graphs the error is a `tf.errors.InvalidArgumentError` when the graph runs;
+            around a `tf.function` and in XLA, the derivative is NaN. Also when called in a graph,
+            if `f` closes over a `tf.TensorArray`.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 

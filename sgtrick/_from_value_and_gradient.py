@@ -55,23 +55,23 @@ def from_value_and_gradient(
             decorator.
         argnums: The arguments that the gradient is with respect to: positions or parameter names.
         has_aux: Whether `fn` also returns auxiliary results, in any structure. Nothing is known of
-            their derivatives: taking one is an error or NaN.
+            their derivatives: each is an error or NaN. If a result counts as a constant, use
+            `tf.stop_gradient` of it.
         batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `fn` runs there too.
 
     Returns:
         A function with the arguments of `fn` that returns the value, or `(value, aux)`, and whose
         gradient is the one that `fn` returned. A second derivative evaluates `fn` once more and
-        differentiates the gradient that it returns; in eager execution it also traces `fn`, to see
-        whether the gradient calls the host.
+        differentiates the gradient that it returns; in eager execution it also traces `fn`.
 
     Raises:
         TypeError: `fn` does not return such a pair. (If it returns a function from the upstream
             gradient to the gradients, use `custom_vjp`.)
         ValueError: `argnums` does not name an argument, or a gradient does not have the structure
             or shape of its argument.
-        LookupError: When a second derivative is taken and TensorFlow cannot differentiate the
-            gradient, as in `with_gradient`; or when an auxiliary result is differentiated.
+        LookupError: When a higher derivative is taken, as in `with_gradient`, or if TensorFlow
+            refuses to differentiate the gradient; or when an auxiliary result is differentiated.
     """
     if fn is None:
         return functools.partial(

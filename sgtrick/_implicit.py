@@ -94,12 +94,11 @@ def implicit_root(
             `x_star`, or the residual does not depend on it, `batch_ndims` is not a number of
             dimensions of `x_star`, or it is passed together with `solve`.
         LookupError: When differentiated, if the result of `solve` is not the solution, or if the
-            residual of a batch member depends on the root of another, passes what is
-            differentiated or `x` to a host call without its own gradient, reads it from a
-            `tf.TensorArray`, or reads a variable that has been assigned since. Inside a
-            `tf.function` this is a `tf.errors.InvalidArgumentError` when the function runs; around
-            it and in XLA, the derivative is NaN. Also when called, if the residual closes over a
-            `tf.TensorArray` that a loop or a function got as an argument.
+            residual of a batch member depends on the root of another, passes something that has
+            derivatives to a host call without its own gradient, or reads a variable that has been
+            assigned since. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when
+            the function runs; around it and in XLA, the derivative is NaN. Also when called in a
+            graph, if the residual closes over a `tf.TensorArray`.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(

@@ -79,33 +79,33 @@ def with_gradient(
             never in a forward pass, and sees variables among the arguments with the values that
             they had when `f` was called. If `grad` takes a keyword `variables`, it receives the
             trainable variables that `f` read other than as its arguments, each once, in the order
-            in which they were read, and returns `(gradients, variable_gradients)`: for each
+            in which they were created, and returns `(gradients, variable_gradients)`: for each
             variable a Jacobian, of the shape of the value followed by that of the variable, or
-            for a scalar value `tf.IndexedSlices`. The variables then get exactly these gradients,
-            and other tensors that `f` closes over have none: requesting one is an error, unless `f`
-            stops it.
+            for a scalar value `tf.IndexedSlices`. The variables then get exactly these gradients.
+            For other tensors that `f` closes over, what `custom_vjp` says holds then.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `f` and `grad` run there too.
 
     Returns:
         The function, or the decorator if `f` is None. Its value is that of `f` to the last bit.
-        Higher derivatives are obtained by differentiating `grad`, including mixed derivatives with
-        respect to other arguments.
+        Higher derivatives are those of `grad`, as TensorFlow differentiates it; in eager execution,
+        they trace `grad`. Mixed second derivatives, with respect to the point and to other
+        arguments, variables and tensors that `f` closes over, are right; mixed derivatives of
+        higher order are right or an error.
 
     Raises:
         TypeError: `f` does not return one floating tensor, or is called before it has a `grad`.
         ValueError: `argnums` does not name an argument; or, when the gradient is requested, one is
             missing or does not have the structure or shape of its argument or variable.
-        LookupError: When a higher derivative is taken and a gradient, or a part of it, is not
-            connected to the point: it came from the host or NumPy, was stopped, or is a constant
-            (in that case add `0 * x`). Inside a `tf.function` this is a
-            `tf.errors.InvalidArgumentError` when the function runs; around it and in XLA, where
-            nothing can raise, the derivative is NaN. In eager execution, one by something that the
-            argument was computed from is NaN with a warning. Also when `grad` takes variables, and
-            one eager operation of `f` reads several, so that their order is unknown; or if a loop
-            or branch in `f` reads a `tf.TensorArray` that another loop or a function got as an
-            argument.
+        LookupError: When a higher derivative is taken and a gradient is connected to nothing with
+            respect to which it could be differentiated (it is a constant, to which you can add
+            `0 * x`, came from NumPy, or is stopped), or a host call computes it, or `grad` cannot
+            be traced. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
+            function runs; around it and in XLA, where nothing can raise, the derivative is NaN. In
+            eager execution, one by something that the argument was computed from is NaN with a
+            warning. Also when called in a graph, if `grad` takes variables and `f` closes over a
+            `tf.TensorArray`.
     """
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:

@@ -75,8 +75,8 @@ def from_numpy(
             engine is called once for each member.
         has_aux: Whether the engine returns `((value, aux), gradient)`, or with `grad` `(value,
             aux)`. `aux` is an array of real numbers of the same shape for all members of a batch.
-            If all members failed, it is one NaN for each. Its derivatives are unknown: taking one
-            is an error or NaN.
+            If all members failed, it is one NaN for each. Each derivative of it is an error or NaN:
+            if it counts as a constant, use `tf.stop_gradient` of it.
         dtype: The floating dtype in which the engine computes.
         executor: A `concurrent.futures.Executor` that evaluates the members of a batch in parallel:
             threads, processes, or `dask.distributed`'s `Client.get_executor()`. Draws do not
