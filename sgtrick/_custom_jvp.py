@@ -12,13 +12,13 @@ from sgtrick._core import adjoint, calls, loud, partial, shapes, structures
 from sgtrick._core._tensorflow import autograph, tracing
 from sgtrick._core.absent import present
 from sgtrick._core.fixed_point import ValueAtPoint
-from sgtrick._core.override import graph_depth
-from sgtrick._core.transposition import beside
+from sgtrick._core.transposition import paired
 from sgtrick._core.types import (
     Args,
     Decorated,
     Function,
     Gradient,
+    Graph,
     Kwargs,
     Structure,
     Tangent,
@@ -101,7 +101,7 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             )
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
         f, jvp = converted(function.f), converted(rule)
-        called = ValueAtPoint.of(name, point, f)
+        called, graph = ValueAtPoint.of(name, point, f), tf.compat.v1.get_default_graph()
         y = called.result
         if not point.xs:
             return y
@@ -120,23 +120,23 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             ]
 
         def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
-            depth = _NOW.get().get(_key(form, nondiff, at))
-            if depth is not None and depth < graph_depth():
+            now = _NOW.get().get(_key(form, nondiff, at))
+            if now is graph:
+                return _natural(point, f, upstream)
+            if now is not None:
                 # TensorFlow differentiates a function that the rule calls by primals, too.
                 return loud.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
-            if depth is not None:
-                return _natural(point, f, upstream)
             ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
             with _transposing(form, nondiff, at):
                 with tracing.differentiated(ts) as transpose:
-                    lt, us = beside(tangents_at(call, ts), upstream)
+                    lt, us = paired(tangents_at(call, ts), upstream)
                 if not lt:
                     return [None] * len(ts)
                 found = transpose(lt, us)
                 # Not at the upstream gradients, which are zero where only their slope is wanted.
                 ws = adjoint.probes(lt)
                 pulled = transpose(lt, ws)
-                moved, _ = beside(tangents_at(call, tested), upstream)
+                moved, _ = paired(tangents_at(call, tested), upstream)
             fits = adjoint.holds(ws, moved, pulled, tested)
             zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *moved])
             if tf.executing_eagerly():
@@ -209,10 +209,10 @@ _NOT_LINEAR = (
 )
 
 
-# The functions whose rules are being transposed, and in how many gradients of graphs. A rule may
-# call its function: on primals, or on tangents where the function is linear. Transposing the rule
-# of that call too would recurse for ever.
-_NOW: ContextVar[dict[Any, int]] = ContextVar("_NOW", default={})  # noqa: B039
+# The functions whose rules are being transposed, and in which graph. A rule may call its function:
+# on primals, or on tangents where the function is linear. Transposing the rule of that call too
+# would recurse for ever.
+_NOW: ContextVar[dict[Any, Graph]] = ContextVar("_NOW", default={})  # noqa: B039
 
 
 def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Function | int, ...]:
@@ -222,7 +222,8 @@ def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Functi
 
 @contextmanager
 def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
-    token = _NOW.set({**_NOW.get(), _key(form, nondiff, at): graph_depth()})
+    graph = tf.compat.v1.get_default_graph()
+    token = _NOW.set({**_NOW.get(), _key(form, nondiff, at): graph})
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from sgtrick._core import adjoint, loud, shapes, structures
 from sgtrick._core._tensorflow import autograph, connections, graphs, tapes, tracing
+from sgtrick._core.guard import LIST
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
@@ -214,7 +215,7 @@ def _root(
         )
     of_rows = None if solve is None else rows.solving(solve)
     if any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in traced.captured):
-        raise LookupError(_LIST.format(names[0]))
+        raise ValueError(LIST.format(names[0]))
     equation = _Equation(names[0], traced, of_rows)
     reads = list(map(tapes.read, traced.handles))
     return rows.unpack(_solved(equation, x, thetas, traced.captured, reads))
@@ -550,11 +551,6 @@ _NOT_SOLVED = (
     "solve(matvec, b) returned a v for which matvec(v) is not b, not even up to half of the digits "
     "of the dtype. Raise its number of steps, lower its tolerance, or use a method for matrices "
     "like the Jacobian of the residual and its transpose, which need not be symmetric."
-)
-
-_LIST = (
-    "{0} closes over a tf.TensorArray, and nothing tells what that was made of. Read the array "
-    "before, and pass what was read to {0} as an argument."
 )
 
 

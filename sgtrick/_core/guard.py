@@ -24,8 +24,9 @@ from sgtrick._core._tensorflow import connections, graphs, tapes, tracing, uses
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import Dense, present
-from sgtrick._core.override import is_running, pass_on, running
+from sgtrick._core.override import pass_on
 from sgtrick._core.rule import Rule
+from sgtrick._core.running import is_running, running
 from sgtrick._core.transposition import transposed, values_of, with_values
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
@@ -100,7 +101,7 @@ class Check:
     def _lost_of(self, y: Tensor, us: Sequence[Tensor], inputs: Sequence[Tensor]) -> Lost:
         name, by_us = self._name, connections.are_connected(y, us)
         computed = connections.Subgraph(y)
-        # One that is made of upstream gradients alone is linear in them, and its slope is constant.
+        # What is made of upstream gradients alone does not depend on anything else.
         is_known = not computed.host_calls and (
             connections.are_connected(y, inputs) or (by_us and computed.is_made_of(us))
         )
@@ -124,7 +125,7 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
         us = [None if u is None else tf.identity(u) for u in upstream]
         near = list(map(here, inputs))
         gradients, used = uses.call(lambda: rule.pull(*us), [*present(us), *near])
-        near += [*used.tensors, *map(tf.convert_to_tensor, used.variables)]
+        near += [*used.tensors, *map(structures.as_tensor, used.variables)]
         at = [] if callable(rule.push) else present(us)
         lost = functools.partial(check.lost, us, used.tensors)
         return [
@@ -150,7 +151,12 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
 
 
 def _guard(
-    gradient: Gradient, lost: Callable[[], Lost], us: Sequence[Tensor], inputs: Sequence[Tensor]
+    gradient: Gradient,
+    lost: Callable[[], Lost],
+    us: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    is_value: bool = False,
 ) -> Gradient:
     """A gradient or tangent as the output of an operation that adds errors.
 
@@ -159,6 +165,8 @@ def _guard(
         lost: Finds out what is lost of it.
         us: The upstream gradients or tangents that the rule was called with.
         inputs: All else that it depends on.
+        is_value: Whether it is a value instead, whose own derivatives come from a rule, and lack
+            nothing.
     """
     n = len(us)
 
@@ -166,14 +174,19 @@ def _guard(
         def pull(z: Tensor) -> list[Gradient]:
             found = lost()
             by_us = _failures(xs[:n], found.by_upstream, z)
-            return [z, *by_us, *_failures(xs[n:], found.by_inputs, z)]
+            by_inputs = _failures(xs[n:], found.by_inputs, z)
+            if found.by_inputs and not is_value:  # nor are those of what z is pulled back to known
+                z = _guard(z, lost, [], xs[n:])
+            return [z, *by_us, *by_inputs]
 
         def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
             found = tapes.apart(lost)
             along = _unless_moving(found.by_upstream, part, along, tangents[:n], xs)
             along = _unless_moving(found.by_inputs, part, along, tangents[n:], xs)
-            # What is lost of the gradient is lost of its tangents.
-            return [None if along is None else _guard(along, lost, [], xs[n:])]
+            if along is None or is_value:
+                return [along]
+            # The tangent lacks the same derivatives as the gradient.
+            return [_guard(along, lost, [], xs[n:])]
 
         return pull, push
 
@@ -205,7 +218,7 @@ def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
     Its other derivatives are passed on, with derivatives of their own.
     """
     known = Lost(by_inputs=message)
-    return _guard(y, lambda: known, [], xs) if xs else y
+    return _guard(y, lambda: known, [], xs, is_value=True) if xs else y
 
 
 def unknown_by_closure(
@@ -224,12 +237,12 @@ def unknown_by_closure(
         passed: Its arguments.
 
     Raises:
-        LookupError: It closes over a list of tensors, of which nothing tells how it was made.
+        ValueError: It closes over a list of tensors, of which nothing tells how it was made.
     """
     if is_running():  # what a rule has computed is a constant for the functions that it calls
         return list(ys)
     if used.has_lists:
-        raise LookupError(_LIST.format(name))
+        raise ValueError(LIST.format(name))
     arguments = list(map(graphs.outside, passed))
     closed = [t for t in used.tensors if not connections.depends(graphs.outside(t), arguments)]
     if not closed:
@@ -243,10 +256,10 @@ def unknown_by_closure(
         is_known = tf.executing_eagerly() and tapes.asked_only_for(known)
         return Lost() if is_known else lost
 
-    return [_guard(y, unless_accounted_for, [], closed) for y in ys]
+    return [_guard(y, unless_accounted_for, [], closed, is_value=True) for y in ys]
 
 
-_LIST = (
+LIST = (
     "{0} closes over a tf.TensorArray, and nothing tells what that was made of. Read the array "
     "before, and pass what was read to {0} as an argument."
 )

@@ -12,6 +12,7 @@ from sgtrick._core import loud, structures
 from sgtrick._core._tensorflow import mapping, tracing
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
+from sgtrick._core.running import running
 from sgtrick._core.types import Gradient, Tensor
 
 
@@ -31,7 +32,7 @@ def of_batch(
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
     dense = Dense(rule.pull, live)
-    with loud.not_raising():
+    with loud.not_raising(), running("graph"):
         member = tracing.Traced(dense, tracing.specs_of(present(live)), batch.graph)
     try:
         captured = [batch.take(t) for t in member.captured]

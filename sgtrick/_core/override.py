@@ -9,7 +9,7 @@ loop, stateful. TensorFlow differentiates what it returns like everything else.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from sgtrick._core._tensorflow.autograph import unconverted
 from sgtrick._core._tensorflow.graphs import here
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
+from sgtrick._core.running import is_for_graph, running
 from sgtrick._core.transposition import checked, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
@@ -56,7 +57,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        if _DEPTH.get() < 2 and (tracing.is_soon_closed() or _RUNNING.get()[-1:] == ("graph",)):
+        if _DEPTH.get() < 2 and (tracing.is_soon_closed() or is_for_graph()):
             rule = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, natural, in_graph)
     tapes.record_override(
@@ -68,8 +69,8 @@ def keep(
     return outputs
 
 
-# How many pullbacks that are being carried call each other: as many as the order of derivatives.
-# Without end, rules that call each other would be traced for ever.
+# How many pullbacks are being carried, one called by the other. Two are enough for third
+# derivatives. Rules that call each other would be traced for ever.
 _DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
 
 
@@ -122,30 +123,6 @@ _DROPPED = (
     "or was saved with experimental_custom_gradients=False. Map with tf.map_fn, or save with "
     "experimental_custom_gradients=True."
 )
-
-
-# For what rules are being run that called each other: "tapes", or the gradient of a "graph".
-_RUNNING: ContextVar[tuple[str, ...]] = ContextVar("_RUNNING", default=())
-
-
-def is_running() -> bool:
-    """Whether a rule is being run."""
-    return bool(_RUNNING.get())
-
-
-def graph_depth() -> int:
-    """How many gradients of graphs are being traced, one for the other."""
-    return _RUNNING.get().count("graph")
-
-
-@contextlib.contextmanager
-def running(of: str) -> Iterator[None]:
-    """A scope in which a rule is run."""
-    token = _RUNNING.set((*_RUNNING.get(), of))
-    try:
-        yield
-    finally:
-        _RUNNING.reset(token)
 
 
 def _pull(rule: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Gradient]:

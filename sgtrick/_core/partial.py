@@ -28,7 +28,7 @@ from sgtrick._core.absent import present, spread
 from sgtrick._core.guard import Check, guarded, message, unknown_by
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._core.transposition import transposed
+from sgtrick._core.transposition import paired, transposed
 from sgtrick._core.types import Gradient, Pushforward, Tangent, Tensor, Variable
 
 # `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
@@ -93,8 +93,9 @@ class ByPoint(NamedTuple):
 
         Tapes only differentiate backwards, so this takes two: first `v -> (dG/dw)' v`, which is
         linear in `v`, so any `v` will do; then this with respect to `v`, for the cotangents `t`.
+        It is tested at another `v`.
         """
-        vs = adjoint.probes(self.xs)
+        vs, tested = adjoint.far_probes(self.xs), adjoint.probes(self.xs)
         # A tensor that a graph has captured before is not recorded when it is used again, and equal
         # tensors have to be told apart.
         xs = [tf.identity(x) for x in self.xs]
@@ -102,23 +103,21 @@ class ByPoint(NamedTuple):
         ws = [*passed, *(graphs.as_used(c) for c in self.others.closed)]
         with tf.GradientTape(watch_accessed_variables=False) as outer:
             outer.watch(vs)
-            with tf.GradientTape(watch_accessed_variables=False) as inner:
+            with tf.GradientTape(watch_accessed_variables=False, persistent=True) as inner:
                 inner.watch(ws)
-                pairs = [
-                    (tf.convert_to_tensor(g), v)
-                    for g, v in zip(self.gradients(us, xs, passed), vs, strict=True)
-                    if g is not None
-                ]
-            gs = [g for g, _ in pairs]
-            pulled = inner.gradient(gs, ws, [tf.cast(v, g.dtype) for g, v in pairs])
-            pairs = [
-                (tf.convert_to_tensor(p), t)  # IndexedSlices, for a table that is gathered from
-                for p, t in zip(pulled, tangents, strict=True)
-                if p is not None and t is not None
-            ]
-        found = outer.gradient([p for p, _ in pairs], vs, [t for _, t in pairs])
+                gradients = self.gradients(us, xs, passed)
+
+            def pulled(vs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+                gs, of_gs = paired(gradients, vs)
+                return paired(inner.gradient(gs, ws, of_gs), tangents)
+
+            ps, ts = pulled(vs)
+        found = outer.gradient(ps, vs, ts)
+        # Linear in `v`, unless the gradients contain a rule that is not.
+        fits = adjoint.holds(*pulled(tested), found, tested)
+        zero = loud.zero_if(fits, _NOT_LINEAR.format(self.name), [*present(us), *ts])
         return [
-            tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
+            (tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)) + tf.cast(zero, x.dtype)
             for g, x in zip(found, self.xs, strict=True)
         ]
 
@@ -269,6 +268,12 @@ def beside(rule: Rule, count: int = 1) -> Rule:
 def _plus(a: Sequence[Tangent], b: Sequence[Tangent]) -> list[Tangent]:
     return [q if p is None else p if q is None else p + q for p, q in zip(a, b, strict=True)]
 
+
+_NOT_LINEAR = (
+    "A mixed derivative of {0} is unknown: its gradient contains a custom gradient that is not "
+    "linear in its upstream gradient, so it cannot be transposed. Differentiate with respect to "
+    "the arguments first, or make it linear."
+)
 
 _ELSEWHERE = (
     "A mixed derivative of {0} is unknown: its derivative with respect to something that it closes "

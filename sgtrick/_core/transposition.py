@@ -17,9 +17,9 @@ def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) ->
     us, far = adjoint.probes(present(likes)), adjoint.far_probes(present(likes))
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(far)
-        gs, ts = beside(rule.pull(*spread(far, likes)), tangents)
+        gs, ts = paired(rule.pull(*spread(far, likes)), tangents)
     found = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
-    tested = beside(rule.pull(*spread(us, likes)), tangents)
+    tested = paired(rule.pull(*spread(us, likes)), tangents)
     fits = adjoint.holds(*tested, found, us)
     # Not of what is far, which may overflow.
     zero = loud.zero_if(fits, _MESSAGE.format(rule.name), [t for pair in tested for t in pair])
@@ -67,7 +67,7 @@ def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z
 
     def pulled(us: Sequence[Tensor], z: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         gradient = rule.pull(*spread(us, upstream))[i]
-        return beside([None if gradient is None else values_of(gradient)], [z])
+        return paired([None if gradient is None else values_of(gradient)], [z])
 
     def fits(z: Tensor) -> list[Tensor]:
         us, far = adjoint.probes(at), adjoint.far_probes(at)
@@ -102,7 +102,7 @@ def with_values(gradient: Gradient, part: Tensor) -> Gradient:
     return part
 
 
-def beside(
+def paired(
     some: Sequence[Gradient], others: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The pairs without None, as tensors of one dtype: such as gradients and tangents."""

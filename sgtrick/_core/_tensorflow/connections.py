@@ -51,8 +51,13 @@ def depends(y: Tensor, xs: Sequence[Tensor]) -> bool:
         if key in names:
             return True
         op = graphs.operation(t)
-        if op is not None and key not in seen and not graphs.has_no_gradient(op):
-            seen.add(key)
+        if op is None or key in seen:
+            continue
+        seen.add(key)
+        outside = graphs.captured_from(t)
+        if outside is not None:
+            stack.append(outside)
+        elif not graphs.has_no_gradient(op):
             stack.extend(op.inputs)
     return False
 

@@ -1,0 +1,27 @@
+"""Whether a rule is being run, and for what."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+_FOR: ContextVar[str | None] = ContextVar("_FOR", default=None)
+
+
+def is_running() -> bool:
+    """Whether a rule is being run."""
+    return _FOR.get() is not None
+
+
+def is_for_graph() -> bool:
+    """Whether it is being run for the gradient of a graph, which other graphs differentiate."""
+    return _FOR.get() == "graph"
+
+
+@contextlib.contextmanager
+def running(what: str) -> Iterator[None]:
+    """A scope in which a rule is run for "tapes", or for the gradient of a "graph"."""
+    token = _FOR.set(what)
+    try:
+        yield
+    finally:
+        _FOR.reset(token)
