@@ -76,15 +76,15 @@ def custom_vjp(f: Function | None = None) -> Function:
         TypeError: `f` does not return such a pair, or uses a reference variable of TensorFlow 1;
             `grad_fn` does not take `variables`, or returned a gradient for something that has no
             derivatives, or a complex one for a real argument.
-        ValueError: `grad_fn` returned another number of gradients, or one of the wrong shape.
+        ValueError: `grad_fn` returned another number of gradients, or one of the wrong shape; or,
+            when called in a graph, `f` closes over a `tf.TensorArray`.
         LookupError: In forward mode, if `grad_fn` is not linear or calls the host. For higher
             derivatives, if a gradient is connected to nothing with respect to which it could be
             differentiated, if a host call computes it, or if `f` cannot be traced. For a derivative
             with respect to a tensor that `f` closes over. With respect to what this tensor, or an
             argument, was computed from, such a derivative is NaN in eager execution, with a
             warning. In graphs the error is a `tf.errors.InvalidArgumentError` when the graph runs;
-            around a `tf.function` and in XLA, the derivative is NaN. Also when called in a graph,
-            if `f` closes over a `tf.TensorArray`.
+            around a `tf.function` and in XLA, the derivative is NaN.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 

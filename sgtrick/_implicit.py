@@ -93,13 +93,13 @@ def implicit_root(
         TypeError: `x_star` is not floating or mixes dtypes, or the residual has another dtype.
         ValueError: The residual or the result of `solve` does not have the structure or shapes of
             `x_star`, or the residual does not depend on it, `batch_ndims` is not a number of
-            dimensions of `x_star`, or it is passed together with `solve`.
+            dimensions of `x_star`, or it is passed together with `solve`; or, in a graph, the
+            residual closes over a `tf.TensorArray`.
         LookupError: When differentiated, if the result of `solve` is not the solution, or if the
             residual of a batch member depends on the root of another, passes something that has
             derivatives to a host call without its own gradient, or reads a variable that has been
             assigned since. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when
-            the function runs; around it and in XLA, the derivative is NaN. Also when called in a
-            graph, if the residual closes over a `tf.TensorArray`.
+            the function runs; around it and in XLA, the derivative is NaN.
     """
     if not shapes.is_int(batch_ndims) or batch_ndims < 0:
         raise ValueError(

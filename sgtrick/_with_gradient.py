@@ -97,15 +97,15 @@ def with_gradient(
     Raises:
         TypeError: `f` does not return one floating tensor, or is called before it has a `grad`.
         ValueError: `argnums` does not name an argument; or, when the gradient is requested, one is
-            missing or does not have the structure or shape of its argument or variable.
+            missing or does not have the structure or shape of its argument or variable; or, when
+            called in a graph, `grad` takes variables and `f` closes over a `tf.TensorArray`.
         LookupError: When a higher derivative is taken and a gradient is connected to nothing with
             respect to which it could be differentiated (it is a constant, to which you can add
             `0 * x`, came from NumPy, or is stopped), or a host call computes it, or `grad` cannot
             be traced. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
             function runs; around it and in XLA, where nothing can raise, the derivative is NaN. In
             eager execution, one by something that the argument was computed from is NaN with a
-            warning. Also when called in a graph, if `grad` takes variables and `f` closes over a
-            `tf.TensorArray`.
+            warning.
     """
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
