@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from sgtrick._core import loud, structures
-from sgtrick._core._tensorflow import mapping, tracing
+from sgtrick._core._tensorflow import mapping, tapes, tracing
 from sgtrick._core.absent import Dense, present
 from sgtrick._core.rule import Rule
 from sgtrick._core.running import running
@@ -32,7 +32,8 @@ def of_batch(
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
     dense = Dense(rule.pull, live)
-    with loud.not_raising(), running("graph"):
+    # Accumulators cannot follow functions that are carried from graph to graph.
+    with loud.not_raising(), running("tapes" if tapes.somebody_pushes() else "graph"):
         member = tracing.Traced(dense, tracing.specs_of(present(live)), batch.graph)
     try:
         captured = [batch.take(t) for t in member.captured]

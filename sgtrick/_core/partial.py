@@ -26,10 +26,10 @@ from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import present, spread
 from sgtrick._core.guard import Check, guarded, message, unknown_by
-from sgtrick._core.override import keep
+from sgtrick._core.override import keep, pass_on
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import paired, transposed
-from sgtrick._core.types import Gradient, Pushforward, Tangent, Tensor, Variable
+from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor, Variable
 
 # `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
 PointGradients = Callable[
@@ -237,19 +237,23 @@ def _zeros(
 
 def _unknown(like: Tensor, of: Sequence[Tensor], xs: Sequence[Tensor], message: str) -> Tensor:
     """Zeros like a tensor: of their derivatives by `of`, and of these, that by `xs` is an error."""
+    n = len(of)
 
-    def pull(z: Tensor) -> list[Gradient]:
-        return [
-            *(_unknown(t, [z, *of], xs, message) for t in of),
-            *loud.failures(xs, message, [z]),
-        ]
+    def derivatives(zero: Tensor, inputs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
+        of, xs = inputs[:n], inputs[n:]
 
-    def push(*tangents: Tangent) -> list[Tangent]:
-        of_xs = present(tangents[len(of) :])
-        zero = _unknown(like, [*present(tangents), *of], xs, message)
-        return loud.unless_moving(message, [zero], of_xs, xs) if of_xs else [zero]
+        def pull(z: Tensor) -> list[Gradient]:
+            zeros = [_unknown(t, [z, *of], xs, message) for t in of]
+            return [None, *zeros, *loud.failures(xs, message, [z])]
 
-    return keep([tf.zeros_like(like)], [*of, *xs], Rule("", pull, push))[0]
+        def push(_: Tangent, *tangents: Tangent) -> list[Tangent]:
+            along = _unknown(zero, [*present(tangents), *of], xs, message)
+            of_xs = present(tangents[n:])
+            return loud.unless_moving(message, [along], of_xs, xs) if of_xs else [along]
+
+        return pull, push
+
+    return pass_on(tf.zeros_like(like), [*of, *xs], derivatives)
 
 
 def beside(rule: Rule, count: int = 1) -> Rule:

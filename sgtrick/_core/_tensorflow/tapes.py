@@ -39,6 +39,11 @@ def is_pushed(tensors: Sequence[Tensor]) -> bool:
     return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 
+def somebody_pushes() -> bool:
+    """Whether an accumulator is active."""
+    return bool(forwardprop_util.pack_tangents([]).indices)
+
+
 def not_recording() -> contextlib.AbstractContextManager[None]:
     """A scope in which no tape and no accumulator sees operations."""
     return record.stop_recording()  # type: ignore[no-any-return]
@@ -123,8 +128,7 @@ def watching_variables(xs: Sequence[Tensor]) -> Iterator[Callable[[], list[Varia
     fail on some operations, such as loops that read variables, unless a tape records what is
     computed from `xs` and variables, too.
     """
-    pushes = bool(forwardprop_util.pack_tangents([]).indices)
-    is_pushing = pushes and not tf.executing_eagerly()
+    is_pushing = somebody_pushes() and not tf.executing_eagerly()
     # Without any tape, calls of functions would not tell what they read.
     with (
         tf.GradientTape(persistent=True, watch_accessed_variables=is_pushing) as recording,
