@@ -20,7 +20,6 @@ from fuzz.pieces import (
     by_a_tape,
     by_another_form,
     closed_form,
-    custom_gradient_with_a_function_hx_on_host,
     custom_gradient_with_hx_stopped_by_hand,
     custom_jvp,
     custom_vjp,
@@ -87,15 +86,7 @@ FOUND = [
     Program(Sum, in_part_on_host, with_gradient, (twice_in_reverse, pieces.function, tape), ()),
     Program(Asinh, closed_form, custom_vjp_on_host, (vectorized_map, twice_in_reverse), (3,)),
     Program(Asinh, closed_form, custom_vjp_in_a_function, 2 * (vectorized_map, tape), (2,)),
-    Program(
-        LogSoftmax,
-        closed_form,
-        custom_gradient_with_a_function_hx_on_host,
-        (pieces.function, tape, twice_in_reverse),
-        (3,),
-    ),
     Program(Sum, on_host, with_gradient_in_part, (tape, tape, pieces.function), (3,)),
-    Program(Asinh, stopped, pieces.custom_vjp_of_a_variable, (tape, tape), (3,)),
     Program(
         Sum,
         closed_form,
@@ -133,10 +124,6 @@ FOUND = [
         for step in (tape, pullback_by_accumulator)
     ),
     Program(Asinh, in_part_on_host, pieces.clip_gradient, (pullback_by_accumulator, tape), ()),
-    *(
-        Program(Asinh, stopped, with_gradient_in_part, (accumulator, step), (2,))
-        for step in (tape, pullback_by_accumulator)
-    ),
     Program(Sum, in_part_on_host, pieces.clip_gradient, 2 * (pullback_by_accumulator,), (2,)),
     Program(
         Sum,
@@ -153,21 +140,8 @@ FOUND = [
         (2,),
     ),
     *(
-        Program(Asinh, stopped, form, (tape, *steps), (2,))
-        for form in (
-            pieces.with_gradient_of_one_tensor_twice,
-            pieces.custom_jvp_of_one_tensor_twice,
-            pieces.custom_vjp_of_one_tensor_twice,
-        )
-        for steps in ((pieces.function, tape), (twice_in_reverse,), (accumulator,))
-    ),
-    *(
-        Program(Asinh, closed_form, form, steps, (2,))
-        for form, steps in (
-            (pieces.custom_vjp_that_stops_an_upstream_gradient, (pullback_by_accumulator,)),
-            (pieces.custom_jvp_on_host, (pieces.tangent_by_tape,)),
-            (pieces.custom_jvp_on_host, (pieces.tangent_by_accumulator, pieces.function)),
-        )
+        Program(Asinh, closed_form, pieces.custom_jvp_on_host, steps, (2,))
+        for steps in ((pieces.tangent_by_tape,), (pieces.tangent_by_accumulator, pieces.function))
     ),
 ]
 

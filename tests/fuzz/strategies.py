@@ -32,6 +32,8 @@ def programs(draw, longest=4):
     some = draw(st.lists(st.sampled_from([*pieces.OFTEN, *runs]), min_size=1, max_size=4))
     steps = sum(some, ())[:longest]
     form = draw(st.sampled_from(forms))
+    if form in pieces.CONNECTED:
+        rules = [rule for rule in rules if rule is not pieces.stopped]
     if steps.count(pieces.accumulator) > 2:  # which takes minutes to store
         steps = tuple(step for step in steps if "saved_model" not in step.__name__)
     if steps.count(pieces.batch_jacobian_by_a_loop) > 1:  # which takes minutes

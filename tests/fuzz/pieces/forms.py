@@ -131,7 +131,7 @@ def custom_vjp(function, rule):
 
 
 def custom_vjp_closing_over_a_scale(function, rule):
-    """Which has no derivative with respect to it."""
+    """Which has no derivative with respect to it: it is not made of the argument."""
 
     def run(x):
         scale = tf.exp(tf.reduce_mean(x))
@@ -143,7 +143,7 @@ def custom_vjp_closing_over_a_scale(function, rule):
                 lambda u: function.pull(rule(function, x), u * conj(scale)),
             )
 
-        return form(x) / scale
+        return form(x + 0) / scale
 
     return run
 
@@ -171,18 +171,6 @@ def custom_jvp_on_host(function, rule):
         return None, function.push(rule(function, primals[0]), host(tangents[0]))
 
     return form
-
-
-def custom_vjp_that_stops_an_upstream_gradient(function, rule):
-    @sgtrick.custom_vjp
-    def form(x):
-        def grad_fn(u, v):
-            j = rule(function, x)
-            return function.pull(j, tf.stop_gradient(u)) + function.pull(j, v)
-
-        return (misled(function, x), misled(function, x)), grad_fn
-
-    return lambda x: tf.add_n(form(x)) / 2
 
 
 def custom_vjp_of_one_tensor_twice(function, rule):
@@ -418,20 +406,6 @@ def custom_gradient_with_a_function_hx(function, rule):
     return run
 
 
-def custom_gradient_with_a_function_hx_on_host(function, rule):
-    """For one half, of which TensorFlow only sees the other."""
-
-    def run(x):
-        return sgtrick.custom_gradient(
-            misled(function, x),
-            rule(function, x),
-            x,
-            hx=lambda v: hessian_times(function, x, (v + host(v)) / 2),
-        )
-
-    return run
-
-
 def custom_gradient_without_curvature(function, rule):
     """The identity, of which the Hessian is zero, before a form."""
     form = custom_vjp(function, rule)
@@ -588,10 +562,9 @@ FORMS = (
     from_value_and_gradient, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_jvp_of_objects,
     custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
-    custom_vjp_that_clips, custom_vjp_on_host, custom_jvp_on_host,
-    custom_vjp_that_stops_an_upstream_gradient, custom_vjp_of_a_variable, custom_gradient,
-    custom_gradient_with_hx, custom_gradient_with_a_function_hx,
-    custom_gradient_with_a_function_hx_on_host, custom_gradient_without_curvature,
+    custom_vjp_that_clips, custom_vjp_on_host, custom_jvp_on_host, custom_vjp_of_a_variable,
+    custom_gradient, custom_gradient_with_hx, custom_gradient_with_a_function_hx,
+    custom_gradient_without_curvature,
     custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,
     from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized, custom_vjp_in_a_function,
     custom_vjp_closing_over_an_array, custom_vjp_closing_over_a_scale, with_gradient_in_a_branch,
@@ -605,4 +578,13 @@ OF_REAL = (
     *ENGINES, custom_jvp_of_one_tensor_twice, custom_vjp_of_one_tensor_twice,
     custom_vjp_that_clips, with_gradient_of_a_variable, implicit_root,
     implicit_reparameterize, clip_gradient, magic_box,
+)  # fmt: skip
+# Whose gradient has another connection: beside it, a Jacobian that is stopped is meant to be so.
+CONNECTED = (
+    with_gradient_in_part, with_gradient_scaled_by_host, with_gradient_of_one_tensor_twice,
+    custom_jvp_of_one_tensor_twice, custom_vjp_of_one_tensor_twice,
+    with_gradient_closing_over_a_scale, with_gradient_closing_over_what_host_scales,
+    with_gradient_only_in_eager, with_gradient_of_a_variable, from_value_and_gradient_with_aux,
+    from_value_and_gradient_closing_over_a_scale, custom_vjp_closing_over_a_scale,
+    custom_vjp_of_a_variable, custom_gradient_stopped_by_hand, with_gradient_in_a_branch,
 )  # fmt: skip
