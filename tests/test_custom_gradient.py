@@ -661,7 +661,6 @@ class TestSecondOrder:
         [
             (lambda v: [v[0]], r"hx\(v\) must have the structure of x"),
             (lambda v: [v[0], tf.ones([2])], r"hx\(v\)\[1\] has shape \[2\], expected \[\]"),
-            (lambda v: [constant(1.0), constant(2.0)], r"hx\(v\) is not connected to v"),
             (lambda v: [None, None], r"hx\(v\) is not connected to v"),
         ],
     )

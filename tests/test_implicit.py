@@ -275,24 +275,33 @@ class TestVariables:
         np.testing.assert_allclose(wrap(run)(tf.constant(4.0)), 1 / 4, rtol=1e-6)
 
 
-def test_what_is_in_a_list_that_the_residual_closes_over():
-    def root(a, b):
+OF_A_LIST = r"residual closes over a tf\.TensorArray, .* Read the array before"
+
+
+def test_a_list_that_the_residual_closes_over():
+    """In a graph nothing tells what it was made of; what was read before is right."""
+
+    def root(a, b, residual):
         array = tf.TensorArray(tf.float32, 1, clear_after_read=False).write(0, a)
-        return implicit_root(lambda x, b: x**2 - array.read(0) * b, tf.constant(2.0), b)
+        return implicit_root(residual(array), tf.constant(2.0), b)
 
-    def by_both(a, b):
-        return grad(lambda ab: root(*ab), [a, b])
+    def read_inside(array):
+        return lambda x, b: x**2 - array.read(0) * b
 
-    a, b = tf.constant(2.0), tf.constant(2.0)
-    np.testing.assert_allclose(by_both(a, b), [1 / 2, 1 / 2])
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"a tensor in a tf\.TensorArray"):
-        tf.function(by_both)(a, b)
-    f = tf.function(root)
-    assert np.isnan(grad(lambda a: f(a, b), a))
-    np.testing.assert_allclose(tf.function(grad)(lambda b: root(a, b), b), 1 / 2)
+    def read_before(array):
+        a = array.read(0)
+        return lambda x, b: x**2 - a * b
+
+    def by_both(residual):
+        return grad(lambda ab: root(*ab, residual), [tf.constant(2.0), tf.constant(2.0)])
+
+    np.testing.assert_allclose(by_both(read_inside), [1 / 2, 1 / 2])
+    np.testing.assert_allclose(tf.function(by_both)(read_before), [1 / 2, 1 / 2])
+    with pytest.raises(LookupError, match=OF_A_LIST):
+        tf.function(by_both)(read_inside)
 
 
-def test_a_list_of_which_nobody_knows_what_it_is_made_of():
+def test_a_list_that_a_loop_passes():
     @tf.function
     def run(a):
         def body(x, array):
@@ -301,7 +310,7 @@ def test_a_list_of_which_nobody_knows_what_it_is_made_of():
         array = tf.TensorArray(tf.float32, 1, clear_after_read=False).write(0, a)
         return tf.while_loop(lambda *_: True, body, (2.0, array), maximum_iterations=1)[0]
 
-    with pytest.raises(LookupError, match=r"residual closes over a tf\.TensorArray that a loop"):
+    with pytest.raises(LookupError, match=OF_A_LIST):
         run(tf.constant(4.0))
 
 
@@ -362,16 +371,25 @@ class TestHostCalls:
             run()
 
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_of_another_argument_raise(self, wrap):
+        """Whatever the root is differentiated with respect to."""
+        residual = lambda x, a, b: x**2 - a * same_on_host(b)  # noqa: E731
+        root = lambda a: implicit_root(residual, tf.constant(2.0), a, tf.constant(1.0))  # noqa: E731
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=self.MESSAGE):
+            wrap(grad)(root, tf.constant(4.0))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
     @pytest.mark.parametrize(
         "residual",
         [
-            lambda x, a, b: x**2 - a * same_on_host(b),
-            lambda x, a, b: x**2 - a * b * tf.stop_gradient(same_on_host(a)) / 4,
+            lambda x, a: x**2 - a * same_on_host(tf.constant(1.0)),
+            lambda x, a: x**2 - a * tf.cast(on_host(np.sign)(tf.cast(a, tf.int32)), a.dtype),
+            lambda x, a: x**2 - a * tf.stop_gradient(same_on_host(a)) / 4,
         ],
-        ids=["of another argument", "stopped"],
+        ids=["of a constant", "of integers", "stopped"],
     )
     def test_leave_other_derivatives_right(self, residual, wrap):
-        root = lambda a: implicit_root(residual, tf.constant(2.0), a, tf.constant(1.0))  # noqa: E731
+        root = lambda a: implicit_root(residual, tf.constant(2.0), a)  # noqa: E731
         np.testing.assert_allclose(wrap(grad)(root, tf.constant(4.0)), 1 / 4, rtol=1e-6)
 
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
