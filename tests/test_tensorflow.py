@@ -19,7 +19,16 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
-from sgtrick._core._tensorflow import graphs, host_calls, overrides, tapes, tracing
+from forms import on_host
+from sgtrick._core._tensorflow import (
+    connections,
+    graphs,
+    host_calls,
+    overrides,
+    tapes,
+    tracing,
+    uses,
+)
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -29,21 +38,31 @@ PLACES = [
     "tensorflow.python.eager.record.record_operation",
     "tensorflow.python.eager.record.should_record_backprop",
     "tensorflow.python.eager.record.stop_recording",
+    "tensorflow.python.eager.record.VariableWatcher",
     "tensorflow.python.eager.forwardprop_util.pack_tangents",
+    "tensorflow.python.framework.func_graph.FuncGraph",
+    "tensorflow.python.framework.op_callbacks.add_op_callback",
+    "tensorflow.python.framework.op_callbacks.remove_op_callback",
     "tensorflow.python.framework.ops.EagerTensor",
     "tensorflow.python.framework.ops.get_gradient_function",
     "tensorflow.python.framework.ops.gradient_registry._registry",
+    "tensorflow.python.framework.ops.gradient_registry.lookup",
     "tensorflow.python.framework.ops.tensor_id",
+    "tensorflow.python.framework.ops.uid",
     "tensorflow.python.ops.control_flow_util.GraphOrParentsInXlaContext",
     "tensorflow.python.ops.control_flow_v2_func_graphs.ControlFlowFuncGraph",
     "tensorflow.python.ops.gradients_util._GradientsHelper",
+    "tensorflow.python.ops.handle_data_util.get_resource_handle_data",
     "tensorflow.python.ops.parallel_for.pfor.PFor._convert_helper",
     "tensorflow.python.ops.parallel_for.pfor.PFor.loop_len_vector",
     "tensorflow.python.ops.parallel_for.pfor._stack",
     "tensorflow.python.ops.parallel_for.pfor.wrap",
+    "tensorflow.python.ops.resource_variable_ops.variable_accessed",
     "tensorflow.__internal__.autograph.control_status_ctx",
     "tensorflow.__internal__.autograph.tf_convert",
+    "tensorflow.Graph._attr_scope",
     "tensorflow.Graph.gradient_override_map",
+    "tensorflow.Graph.num_operations",
     "tensorflow.raw_ops.PreventGradient",
 ]
 
@@ -73,7 +92,7 @@ def test_is_there(path):
 def test_nothing_else_touches_private_names():
     package = Path(sgtrick.__file__).parent
     names = [path.rpartition(".")[2] for path in PLACES if "tensorflow.python" not in path]
-    names += ["_get_function", "_handle_data", "_indirect_captures", "_parent_trackable"]
+    names += ["_forward_graph", "_handle_data", "_indirect_captures", "_parent_trackable"]
     private = re.compile("|".join(["tensorflow.python", "__internal__", *names]))
     touching = {
         path.relative_to(package).as_posix()
@@ -327,18 +346,6 @@ class TestGraphs:
             + str(found)
         )
 
-    def test_the_age_of_an_operation(self):
-        def f(x):
-            y = x + 1
-            before = graphs.version()
-            z = y + 1
-            assert graphs.was_made_since(z.op, before), "Operation._id is behind Graph.version"
-            assert not graphs.was_made_since(y.op, before), "Operation._id is ahead"
-            assert not graphs.was_made_since(x.op, before)
-            return z
-
-        traced(f)
-
     def test_other_captures(self):
         """A traced function is called with other tensors than it captured."""
         a, b = tf.constant(3.0), tf.constant(5.0)
@@ -364,32 +371,6 @@ class TestGraphs:
 
         assert [t.numpy() for t in run(tf.constant(3.0), tf.constant(5.0))] == [10, 2]
 
-    def test_called_functions(self):
-        inner = tf.function(lambda x: x + 1)
-
-        def f(x):
-            branches = [lambda: x + 1, lambda: x + 2, lambda: x + 3]
-            return (
-                inner(x),
-                tf.while_loop(lambda y: y < 3, inner, [x]),
-                tf.cond(x > 0, *branches[:2]),
-                tf.switch_case(tf.cast(x, tf.int32), branches),
-            )
-
-        graph = traced(f)
-        found = [(op, graphs.called_functions(op)) for op in graph.get_operations()]
-        found = [(op, called) for op, called in found if called]
-        assert [len(called) for _, called in found] == [1, 1, 2, 3], (
-            "a graph no longer has _get_function, or that no graph"
-        )
-        assert [graphs.is_loop(op) for op, _ in found] == [False, True, False, False]
-        for op, called in found:
-            for function in called:
-                assert isinstance(function, tf.Graph)
-                chooses = len(op.inputs) - len(function.inputs)
-                assert chooses == (len(called) > 1), op.type
-                assert len(function.outputs) == len(op.outputs)
-
     def test_what_has_no_gradient(self):
         def f(x):
             for y, has_none in (
@@ -404,17 +385,19 @@ class TestGraphs:
 
         traced(f)
 
-    def test_host_calls_have_these_names(self):
-        def f(x):
-            ys = [
-                tf.numpy_function(np.sin, [x], tf.float64),
-                tf.numpy_function(np.sin, [x], tf.float64, stateful=False),
-                tf.py_function(tf.sin, [x], tf.float64),
-            ]
-            assert [y.op.type for y in ys] == list(graphs.HOST_CALLS)
-            return ys
+    def test_what_variables_hold(self):
+        """Handles say it, those that a graph has captured as well."""
+        floats, integers = tf.Variable(1.0), tf.Variable(1)
 
-        traced(f)
+        def seen():
+            handles = [graphs.as_used(v.handle) for v in (floats, integers)]
+            return [(graphs.is_variable(h), graphs.holds_floats(h)) for h in handles]
+
+        expected = [(True, True), (True, False)]
+        assert seen() == expected, "an eager handle has no _handle_data"
+        found = []
+        traced(lambda x: found.extend(seen()) or x)
+        assert found == expected, "get_resource_handle_data no longer tells what a variable holds"
 
     def test_tensors_are_the_same_by_name(self):
         def f(x):
@@ -436,6 +419,182 @@ class TestGraphs:
         for compiled in (False, True):
             tf.function(f, jit_compile=compiled)(tf.constant(1.0))
         assert seen == [False, True], "GraphOrParentsInXlaContext no longer tells XLA while tracing"
+
+
+class TestConnections:
+    def test_tensorflow_is_asked(self):
+        """`_GradientsHelper` says None where nothing is connected, through functions and loops."""
+        seen = {}
+
+        def f(x):
+            square, stopped = tf.function(tf.square), tf.function(tf.stop_gradient)
+            ys = {
+                "square": (square(x), True),
+                "stopped": (stopped(x), False),
+                "loop": (tf.while_loop(lambda y: y < 3, lambda y: y * x, [x])[0], True),
+                "constant": (tf.constant(1.0, tf.float64), False),
+                "host": (tf.numpy_function(np.sin, [x], tf.float64), False),
+                # Which TensorFlow does not know how to differentiate, and raises.
+                "unknown": (tf.raw_ops.InplaceAdd(x=x[None], i=[0], v=x[None]), True),
+            }
+            for name, (y, expected) in ys.items():
+                seen[name] = connections.are_connected(y, [x]) == expected
+            return x
+
+        traced(f)
+        assert seen
+        assert all(seen.values()), seen
+
+    def test_host_calls_have_these_names(self):
+        def f(x):
+            ys = [
+                tf.numpy_function(np.sin, [x], tf.float64),
+                tf.numpy_function(np.sin, [x], tf.float64, stateful=False),
+                tf.py_function(tf.sin, [x], tf.float64),
+            ]
+            assert [y.op.type for y in ys] == list(connections.HOST_CALLS)
+            return ys
+
+        traced(f)
+
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda host, x: host(x) + x,
+            lambda host, x: tf.function(lambda x: tf.function(host)(x) + x)(x),
+            lambda host, x: tf.cond(x > 0, lambda: x, lambda: host(x)),
+            lambda host, x: tf.switch_case(tf.cast(x, tf.int32), [lambda: x, lambda: host(x)]),
+            lambda host, x: tf.while_loop(lambda y: y < 3, lambda y: y + host(y), [x])[0],
+        ],
+        ids=["here", "function", "branch", "switch", "loop"],
+    )
+    def test_host_calls_inside_of_functions(self, f):
+        """The definition of a graph holds that of the functions that its operations name."""
+        found = []
+
+        def seen(x):
+            for host in (on_host(np.sin), tf.sin):
+                y = tf.identity(f(host, x))
+                found.append(bool(connections.Subgraph(y).host_calls))
+            return x
+
+        traced(seen)
+        assert found == [True, False]
+
+    def test_an_attribute_of_an_override(self):
+        """It says how many of the inputs of the operation are its values."""
+
+        def f(x):
+            kept = overrides.override(
+                [x + 1, x + 2], [x], overrides.Override(lambda *us: [us[0]], lambda batch: [])
+            )
+            nodes = {node.name: node for node in x.graph.as_graph_def().node}
+            assert nodes[kept[0].op.name].attr[connections.VALUES].i == 2, (
+                "Graph._attr_scope no longer sets attributes of operations"
+            )
+            return kept
+
+        traced(f)
+
+
+class TestUses:
+    def test_operations_that_are_new(self):
+        def f(x):
+            y = x + 1
+            before = x.graph.num_operations()
+            z = tf.sin(y) * 2
+            made = x.graph.get_operations()[before:]
+            assert y.op not in made, "Graph.num_operations counts too few"
+            assert made[-1] is z.op, "Graph.get_operations is not in the order of creation"
+            assert [op.type for op in made if op.inputs] == ["Sin", "Mul"]
+            return z
+
+        traced(f)
+
+    def test_operations_that_run_eagerly(self):
+        x, v, called = tf.constant([0.5]), tf.Variable([1.0]), tf.function(tf.square)
+        called(x)
+        with tapes.noting() as noted:
+            y = tf.sin(x)
+            z = tf.gather(v, [0])
+            w = called(y)
+            traced(tf.cos)
+        by_type = {op.type: op for op in noted}
+        assert all(isinstance(op.type, str) for op in noted)
+        assert "Cos" not in by_type, "op callbacks no longer tell operations of graphs from others"
+        assert by_type["Sin"].inputs[0] is x
+        assert by_type["Sin"].outputs[0] is y, "op callbacks no longer get the tensors themselves"
+        assert by_type["ResourceGather"].inputs[0] is v.handle
+        assert by_type["ResourceGather"].outputs[0] is z
+        (call,) = (op for op in noted if op.outputs[0] is w)
+        assert not graphs.type_has_no_gradient(call.type), "a call counts as without a gradient"
+        assert not graphs.type_has_no_gradient("Sin")
+        assert graphs.type_has_no_gradient("StopGradient")
+
+    def test_the_age_of_an_eager_tensor(self):
+        old = tf.constant(1.0)
+        age = ops.uid()
+        new = tf.sin(old)
+        assert ops.tensor_id(old) < age <= ops.tensor_id(new)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_variables_that_are_read(self, wrap):
+        """In the order in which they were made, those that a called function reads as well."""
+        a, b, c, d = (tf.Variable(float(i)) for i in range(4))
+        fixed = tf.Variable(1.0, trainable=False)
+        inner = tf.function(lambda: c * fixed)
+        seen = []
+
+        @wrap
+        def run():
+            with tapes.watching_variables([]) as read:
+                y = d * a * inner() * d
+            seen[:] = read()
+            return y + b
+
+        for _ in range(2):
+            run()
+            assert len(seen) == 3
+            assert all(v is w for v, w in zip(seen, (a, c, d), strict=True))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_tables_that_are_gathered_from(self, wrap):
+        table, dense = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
+        x, seen = tf.constant(2.0), []
+
+        @wrap
+        def run(x):
+            closed = x * 5
+            with tf.GradientTape() as tape:
+                tape.watch([x, closed])
+                y, used = uses.call(lambda: x * closed * tf.gather(table, 1) * dense, [x])
+            seen[:] = [used.tensors[0] is closed, len(used.tensors), used.variables, used.tables]
+            return y
+
+        assert run(x).numpy() == 2 * 10 * 2 * 3
+        is_closed, count, variables, tables = seen
+        assert (is_closed, count) == (True, 1)
+        assert all(v is w for v, w in zip(variables, (table, dense), strict=True))
+        assert all(v is w for v, w in zip(tables, [table], strict=True)), (
+            "operations that gather from variables have another name"
+        )
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    def test_tangents_are_nothing_that_is_closed_over(self, wrap):
+        """`pack_tangents` tells those that an accumulator knows."""
+        x, seen = tf.constant(2.0), []
+
+        @wrap
+        def run(x):
+            t = tf.ones_like(x)
+            with tf.autodiff.ForwardAccumulator(x, t) as acc:
+                pushed = tapes.is_pushed([x]), tapes.is_pushed([t])
+                y, used = uses.call(lambda: tf.sin(x) * x, [x])
+            seen[:] = [pushed, list(used.tensors)]
+            return acc.jvp(y)
+
+        run(x)
+        assert seen == [(True, False), []]
 
 
 def test_a_function_that_cannot_be_stored(tmp_path):
