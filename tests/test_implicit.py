@@ -297,7 +297,7 @@ def test_a_list_that_the_residual_closes_over():
 
     np.testing.assert_allclose(by_both(read_inside), [1 / 2, 1 / 2])
     np.testing.assert_allclose(tf.function(by_both)(read_before), [1 / 2, 1 / 2])
-    with pytest.raises(LookupError, match=OF_A_LIST):
+    with pytest.raises(ValueError, match=OF_A_LIST):
         tf.function(by_both)(read_inside)
 
 
@@ -310,7 +310,7 @@ def test_a_list_that_a_loop_passes():
         array = tf.TensorArray(tf.float32, 1, clear_after_read=False).write(0, a)
         return tf.while_loop(lambda *_: True, body, (2.0, array), maximum_iterations=1)[0]
 
-    with pytest.raises(LookupError, match=OF_A_LIST):
+    with pytest.raises(ValueError, match=OF_A_LIST):
         run(tf.constant(4.0))
 
 
