@@ -139,7 +139,7 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
                 moved, _ = paired(tangents_at(call, tested), upstream)
             fits = adjoint.holds(ws, moved, pulled, tested)
             zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *moved])
-            if tf.executing_eagerly():
+            if tf.executing_eagerly() or loud.is_off():
                 return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
             # A missing gradient could not carry the error.
             return [
@@ -152,6 +152,10 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
         ) -> list[Gradient]:
             return pulled(called.at(at, xs, passed), us)
 
+        def tangents(ts: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tangent]:
+            n = len(point.xs)
+            return tangents_at(called.at(at, inputs[:n], inputs[n:]), ts)
+
         kept = partial.embed(
             name,
             ys,
@@ -159,7 +163,8 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             called.others,
             gradients,
             known=lambda *upstream: pulled(at, upstream),
-            push=lambda *tangents: tangents_at(at, tangents),
+            push=lambda *ts: tangents_at(at, ts),
+            tangents=tangents,
         )
         return tf.nest.pack_sequence_as(y, kept)
 

@@ -228,16 +228,13 @@ class _Equation:
         name: The function's name in errors.
         r: The traced residual. Other tensors that it uses are captured, and can be replaced.
         solve: Solves linear systems, given a function for the product with the matrix.
+        calls_host: Whether a host call makes the residual of something that may be differentiated.
     """
 
     def __init__(self, name: str, r: tracing.Traced, solve: Function | None) -> None:
         self.name, self.r, self.solve = name, r, solve
-
-    @functools.cached_property
-    def calls_host(self) -> bool:
-        """Whether a host call makes the residual of something that may be differentiated."""
-        varying = connections.varying(self.r.captured, self.r.inner)
-        return connections.Subgraph(self.r.outputs[0]).host_sees([*self.r.inputs, *varying])
+        varying = connections.varying(r.captured, r.inner)
+        self.calls_host = connections.Subgraph(r.outputs[0]).host_sees([*r.inputs, *varying])
 
 
 def _solved(
@@ -255,6 +252,8 @@ def _solved(
     inputs = [*thetas, *itertools.compress(captured, are_live), *reads]
 
     def pull(upstream: Tensor) -> list[Gradient]:
+        if equation.calls_host:
+            return list(loud.failures(inputs, _ON_HOST.format(name), [upstream]))
         # Equal tensors have to be told apart, and a tensor that a graph has captured before is not
         # recorded when it is used again.
         ts, cs = list(map(tf.identity, thetas)), list(map(_own, captured))
@@ -266,8 +265,6 @@ def _solved(
             weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
         else:
             weights = -_solution(equation, [root, *ts], cs, reads, upstream, transposed=True)
-        if equation.calls_host:
-            weights = _unless(tf.constant(False), _ON_HOST.format(name), weights)
         if unchanged is not None:
             weights = _unless(unchanged, _ASSIGNED.format(name), weights)
         sources = [*ts, *itertools.compress(cs, are_live), *equation.r.handles]

@@ -211,6 +211,7 @@ def _with_variables(
         partial.Others(others.xs),
         gradients,
         known=lambda u: pulled(at, u),
+        stopped=len(point.xs),
     )
     (kept,) = unknown_by_closure(name, "grad", [kept], used, point.tensors)
     return kept

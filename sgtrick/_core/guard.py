@@ -68,6 +68,17 @@ class Check:
             return Lost(found, found)
         return next((Lost(one.by_inputs) for one in found if one.by_inputs), Lost())
 
+    def cut(self, tangents: Sequence[Tangent]) -> str | None:
+        """Why derivatives by tangents of the first inputs would be lost of one of the results."""
+        # Those of a batch are stacked, and the rule is that of a member.
+        likes = [
+            None if t is None else spec for t, spec in zip(tangents, self._specs, strict=False)
+        ]
+        found = self._of(likes, ())
+        if isinstance(found, str):
+            return found
+        return next((one.by_upstream for one in found if one.by_upstream), None)
+
     def _of(self, us: Sequence[Tensor | None], closed: Sequence[Tensor]) -> list[Lost] | str:
         key = tuple(u is None for u in us)
         if key not in self._found:
@@ -109,7 +120,13 @@ class Check:
         return Lost(None if is_known else message(name), cut_message(name) if is_cut else None)
 
 
-def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> Rule:
+def guarded(
+    rule: Rule,
+    check: Check,
+    ys: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    of_tangents: Check | None = None,
+) -> Rule:
     """The same rule, with errors for the derivatives that TensorFlow would lose.
 
     Args:
@@ -117,6 +134,8 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
         check: Finds out what is lost.
         ys: The outputs.
         inputs: What the rule depends on.
+        of_tangents: The same for a JVP rule, which gets tangents in the place of upstream
+            gradients, and may pass them to the host.
     """
 
     def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
@@ -137,7 +156,11 @@ def guarded(rule: Rule, check: Check, ys: Sequence[Tensor], inputs: Sequence[Ten
         moved: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]
     ) -> list[Tangent]:
         near, ts = list(map(here, xs)), present(tangents)
-        lost = functools.partial(check.lost_of_tangents, likes)
+
+        def lost() -> Lost:
+            cut = of_tangents.cut(tangents) if of_tangents else None
+            return check.lost_of_tangents(likes)._replace(by_upstream=cut)
+
         return [None if t is None else _guard(t, lost, ts, near) for t in moved]
 
     def push(*tangents: Tangent) -> Sequence[Tangent]:
@@ -173,8 +196,8 @@ def _guard(
     def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
         def pull(z: Tensor) -> list[Gradient]:
             found = lost()
-            by_us = _failures(xs[:n], found.by_upstream, z)
-            by_inputs = _failures(xs[n:], found.by_inputs, z)
+            by_us = _failures(xs[:n], found.by_upstream, z, xs)
+            by_inputs = _failures(xs[n:], found.by_inputs, z, xs)
             if found.by_inputs and not is_value:  # nor are those of what z is pulled back to known
                 z = _guard(z, lost, [], xs[n:])
             return [z, *by_us, *by_inputs]
@@ -194,8 +217,10 @@ def _guard(
     return with_values(gradient, pass_on(part, [*us, *inputs], derivatives))
 
 
-def _failures(xs: Sequence[Tensor], why: str | None, z: Tensor) -> list[Tensor | None]:
-    return loud.failures(xs, why, [z]) if why else [None] * len(xs)
+def _failures(
+    likes: Sequence[Tensor], why: str | None, z: Tensor, xs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    return loud.failures(likes, why, [z], xs) if why else [None] * len(likes)
 
 
 def _unless_moving(

@@ -25,7 +25,7 @@ from sgtrick._core import adjoint, loud
 from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import present, spread
-from sgtrick._core.guard import Check, guarded, message, unknown_by
+from sgtrick._core.guard import Check, ExplicitRule, guarded, message, unknown_by
 from sgtrick._core.override import keep, pass_on
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposition import paired, transposed
@@ -78,6 +78,7 @@ class ByPoint(NamedTuple):
         xs: The point.
         others: What else the values depend on.
         check: Finds out what TensorFlow would lose of the gradients.
+        stopped: How many of `xs` were stopped where the values were computed.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ByPoint(NamedTuple):
     xs: Sequence[Tensor]
     others: Others
     check: Check
+    stopped: int
 
     def along_others(
         self, us: Sequence[Tensor | None], tangents: Sequence[Tangent]
@@ -95,7 +97,8 @@ class ByPoint(NamedTuple):
         linear in `v`, so any `v` will do; then this with respect to `v`, for the cotangents `t`.
         It is tested at another `v`.
         """
-        vs, tested = adjoint.far_probes(self.xs), adjoint.probes(self.xs)
+        stopped = self.xs[: self.stopped]
+        vs, tested = adjoint.far_probes(stopped), adjoint.probes(stopped)
         # A tensor that a graph has captured before is not recorded when it is used again, and equal
         # tensors have to be told apart.
         xs = [tf.identity(x) for x in self.xs]
@@ -105,7 +108,7 @@ class ByPoint(NamedTuple):
             outer.watch(vs)
             with tf.GradientTape(watch_accessed_variables=False, persistent=True) as inner:
                 inner.watch(ws)
-                gradients = self.gradients(us, xs, passed)
+                gradients = self.gradients(us, xs, passed)[: self.stopped]
 
             def pulled(vs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
                 gs, of_gs = paired(gradients, vs)
@@ -118,7 +121,7 @@ class ByPoint(NamedTuple):
         zero = loud.zero_if(fits, _NOT_LINEAR.format(self.name), [*present(us), *ts])
         return [
             (tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)) + tf.cast(zero, x.dtype)
-            for g, x in zip(found, self.xs, strict=True)
+            for g, x in zip(found, stopped, strict=True)
         ]
 
 
@@ -130,6 +133,8 @@ def embed(
     gradients: PointGradients,
     known: Callable[..., Sequence[Gradient]] | None = None,
     push: Pushforward | None = None,
+    stopped: int | None = None,
+    tangents: ExplicitRule | None = None,
 ) -> list[Tensor]:
     """Returns `ys`, with their own derivatives and those with respect to a point.
 
@@ -141,6 +146,9 @@ def embed(
         gradients: `G`, for any arguments.
         known: The same for the arguments of this call, from upstream gradients alone.
         push: From tangents of the point to tangents of `ys`; None to transpose the gradients.
+        stopped: How many of `xs` were stopped where `ys` were computed; None for all. The others
+            have mixed derivatives already.
+        tangents: `push` for any arguments, if it may pass tangents to the host.
     """
     xs = list(xs)
 
@@ -151,12 +159,15 @@ def embed(
         return known(*us) if known else gradients(us, xs, others.passed)
 
     check = Check(name, explicit, [*xs, *others.passed])
-    rule = guarded(Rule(name, pull_to_point, push), check, ys, [*xs, *others.tensors])
+    of_tangents = tangents and Check(name, tangents, [*xs, *others.passed])
+    inputs = [*xs, *others.tensors]
+    rule = guarded(Rule(name, pull_to_point, push), check, ys, inputs, of_tangents)
     if not others:
         if tf.executing_eagerly():  # something may be recorded all the same
             return keep(ys, [*ys, *xs], beside(rule, len(ys)))
         return keep(ys, xs, rule)
-    point = ByPoint(name, gradients, xs, others, check)
+    count = len(xs) if stopped is None else stopped
+    point = ByPoint(name, gradients, xs, others, check, count)
 
     def pull(*us: Tensor | None) -> list[Gradient]:
         by_xs = rule.pull(*us)
@@ -213,14 +224,20 @@ def _zeros(
     def pull(*zs: Tensor | None) -> list[Gradient]:
         us, tangents = arguments(zs)
         along = loud.unless_refused(
-            lambda: point.along_others(us, tangents), xs, present(zs), message(name)
+            lambda: point.along_others(us, tangents),
+            xs[: point.stopped],
+            present(zs),
+            message(name),
         )
         by_xs: list[Gradient] = []
-        for i, (x, g) in enumerate(zip(xs, along, strict=True)):
+        for i, (x, g) in enumerate(zip(xs, along, strict=False)):
             why = point.check.lost(us, closed, i).by_inputs
             by_xs.append(loud.failure(x, why, present(zs)) if why else g)
         of = [*present(zs), *given, *others.tensors]
-        return [*(_unknown(t, of, xs, beyond) for t in (*given, *others.tensors)), *by_xs]
+        rest = xs[point.stopped :]
+        unknown = [_unknown(t, of, xs, beyond) for t in (*given, *others.tensors, *rest)]
+        known = len(unknown) - len(rest)
+        return [*unknown[:known], *by_xs, *unknown[known:]]
 
     def push(*tangents: Tangent) -> list[Tangent]:
         of_xs = [*[None] * (len(tangents) - len(xs)), *tangents[-len(xs) :]]
