@@ -1034,5 +1034,24 @@ def test_no_roots(wrap, theta):
     np.testing.assert_array_equal(tape.gradient(x, theta), tf.zeros_like(theta))
 
 
+MAPPED_ROOT = {
+    "forward": forward_derivative,
+    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
+    "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
+    "reverse": derivative,
+    "reverse in tf.function": lambda f: tf.function(derivative(f)),
+}
+
+
+@pytest.mark.parametrize("way", MAPPED_ROOT)
+def test_a_jacobian_that_is_equal_for_all_mapped_members(way):
+    def root(x):
+        return implicit_root(lambda z, x: z - tf.sin(x), tf.sin(x), x)
+
+    x = tf.constant([0.3, 0.7], tf.float64)
+    run = MAPPED_ROOT[way](lambda x: tf.vectorized_map(root, x, fallback_to_while_loop=False))
+    np.testing.assert_allclose(run(x), np.cos(x), rtol=1e-12)
+
+
 def test_docstrings():
     assert doctest.testmod(_implicit).failed == 0

@@ -695,6 +695,13 @@ class TestTapesAroundForwardMode:
         np.testing.assert_allclose(by_x, exact(1) + POINTS * exact(2), rtol=1e-9)
 
 
+FIRST_WAYS = {
+    "eager": derivative,
+    "in tf.function": lambda f: tf.function(derivative(f)),
+    "around tf.function": lambda f: derivative(tf.function(f)),
+    "forward": forward_derivative,
+    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
+}
 _one_more = tf.function(lambda x: 1 + x)
 _true = tf.function(true)
 
@@ -720,6 +727,37 @@ class TestRulesThatCallFunctions:
     )
     def test_of_second_order(self, rule, way, make):
         assert verdict(self.WAYS[way](make(hidden, self.RULES[rule])), exact(2)) == "right"
+
+    @pytest.mark.parametrize("way", FIRST_WAYS)
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda form, x: tf.function(form)(x),
+            lambda form, x: tf.cond(x[0] > -9, lambda: form(x), lambda: x),
+            lambda form, x: tf.while_loop(
+                lambda i, _: i < 1, lambda i, _: (i + 1, form(x)), (0, x)
+            )[1],
+        ],
+        ids=["tf.function", "tf.cond", "tf.while_loop"],
+    )
+    def test_a_jvp_rule_that_calls_its_own_function_there(self, call, way):
+        form = sgtrick.custom_jvp(lambda x: 2 * tf.exp(x) - tf.stop_gradient(tf.exp(x)))
+
+        @form.defjvp
+        def _(primals, tangents):
+            y = call(form, *primals)
+            return y, y * tangents[0]
+
+        assert verdict(FIRST_WAYS[way](form), np.exp(POINTS)) == "right"
+
+    @pytest.mark.parametrize("way", FIRST_WAYS)
+    def test_a_decorated_function_in_a_rule_closes_over_its_argument(self, way):
+        def slope_of(x):
+            return sgtrick.custom_vjp(lambda y: (slope(y), lambda u: -u * tf.sin(x)))(x)
+
+        assert (
+            verdict(FIRST_WAYS[way](sgtrick.with_gradient(hidden, slope_of)), exact(1)) == "right"
+        )
 
 
 def read(array):

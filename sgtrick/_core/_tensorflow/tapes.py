@@ -192,8 +192,8 @@ def own(x: Tensor) -> Tensor:
     depends on through this argument alone is what it depends on through the copy.
     """
     if not tf.executing_eagerly():
-        # TensorFlow's gradient of a loop looks through an Identity, and so does
-        # `ancestry.names_of`, but not through a Cast. The static value is known through both.
+        # TensorFlow's gradient of a loop looks through an Identity, but not through a Cast. The
+        # static value is known through both.
         return tf.raw_ops.Cast(x=x, DstT=x.dtype)
     if not is_recorded([x]):
         return x
