@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, loud
+from sgtrick._core import loud
 from sgtrick._core._tensorflow import graphs, tapes
 from sgtrick._core._tensorflow.uses import Uses
 from sgtrick._core.absent import present, spread
 from sgtrick._core.guard import Check, ExplicitRule, guarded, message, unknown_by
 from sgtrick._core.override import keep, pass_on
 from sgtrick._core.rule import Rule
-from sgtrick._core.transposition import paired, transposed
+from sgtrick._core.transposition import Paired, paired, transpose, transposed
 from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor, Variable
 
 # `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
@@ -98,31 +98,23 @@ class ByPoint(NamedTuple):
         It is tested at another `v`.
         """
         stopped = self.xs[: self.stopped]
-        vs, tested = adjoint.far_probes(stopped), adjoint.probes(stopped)
         # A tensor that a graph has captured before is not recorded when it is used again, and equal
         # tensors have to be told apart.
         xs = [tf.identity(x) for x in self.xs]
         passed = [tf.identity(t) for t in self.others.passed]
         ws = [*passed, *(graphs.as_used(c) for c in self.others.closed)]
-        with tf.GradientTape(watch_accessed_variables=False) as outer:
-            outer.watch(vs)
-            with tf.GradientTape(watch_accessed_variables=False, persistent=True) as inner:
-                inner.watch(ws)
-                gradients = self.gradients(us, xs, passed)[: self.stopped]
+        with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
+            tape.watch(ws)
+            gradients = self.gradients(us, xs, passed)[: self.stopped]
 
-            def pulled(vs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-                gs, of_gs = paired(gradients, vs)
-                return paired(inner.gradient(gs, ws, of_gs), tangents)
+        def pull(vs: Sequence[Tensor]) -> Paired:
+            gs, of_gs = paired(gradients, vs)
+            return paired(tape.gradient(gs, ws, of_gs), tangents)
 
-            ps, ts = pulled(vs)
-        found = outer.gradient(ps, vs, ts)
+        found, fits, (_, ts) = transpose(pull, stopped)
         # Linear in `v`, unless the gradients contain a rule that is not.
-        fits = adjoint.holds(*pulled(tested), found, tested)
         zero = loud.zero_if(fits, _NOT_LINEAR.format(self.name), [*present(us), *ts])
-        return [
-            (tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)) + tf.cast(zero, x.dtype)
-            for g, x in zip(found, stopped, strict=True)
-        ]
+        return [g + tf.cast(zero, g.dtype) for g in found]
 
 
 def embed(

@@ -10,20 +10,44 @@ from sgtrick._core.absent import present, spread
 from sgtrick._core.rule import Rule
 from sgtrick._core.types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
 
+# Tensors, and as many others of the same dtypes.
+Paired = tuple[list[Tensor], list[Tensor]]
+
 
 def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:
     """The transpose of the pullback at `tangents`, or an error if it has none."""
     likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    us, far = adjoint.probes(present(likes)), adjoint.far_probes(present(likes))
+
+    def pull(us: Sequence[Tensor]) -> Paired:
+        return paired(rule.pull(*spread(us, likes)), tangents)
+
+    found, fits, (gs, ts) = transpose(pull, present(likes))
+    # Not of what is far, which may overflow.
+    zero = loud.zero_if(fits, _MESSAGE.format(rule.name), [*gs, *ts])
+    return spread([t + tf.cast(zero, t.dtype) for t in found], likes)
+
+
+def transpose(
+    pull: Callable[[Sequence[Tensor]], Paired], likes: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, Paired]:
+    """The transpose of a linear function, and whether it is one.
+
+    Args:
+        pull: Returns the results of the function, and the cotangents at which to transpose it.
+        likes: Tensors like its arguments.
+
+    Returns:
+        The transpose; whether the dot-product test holds; what `pull` returned in the test.
+    """
+    us, far = adjoint.probes(likes), adjoint.far_probes(likes)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(far)
-        gs, ts = paired(rule.pull(*spread(far, likes)), tangents)
-    found = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
-    tested = paired(rule.pull(*spread(us, likes)), tangents)
-    fits = adjoint.holds(*tested, found, us)
-    # Not of what is far, which may overflow.
-    zero = loud.zero_if(fits, _MESSAGE.format(rule.name), [t for pair in tested for t in pair])
-    return spread([_plus(t, zero, u) for t, u in zip(found, us, strict=True)], likes)
+        gs, ts = pull(far)
+    gradients = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
+    pairs = zip(gradients, us, strict=True)
+    found = [tf.zeros_like(u) if g is None else tf.convert_to_tensor(g) for g, u in pairs]
+    gs, ts = pull(us)
+    return found, adjoint.holds(gs, ts, found, us), (gs, ts)
 
 
 def checked(
@@ -63,20 +87,15 @@ def checked(
 
 def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z: Tensor) -> Tensor:
     """Whether gradient `i` of a rule, which is in a graph, can be transposed for a cotangent."""
-    at = present(upstream)
-
-    def pulled(us: Sequence[Tensor], z: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        gradient = rule.pull(*spread(us, upstream))[i]
-        return paired([None if gradient is None else values_of(gradient)], [z])
 
     def fits(z: Tensor) -> list[Tensor]:
-        us, far = adjoint.probes(at), adjoint.far_probes(at)
+        def pull(us: Sequence[Tensor]) -> Paired:
+            gradient = rule.pull(*spread(us, upstream))[i]
+            return paired([None if gradient is None else values_of(gradient)], [z])
+
         with loud.not_raising():
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(far)
-                gs, zs = pulled(far, z)
-            found = tape.gradient(gs, far, output_gradients=zs) if gs else [None] * len(far)
-            return [adjoint.holds(*pulled(us, z), found, us)]
+            _, holds, _ = transpose(pull, present(upstream))
+        return [holds]
 
     # What the rule uses is only known in its graph, to which nothing may be added any more: as long
     # as that happens, TensorFlow differentiates it anew.
@@ -102,9 +121,7 @@ def with_values(gradient: Gradient, part: Tensor) -> Gradient:
     return part
 
 
-def paired(
-    some: Sequence[Gradient], others: Sequence[Tensor | None]
-) -> tuple[list[Tensor], list[Tensor]]:
+def paired(some: Sequence[Gradient], others: Sequence[Tensor | None]) -> Paired:
     """The pairs without None, as tensors of one dtype: such as gradients and tangents."""
     pairs = [
         (tf.convert_to_tensor(a), b)  # IndexedSlices, for a table that is gathered from
@@ -112,11 +129,6 @@ def paired(
         if a is not None and b is not None
     ]
     return [a for a, _ in pairs], [tf.cast(b, a.dtype) for a, b in pairs]
-
-
-def _plus(tangent: Tangent, zero: Tensor, like: Tensor) -> Tensor:
-    tangent = tf.zeros_like(like) if tangent is None else tangent
-    return tangent + tf.cast(zero, tangent.dtype)
 
 
 _MESSAGE = (
