@@ -166,6 +166,28 @@ def compiled(f: Form) -> Form:
     return tf.function(f, jit_compile=True)
 
 
+def looped(f: Form) -> Form:
+    """`f`, by a loop that adds up two halves of it."""
+
+    def run(x: Any) -> Any:
+        return tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, y + f(x) / 2), (0, tf.zeros_like(x))
+        )[1]
+
+    return run
+
+
+# Ways to a first derivative.
+FIRST_WAYS = {
+    "eager": derivative,
+    "in tf.function": lambda f: tf.function(derivative(f)),
+    "around tf.function": lambda f: derivative(tf.function(f)),
+    "forward": forward_derivative,
+    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
+    "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
+}
+
+
 def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:
     """`right`, `raises`, `NaN` (nothing finite), `None` or `wrong`."""
     try:

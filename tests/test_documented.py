@@ -9,22 +9,12 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled
+from forms import compiled, derivative
 
 DECORATORS = {"sgtrick": sgtrick.custom_vjp, "tf": tf.custom_gradient}
 decorators = pytest.mark.parametrize("custom_gradient", DECORATORS.values(), ids=DECORATORS)
 WRAPS = {"eager": lambda f: f, "tf.function": tf.function, "XLA": compiled}
 wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-
-
-def derivative(f):
-    def run(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        return tape.gradient(y, x)
-
-    return run
 
 
 @wraps

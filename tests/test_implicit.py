@@ -11,7 +11,7 @@ import scipy.sparse.linalg
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-from forms import derivative, forward_derivative, on_host
+from forms import FIRST_WAYS, derivative, forward_derivative, on_host
 from matrix import Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS
@@ -1034,22 +1034,13 @@ def test_no_roots(wrap, theta):
     np.testing.assert_array_equal(tape.gradient(x, theta), tf.zeros_like(theta))
 
 
-MAPPED_ROOT = {
-    "forward": forward_derivative,
-    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
-    "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
-    "reverse": derivative,
-    "reverse in tf.function": lambda f: tf.function(derivative(f)),
-}
-
-
-@pytest.mark.parametrize("way", MAPPED_ROOT)
+@pytest.mark.parametrize("way", FIRST_WAYS)
 def test_a_jacobian_that_is_equal_for_all_mapped_members(way):
     def root(x):
         return implicit_root(lambda z, x: z - tf.sin(x), tf.sin(x), x)
 
     x = tf.constant([0.3, 0.7], tf.float64)
-    run = MAPPED_ROOT[way](lambda x: tf.vectorized_map(root, x, fallback_to_while_loop=False))
+    run = FIRST_WAYS[way](lambda x: tf.vectorized_map(root, x, fallback_to_while_loop=False))
     np.testing.assert_allclose(run(x), np.cos(x), rtol=1e-12)
 
 

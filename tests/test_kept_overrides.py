@@ -13,6 +13,7 @@ from forms import (
     CALLS_HOST,
     EVERY_ORDER,
     FIRST_ORDER,
+    FIRST_WAYS,
     POINTS,
     compiled,
     derivative,
@@ -695,13 +696,6 @@ class TestTapesAroundForwardMode:
         np.testing.assert_allclose(by_x, exact(1) + POINTS * exact(2), rtol=1e-9)
 
 
-FIRST_WAYS = {
-    "eager": derivative,
-    "in tf.function": lambda f: tf.function(derivative(f)),
-    "around tf.function": lambda f: derivative(tf.function(f)),
-    "forward": forward_derivative,
-    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
-}
 _one_more = tf.function(lambda x: 1 + x)
 _true = tf.function(true)
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from forms import derivative
 
 W = tf.Variable(tf.ones([3], tf.float64))
 X = tf.constant([0.1, 0.2, 0.3], tf.float64)
@@ -117,23 +118,11 @@ def gradient(f):
     return run
 
 
-def gradients(f):
-    """As by a tape that watches all variables."""
-
-    def run(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        return tape.gradient(y, x)
-
-    return run
-
-
 CALLS = {
     "forward": lambda f: f,
     "gradient": gradient,
-    "gradient, variables watched": gradients,
-    "gradient around a function": lambda f: gradients(tf.function(f)),
+    "gradient, variables watched": derivative,
+    "gradient around a function": lambda f: derivative(tf.function(f)),
 }
 
 
@@ -231,6 +220,6 @@ def test_a_for_statement(name):
         return x
 
     form = (GIVE_ALL | GIVE_SOME)[name](f, False)
-    assert stored(tf.function(gradients(form))) == 0
-    found = tf.function(gradients(form), jit_compile=True)(X)
+    assert stored(tf.function(derivative(form))) == 0
+    found = tf.function(derivative(form), jit_compile=True)(X)
     np.testing.assert_array_equal(found, 2 * np.ones(3))

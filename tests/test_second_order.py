@@ -23,6 +23,7 @@ from forms import (
     forward_derivative,
     hidden,
     host_slope,
+    looped,
     mapped,
     on_host,
     slope,
@@ -38,15 +39,6 @@ FORMS = pytest.mark.parametrize("name", FIRST_ORDER)
 
 MODES = (derivative, forward_derivative)
 NESTINGS = list(itertools.product(MODES, repeat=2))
-
-
-def looped(f):
-    def run(x):
-        return tf.while_loop(
-            lambda i, _: i < 2, lambda i, y: (i + 1, y + f(x) / 2), (0, tf.zeros_like(x))
-        )[1]
-
-    return run
 
 
 def jacobian_of_gradient(f):

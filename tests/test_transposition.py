@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, derivative
+from forms import compiled, derivative, looped
 from matrix.problem import SLIPS
 
 X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
@@ -84,20 +84,9 @@ WAYS = {
     "in XLA": lambda mode, f: compiled(mode(f)),
     "in vectorized_map": lambda mode, f: _mapped(mode(f)),
     "around vectorized_map": lambda mode, f: mode(_mapped(f)),
-    "in tf.while_loop": lambda mode, f: tf.function(mode(_looped(f))),
-    "around tf.while_loop": lambda mode, f: mode(tf.function(_looped(f))),
+    "in tf.while_loop": lambda mode, f: tf.function(mode(looped(f))),
+    "around tf.while_loop": lambda mode, f: mode(tf.function(looped(f))),
 }
-
-
-def _looped(f):
-    """`f`, twice added up."""
-
-    def run(x):
-        return tf.while_loop(
-            lambda i, _: i < 2, lambda i, y: (i + 1, y + f(x) / 2), (0, tf.zeros_like(x))
-        )[1]
-
-    return run
 
 
 WAY = pytest.mark.parametrize("way", WAYS)
