@@ -751,6 +751,14 @@ class TestRulesThatCallFunctions:
         assert verdict(FIRST_WAYS[way](double), np.full(3, 2.0)) in {"right", "NaN"}
 
     @pytest.mark.parametrize("way", FIRST_WAYS)
+    @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+    def test_rules_that_call_each_other(self, call, way):
+        """As those of functions that are each other's derivative."""
+        exp = sgtrick.with_gradient(lambda x: tf.stop_gradient(tf.exp(x)), lambda x: other(x))
+        other = sgtrick.with_gradient(lambda x: tf.stop_gradient(tf.exp(x)), lambda x: exp(x))
+        assert verdict(FIRST_WAYS[way](lambda x: call(exp, x)), np.exp(POINTS)) == "right"
+
+    @pytest.mark.parametrize("way", FIRST_WAYS)
     def test_a_decorated_function_in_a_rule_closes_over_its_argument(self, way):
         def slope_of(x):
             return sgtrick.custom_vjp(lambda y: (slope(y), lambda u: -u * tf.sin(x)))(x)
