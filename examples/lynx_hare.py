@@ -7,9 +7,9 @@
 # $$\dot u = (\theta_1 - \theta_2 v)\,u, \qquad \dot v = (-\theta_3 + \theta_4 u)\,v,$$
 #
 # with $u$ hares and $v$ lynxes, and the pelts are lognormal around them. The solver and its
-# sensitivities are outside TensorFlow, as your own engine would be. `sgtrick.from_numpy` turns
-# them into a log likelihood, the prior is a TensorFlow Probability distribution, and NUTS samples
-# the posterior, which must agree with the reference.
+# sensitivities are outside TensorFlow, as your own forward model would be. `sgtrick.from_numpy`
+# turns them into a function of tensors. Prior and likelihood are distributions of TensorFlow
+# Probability, and NUTS samples the posterior, which must agree with the reference.
 
 # %%
 """The posterior of an ODE that is solved outside TensorFlow."""
@@ -58,8 +58,7 @@ HERE = Path(__file__).parent if "__file__" in globals() else Path()
 # %%
 DATA = json.loads((HERE / "data" / "hudson_lynx_hare.json").read_text())
 YEARS = np.array(DATA["year"])
-# [year, species, 1]: the last axis is for chains.
-LOG_PELTS = np.log(DATA["pelts"])[..., None]
+LOG_PELTS = np.log(DATA["pelts"])  # [year, species]
 REFERENCE = DATA["reference_posterior"]["parameters"]
 NAMES = {
     "theta[1]": ("hare birth", "per year"),
@@ -73,7 +72,7 @@ NAMES = {
 }
 
 # %% [markdown]
-# ## The engine: NumPy only
+# ## The forward model: NumPy only
 #
 # All parameters are positive, so we sample their logs. For the logs of the populations the
 # equations are $\dot y_k = a_k + b_k e^{y_{1-k}}$. Column 0 of the state is $y$; columns 1 to 6
@@ -121,30 +120,29 @@ def solve(log_params: np.ndarray, steps: int = STEPS) -> np.ndarray:
     return np.stack(path)
 
 
-@functools.partial(sgtrick.from_numpy, vectorized=True)
-def log_likelihood(log_params: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Its value by chain, `[chain]`, and its gradient, `[chain, parameter]`."""
-    with np.errstate(all="ignore"):  # what overflows is rejected below
-        path = solve(log_params)[::STEPS]
-        sigma = np.exp(log_params[:, 6:].T)
-        residual = (LOG_PELTS - path[:, :, 0]) / sigma
-        value = -np.sum(residual**2 / 2 + np.log(sigma), axis=(0, 1))
-        by_path = np.einsum("tkc,tkjc->cj", residual / sigma, path[:, :, 1:])
-        gradient = np.concatenate([by_path, np.sum(residual**2 - 1, axis=0).T], axis=1)
-    valid = np.isfinite(value) & np.isfinite(gradient).all(axis=1)
-    return np.where(valid, value, -np.inf), np.where(valid[:, None], gradient, 0)
+@functools.partial(sgtrick.from_numpy, vectorized=True, value_shape=(len(YEARS), 2))
+def trajectory(log_params: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The log populations, `[chain, year, species]`, and their Jacobian.
+
+    A population that overflows gets a value that no data fit, so that it is rejected.
+    """
+    with np.errstate(all="ignore"):
+        path = np.moveaxis(solve(log_params)[::STEPS], -1, 0)
+    valid = np.isfinite(path).all(axis=(1, 2, 3), keepdims=True)
+    path = np.where(valid, path, 0)
+    return np.where(valid[..., 0], path[..., 0], 1e6), path[..., 1:]
 
 
 # %% [markdown]
 # ## The model: TensorFlow again
 #
-# The decorator above made the engine a function of tensors, and everything around it is
-# differentiated by TensorFlow. One such part is the prior of the logs: $\theta$ is normal,
-# truncated to be positive, and the rest is lognormal. Another is a change of coordinates: the
-# data determine the averages over a cycle, $\theta_3/\theta_4$ and $\theta_1/\theta_2$, and its
-# frequency, $\sqrt{\theta_1\theta_3}$, far better than each $\theta$. With these as coordinates,
-# scaled to about equal width, NUTS needs no mass matrix and few steps. The change is linear in
-# the logs, so its Jacobian is constant.
+# The decorator above made the solver a function of tensors, and everything around it is
+# differentiated by TensorFlow: the likelihood, which has the noise as parameters; the prior of
+# the logs, in which $\theta$ is normal, truncated to be positive, and the rest is lognormal; and
+# a change of coordinates. The data determine the averages over a cycle, $\theta_3/\theta_4$ and
+# $\theta_1/\theta_2$, and its frequency, $\sqrt{\theta_1\theta_3}$, far better than each
+# $\theta$. With these as coordinates, scaled to about equal width, NUTS needs no mass matrix and
+# few steps. The change is linear in the logs, so its Jacobian is constant.
 
 # %%
 theta = tfd.TruncatedNormal(
@@ -161,9 +159,15 @@ TO_COORDINATES[:4, :4] = [[2, -2, 0, 0], [0, 0, 2, -2], [5, 0, 5, 0], [0.7, 0, -
 TO_LOG_PARAMS = np.linalg.inv(TO_COORDINATES)
 
 
+def log_counts(log_params: tf.Tensor) -> tfd.Distribution:
+    """The distribution of the logs of the counts, given the parameters."""
+    sigma = tf.exp(log_params[..., tf.newaxis, 6:])
+    return tfd.Independent(tfd.Normal(trajectory(log_params[..., :6]), sigma), 2)
+
+
 def log_density(coordinates: tf.Tensor) -> tf.Tensor:
     log_params = tf.linalg.matvec(TO_LOG_PARAMS, coordinates)
-    return log_likelihood(log_params) + prior.log_prob(log_params)
+    return log_counts(log_params).log_prob(LOG_PELTS) + prior.log_prob(log_params)
 
 
 # %% [markdown]
@@ -198,9 +202,7 @@ seeds = tf.random.experimental.stateless_split([SEED, 0], WARM_UP + DRAWS)
 for seed in tqdm(seeds, disable=None):  # None: no bar where there is no terminal
     state, results = step(state, results, seed=seed)
     chain.append(state)
-print(
-    f"The engine took {log_likelihood.seconds:.0f} s for {log_likelihood.calls} calls."
-)
+print(f"The solver took {trajectory.seconds:.0f} s for {trajectory.calls} calls.")
 
 log_draws = np.stack(chain[WARM_UP:]) @ TO_LOG_PARAMS.T  # [draw, chain, parameter]
 draws = np.exp(log_draws)
@@ -231,6 +233,8 @@ for i, (name, (meaning, _)) in enumerate(NAMES.items()):
 
 # %% [markdown]
 # ## Figures: the fitted trajectories, and the posterior against the reference
+#
+# New counts are draws from the same distribution that was the likelihood.
 
 # %%
 FIGURES = HERE / "figures"
@@ -242,20 +246,21 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 some = log_draws.reshape(-1, 8)[::4]
 log_z = solve(some, steps=12)[:, :, 0]  # [month, species, draw]
-random = np.random.default_rng(SEED)
-noise = np.exp(some[:, 6:].T) * random.standard_normal([2, len(some)])
+new_counts = np.exp(
+    log_counts(tf.constant(some)).sample(seed=SEED)
+)  # [draw, year, species]
 months = np.linspace(YEARS[0], YEARS[-1], len(log_z))
 figure, axes = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
 for k, (axis, color) in enumerate(zip(axes, [BLUE, VERMILLION], strict=True)):
-    counts, population = np.exp(log_z[:, k] + noise[k]), np.exp(log_z[:, k])
-    for label, x, mass, style in [
-        ("new counts 90 %", counts, 0.90, {"color": "0.9"}),
-        ("population 90 %", population, 0.90, {"color": color, "alpha": 0.3}),
-        ("50 %", population, 0.50, {"color": color, "alpha": 0.5}),
+    population = np.exp(log_z[:, k]).T
+    for label, times, x, mass, style in [
+        ("new counts 90 %", YEARS, new_counts[..., k], 0.90, {"color": "0.9"}),
+        ("population 90 %", months, population, 0.90, {"color": color, "alpha": 0.3}),
+        ("50 %", months, population, 0.50, {"color": color, "alpha": 0.5}),
     ]:
-        band = np.quantile(x, [0.5 - mass / 2, 0.5 + mass / 2], axis=1)
-        axis.fill_between(months, *band, **style, lw=0, label=label)
-    axis.plot(months, np.median(population, axis=1), color=color, label="median")
+        band = np.quantile(x, [0.5 - mass / 2, 0.5 + mass / 2], axis=0)
+        axis.fill_between(times, *band, **style, lw=0, label=label)
+    axis.plot(months, np.median(population, axis=0), color=color, label="median")
     axis.plot(YEARS, np.exp(LOG_PELTS[:, k]), "o", color="black", ms=5, label="counts")
     axis.set(ylabel=["Hares", "Lynxes"][k] + " (thousand pelts)", ylim=(0, None))
     axis.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))

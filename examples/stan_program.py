@@ -53,6 +53,7 @@ with silent_stderr():
     import stan
     import tensorflow as tf
     import tensorflow_probability as tfp
+    import xarray as xr
 
     import sgtrick
     from sgtrick.tfp import LogDensity
@@ -202,8 +203,14 @@ REFERENCE = pd.DataFrame(
 )
 REFERENCE["sd"] = np.sqrt(REFERENCE["square"] - REFERENCE["mean"] ** 2)
 
-ours = az.summary(of_tfp, round_to="none").loc[SHOWN]
-stans = az.summary(of_stan, round_to="none").loc[SHOWN]
+
+def summary(draws: dict[str, np.ndarray]) -> pd.DataFrame:
+    """By ArviZ, of whatever version: they all take data sets of xarray."""
+    data = {name: (["chain", "draw"], values) for name, values in draws.items()}
+    return az.summary(xr.Dataset(data), round_to="none").loc[SHOWN]
+
+
+ours, stans = summary(of_tfp), summary(of_stan)
 
 
 def z(other: pd.DataFrame) -> pd.Series:

@@ -5,17 +5,18 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import devices, embedding, value_form
-from sgtrick._core._tensorflow.autograph import unconverted
-from sgtrick._core._tensorflow.graphs import here
-from sgtrick._core._tensorflow.tapes import is_pushed, not_recording
+from sgtrick._arguments import devices, value_form
+from sgtrick._arguments.structures import Leaf
+from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._core import embedding
 from sgtrick._core.formula import formula
 from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
-from sgtrick._core.partial import beside
-from sgtrick._core.structures import Leaf
-from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Device, Structure, Tensor, TensorLike
+from sgtrick._core.rule import in_addition
+from sgtrick._tensorflow.autograph import unconverted
+from sgtrick._tensorflow.graphs import here
+from sgtrick._tensorflow.tapes import is_pushed, not_recording
+from sgtrick._types import Device, Structure, Tensor, TensorLike
 
 
 @unconverted
@@ -173,7 +174,7 @@ def _embed(
             gxs = embedding.refused(name, gxs, xs, _FIRST_ORDER.format(name))
         return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
-    rule = beside(embedding.of_jacobians(name, fx, jacobians))
+    rule = in_addition(embedding.of_jacobians(name, fx, jacobians))
     return keep([fx], [fx, *xs], rule, natural=natural, in_graph=natural is None)[0]
 
 

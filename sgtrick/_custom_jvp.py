@@ -1,19 +1,22 @@
 """Functions with a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, calls, loud, partial, shapes, structures
-from sgtrick._core._tensorflow import autograph, tracing
-from sgtrick._core.absent import present
-from sgtrick._core.fixed_point import ValueAtPoint
-from sgtrick._core.transposition import paired
-from sgtrick._core.types import (
+from sgtrick._arguments import calls, jvp_protocol, shapes
+from sgtrick._arguments.nones import present
+from sgtrick._arguments.scopes import scope
+from sgtrick._core import adjoint, partial, unknown
+from sgtrick._core.adjoint import paired
+from sgtrick._core.selection import Selection
+from sgtrick._core.value_at_point import ValueAtPoint
+from sgtrick._tensorflow import autograph, tracing
+from sgtrick._types import (
     Args,
     Decorated,
     Function,
@@ -101,31 +104,25 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
             )
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
         f, jvp = converted(function.f), converted(rule)
-        called, graph = ValueAtPoint.of(name, point, f), tf.compat.v1.get_default_graph()
+        at, graph = point.read(), tf.compat.v1.get_default_graph()
+        called = ValueAtPoint.of(name, point, f)
         y = called.result
         if not point.xs:
             return y
-        outputs = [
-            (path, structures.to_tensor(y_i, path))
-            for path, y_i in structures.flatten(y, f"{name}(...)")
-        ]
-        ys, at = [y_i for _, y_i in outputs], point.read()
+        ys = jvp_protocol.outputs_of(y, name)
 
         def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
-            before = [call.args[i] for i in nondiff]
+            before = [call.values[i] for i in nondiff]
             result = jvp(*before, point.primals(call), point.tangents(ts))
-            return [
-                None if t is None else _checked(t, y_i, path)
-                for (path, y_i), t in zip(outputs, _tangents(result, y, name), strict=True)
-            ]
+            return jvp_protocol.tangents_of(result, y, name)
 
         def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
             now = _NOW.get().get(_key(form, nondiff, at))
             if now is graph:
-                return _natural(point, f, upstream)
+                return _by_autodiff(point, f, upstream)
             if now is not None:
                 # TensorFlow differentiates a function that the rule calls by primals, too.
-                return loud.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
+                return unknown.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
             ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
             with _transposing(form, nondiff, at):
                 with tracing.differentiated(ts) as transpose:
@@ -138,14 +135,10 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
                 pulled = transpose(lt, ws)
                 moved, _ = paired(tangents_at(call, tested), upstream)
             fits = adjoint.holds(ws, moved, pulled, tested)
-            zero = loud.zero_if(fits, _NOT_LINEAR.format(name), [*us, *moved])
-            if tf.executing_eagerly() or loud.is_off():
-                return [None if g is None else g + tf.cast(zero, g.dtype) for g in found]
-            # A missing gradient could not carry the error.
-            return [
-                (tf.zeros_like(t) if g is None else g) + tf.cast(zero, t.dtype)
-                for g, t in zip(found, ts, strict=True)
-            ]
+            known = unknown.known_if(fits, _NOT_LINEAR.format(name), found, ts, [*us, *moved])
+            if tf.executing_eagerly() or unknown.is_ignored():
+                return [None if g is None else k for g, k in zip(found, known, strict=True)]
+            return list(known)  # a missing gradient could not carry the error
 
         def gradients(
             us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
@@ -173,10 +166,7 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
     def defjvp(jvp: Function) -> Function:
         """Sets the rule; a decorator."""
         nonlocal rule
-        inside = calls.unbound(jvp)
-        if not callable(inside):
-            raise TypeError(f"jvp must be a function, got {type(jvp).__name__}.")
-        rule = inside
+        rule = jvp_protocol.rule_of(jvp)
         return jvp
 
     form.defjvp = defjvp  # type: ignore[attr-defined]
@@ -185,16 +175,16 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
 
 def _point(
     function: calls.Callee, nondiff_argnums: Sequence[int], args: Args, kwargs: Kwargs
-) -> tuple[list[int], calls.Selection]:
+) -> tuple[list[int], Selection]:
     """The positions of arguments without derivatives, and the others."""
     name, call = function.name, function.bind(args, kwargs)
-    if call.kwargs:
+    if call.keywords:
         raise TypeError(
-            f"{name} has the keyword-only arguments {list(call.kwargs)}, which JVP rules do not "
+            f"{name} has the keyword-only arguments {list(call.keywords)}, which JVP rules do not "
             "support. Make them positional."
         )
-    own = function.own(call.args)
-    count = len(call.args) - own
+    own = function.receivers(call.values)
+    count = len(call.values) - own
     for i in nondiff_argnums:
         if not -count <= i < count:
             raise ValueError(
@@ -202,8 +192,8 @@ def _point(
                 "arguments."
             )
     nondiff = [*range(own), *sorted(own + i % count for i in nondiff_argnums)]
-    argnums = [i for i in range(count) if own + i not in nondiff]
-    return nondiff, function.select(argnums, call.args, {})
+    others = [i for i in range(own + count) if i not in nondiff]
+    return nondiff, Selection(call, others, function.names(call))
 
 
 _NOT_LINEAR = (
@@ -221,55 +211,29 @@ _NOW: ContextVar[dict[Any, Graph]] = ContextVar("_NOW", default={})  # noqa: B03
 
 
 def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Function | int, ...]:
-    own = [id(at.args[i]) for i in nondiff if i == 0]
+    own = [id(at.values[i]) for i in nondiff if i == 0]
     return form, *own
 
 
-@contextmanager
-def _transposing(form: Function, nondiff: Sequence[int], at: calls.Call) -> Iterator[None]:
-    graph = tf.compat.v1.get_default_graph()
-    token = _NOW.set({**_NOW.get(), _key(form, nondiff, at): graph})
-    try:
-        yield
-    finally:
-        _NOW.reset(token)
+def _transposing(
+    form: Function, nondiff: Sequence[int], at: calls.Call
+) -> AbstractContextManager[None]:
+    return scope(_NOW, {**_NOW.get(), _key(form, nondiff, at): tf.compat.v1.get_default_graph()})
 
 
-def _natural(
-    point: calls.Selection, f: Function, upstream: Sequence[Tensor | None]
+def _by_autodiff(
+    point: Selection, f: Function, upstream: Sequence[Tensor | None]
 ) -> list[Gradient]:
     """The autodiff pullback of `f`, for the calls of `f` on tangents, in which it is linear."""
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(xs)
         ys = tf.nest.flatten(point.at(xs)(f))
-    pairs = [(y, u) for y, u in zip(ys, upstream, strict=True) if u is not None]
-    found = tape.gradient([y for y, _ in pairs], xs, output_gradients=[u for _, u in pairs])
-    return list(found)
+    ys, us = paired(ys, upstream)
+    return list(tape.gradient(ys, xs, output_gradients=us))
 
 
 _IN_FUNCTION = (
     "The JVP rule of {0} calls {0} in a tf.function, branch or loop, and the result of that call "
     "was differentiated. Call {0} outside of it, or compute the value without {0}."
 )
-
-
-def _tangents(result: Structure, y: Tensor, name: str) -> list[Tangent]:
-    """The leaves of `tangent_out`."""
-    if not structures.is_pair(result):
-        raise TypeError(
-            f"jvp of {name} must return (primal_out, tangent_out), got {type(result).__name__}."
-        )
-    return [t for _, _, t in structures.pair(y, result[1], f"{name}(...)", "tangent_out")]
-
-
-def _checked(tangent: Tensor, y: Tensor, path: str) -> Tensor:
-    """A tangent, checked to have the dtype and shape of its output."""
-    tangent, y = structures.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
-    if tangent.dtype != y.dtype or not structures.is_differentiable(y.dtype):
-        raise TypeError(
-            f"The tangent of {path} has dtype {tangent.dtype.name}, the output {y.dtype.name}. "
-            "The two must be equal, and floating or complex. For an output without a derivative, "
-            "return None."
-        )
-    return structures.shaped_like(tangent, y, f"The tangent of {path}", "the output")

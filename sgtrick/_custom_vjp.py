@@ -5,23 +5,26 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import calls, structures, vjp_protocol
-from sgtrick._core._tensorflow import autograph, graphs, tapes, uses
+from sgtrick._arguments import calls, jvp_protocol, structures, vjp_protocol
+from sgtrick._arguments.nones import present
+from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._arguments.variables import besides
+from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
-from sgtrick._core.override import keep
+from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.rule import Rule
-from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import (
+from sgtrick._tensorflow import autograph, graphs, tapes, uses
+from sgtrick._types import (
     Args,
     Function,
     Gradient,
     Kwargs,
     Structure,
+    Tangent,
     Tensor,
     TensorLike,
     Variable,
 )
-from sgtrick._core.variables import besides
 
 
 def custom_vjp(f: Function | None = None) -> Function:
@@ -70,7 +73,12 @@ def custom_vjp(f: Function | None = None) -> Function:
             constant.
 
     Returns:
-        A function of the arguments of `f` that returns `y`. Methods can be decorated too.
+        A function of the arguments of `f` that returns `y`, with the decorator `defjvp` for a JVP
+        rule beside the VJP rule. Methods can be decorated too. The rule is
+        `jvp(primals, tangents) -> (primal_out, tangent_out)`, as for `custom_jvp`. `primals` has
+        one entry for each argument, in the order of the gradients. Forward mode uses it instead of
+        a transpose, so `grad_fn` need not be linear; around `tf.vectorized_map`, it is NaN. Nothing
+        compares the two rules, except `check_gradient`.
 
     Raises:
         TypeError: `f` does not return such a pair, or uses a reference variable of TensorFlow 1;
@@ -78,55 +86,86 @@ def custom_vjp(f: Function | None = None) -> Function:
             derivatives, or a complex one for a real argument.
         ValueError: `grad_fn` returned another number of gradients, or one of the wrong shape; or,
             when called in a graph, `f` closes over a `tf.TensorArray`.
-        LookupError: In forward mode, if `grad_fn` is not linear or calls the host. For higher
+        LookupError: In forward mode without a JVP rule, if `grad_fn` is not linear or calls the
+            host; with one, with respect to variables that `f` reads. For higher
             derivatives, if a gradient is connected to nothing with respect to which it could be
             differentiated, if a host call computes it, or if `f` cannot be traced. For a derivative
             with respect to a tensor that `f` closes over. With respect to what this tensor, or an
             argument, was computed from, such a derivative is NaN in eager execution, with a
             warning. In graphs the error is a `tf.errors.InvalidArgumentError` when the graph runs;
             around a `tf.function` and in XLA, the derivative is NaN.
+        NotImplementedError: For higher derivatives in `tf.cond` or `tf.switch_case`, if the rule
+            uses a tensor or variable that it closes over, which TensorFlow cannot pass there.
     """
-    return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
+    return custom_vjp if f is None else calls.as_form(f, _custom_vjp, "defjvp")
 
 
 def _custom_vjp(function: calls.Callee) -> Function:
-    f = function.f
+    f, name = function.f, function.name
+    jvp: Function | None = None
 
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
         call = function.bind(args, kwargs)
-        own = function.own(call.args)
-        names = function.names(call)[own:]
-        owner, args, kwargs = call.args[:own], call.args[own:], call.kwargs  # self: no gradient
+        own, names = function.receivers(call.values), function.names(call)  # self: no gradient
         passed = []
-        for argument in vjp_protocol.arguments_of(names, [*args, *kwargs.values()], ()):
+        for argument in vjp_protocol.arguments_of(call, names, own):
             for path, leaf in zip(argument.paths, argument.leaves, strict=True):
-                structures.refuse_reference(leaf, path)
+                structures.refuse(leaf, path)
                 passed.append(leaf)
-        args, kwargs = tf.nest.map_structure(_own, (args, kwargs))
-        arguments = vjp_protocol.arguments_of(names, [*args, *kwargs.values()], call.defaults)
+        call = call.with_leaves(list(map(_own_copy, call.leaves)))
+        arguments = vjp_protocol.arguments_of(call, names, own)
         passed += [leaf for argument in arguments for leaf in argument.leaves]
-
-        def run(args: Args, kwargs: Kwargs) -> tuple[Structure, Function]:
-            return _checked_pair(f, converted(f)(*owner, *args, **kwargs))
-
         tensors = [_component(a) for a in passed if tf.is_tensor(a)]
-        (y, grad_fn), used = uses.call(lambda: run(args, kwargs), tensors)
+        (y, grad_fn), used = uses.call(lambda: _checked_pair(f, call(converted(f))), tensors)
         variables = besides(used.variables, passed)
         rule = _Rule(f, grad_fn, arguments, y, variables)
 
         def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Gradient]:
             """The gradients with all that they depend on computed again, from other inputs."""
-            y, grad_fn = run(*rule.with_inputs((args, kwargs), inputs))
+            y, grad_fn = _checked_pair(f, rule.with_inputs(call, inputs)(converted(f)))
             return _Rule(f, grad_fn, arguments, y, variables).pull(*us)
 
-        check = Check(function.name, explicit, rule.inputs)
-        kept = guarded(Rule(function.name, rule.pull), check, rule.outputs, rule.inputs)
+        def tangents(ts: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tangent]:
+            """What the JVP rule returns."""
+            now, along = rule.with_inputs(call, inputs), rule.tangents(call, ts)
+            primals, moving = tuple(now.values[own:]), tuple(along.values[own:])
+            assert jvp is not None
+            found = converted(jvp)(*now.values[:own], primals, moving)
+            pushed = jvp_protocol.tangents_of(found, y, name)
+            of_variables = present(ts[len(ts) - len(variables) :])
+            if not of_variables:
+                return pushed
+            return unknown.unless_moving(_OF_VARIABLES.format(name), pushed, of_variables, inputs)
+
+        check, of_jvp = Check(name, explicit, rule.outputs, rule.inputs), None
+        given = Rule(name, rule.pull)
+        if jvp is not None:
+            of_jvp = Check(name, tangents, rule.inputs, rule.inputs, is_jvp=True)
+            given = with_transpose(given, lambda *ts: tangents(ts, rule.inputs))
+        kept = guarded(given, check, rule.outputs, rule.inputs, of_jvp)
         outputs = keep(rule.outputs, rule.inputs, kept)
         if rule.inputs:  # else the derivatives are those of y itself
-            outputs = unknown_by_closure(function.name, "grad_fn", outputs, used, tensors)
+            outputs = unknown_by_closure(name, "grad_fn", outputs, used, tensors)
         return rule.pack(outputs)
 
-    return autograph.form(call)
+    form = autograph.form(call)
+
+    def defjvp(rule: Function) -> Function:
+        """Sets the JVP rule; a decorator."""
+        nonlocal jvp
+        jvp = jvp_protocol.rule_of(rule)
+        form.has_both_rules = True  # type: ignore[attr-defined] # for check_gradient
+        return rule
+
+    form.defjvp = defjvp  # type: ignore[attr-defined]
+    return form
+
+
+_OF_VARIABLES = (
+    "{0} was differentiated in forward mode with respect to a variable that it reads, but its JVP "
+    "rule only gives the derivatives with respect to its arguments. Pass the variable as an "
+    "argument."
+)
 
 
 def _checked_pair(f: Function, returned: Structure) -> tuple[Structure, Function]:
@@ -166,16 +205,20 @@ class _Rule:
         self._y = y
         self.outputs = [_component(leaf) for leaf in tf.nest.flatten(y)]
 
-    def with_inputs(self, passed: Structure, inputs: Sequence[Tensor]) -> Structure:
-        """The arguments and keyword arguments `passed` with other tensors as inputs."""
-        flat = tf.nest.flatten(passed)
-        places = {id(leaf): i for i, leaf in enumerate(flat)}
-        some = iter(inputs)
-        leaves = [leaf for argument in self._arguments for leaf in argument.leaves]
-        for leaf, x in zip(leaves, self._primals, strict=True):
+    def with_inputs(self, call: calls.Call, inputs: Sequence[Tensor | None]) -> calls.Call:
+        """The call with other tensors as inputs."""
+        leaves, some = call.leaves, iter(inputs)
+        for i, x in enumerate(self._primals, len(leaves) - len(self._primals)):
             if x is not None:
-                flat[places[id(leaf)]] = _with_component(leaf, next(some))
-        return tf.nest.pack_sequence_as(passed, flat)
+                leaves[i] = _with_component(leaves[i], next(some))
+        return call.with_leaves(leaves)
+
+    def tangents(self, call: calls.Call, ts: Sequence[Tensor | None]) -> calls.Call:
+        """The tangents in the structure of the call, None where there is no derivative."""
+        of_nothing = [None] * len(call.leaves)
+        some, first = iter(ts), len(of_nothing) - len(self._primals)
+        moving = [None if x is None else next(some) for x in self._primals]
+        return call.with_leaves([*of_nothing[:first], *moving])
 
     def pack(self, outputs: Sequence[Tensor]) -> Structure:
         """Other tensors in the structure of `y`."""
@@ -233,7 +276,7 @@ def _takes_variables(grad_fn: Function) -> bool:
     return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _own(leaf: TensorLike) -> TensorLike:
+def _own_copy(leaf: TensorLike) -> TensorLike:
     """A tensor that is the call's own; composite tensors are returned unchanged.
 
     Variables are read now: by the time the rule runs, they may have been assigned another value.
@@ -241,7 +284,7 @@ def _own(leaf: TensorLike) -> TensorLike:
     if not structures.is_dense(leaf):
         return leaf
     t = structures.as_tensor(leaf)
-    return tapes.own(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
+    return tapes.own_copy(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
 
 
 def _is_input(leaf: TensorLike) -> bool:

@@ -6,9 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import calls, devices, embedding, loud, partial, structures
-from sgtrick._core._tensorflow import autograph, tapes
-from sgtrick._core.fixed_point import (
+from sgtrick._arguments import calls, devices, structures
+from sgtrick._arguments.structures import Leaf
+from sgtrick._core import embedding, partial, unknown
+from sgtrick._core.adjoint import paired
+from sgtrick._core.guard import message
+from sgtrick._core.value_at_point import (
     ValueAtPoint,
     as_tuple,
     check_function,
@@ -16,9 +19,18 @@ from sgtrick._core.fixed_point import (
     pair_of,
     select,
 )
-from sgtrick._core.guard import message
-from sgtrick._core.structures import Leaf
-from sgtrick._core.types import Argnums, Args, Device, Function, Gradient, Kwargs, Structure, Tensor
+from sgtrick._tensorflow import autograph, tapes
+from sgtrick._types import (
+    Argnums,
+    Args,
+    Decorated,
+    Device,
+    Function,
+    Gradient,
+    Kwargs,
+    Structure,
+    Tensor,
+)
 
 
 def from_value_and_gradient(
@@ -28,7 +40,7 @@ def from_value_and_gradient(
     has_aux: bool = False,
     batch_ndims: int | None = None,
     device: Device = None,
-) -> Function:
+) -> Decorated:
     """Makes a function differentiable that returns its value and its gradient together.
 
     For code that computes both at once, like `tfp.math.value_and_gradient` and
@@ -110,37 +122,38 @@ def _from_value_and_gradient(
             point = select(function, argnums, args, kwargs)
             # If recording is suspended, a tape inside fn would find no gradient.
             run = lambda *args, **kwargs: tapes.unsuspended(lambda: f(*args, **kwargs))  # noqa: E731
-            call = ValueAtPoint.of(name, point, run)
-            y, gradients = pair_of(call.result, f"{name} must return (value, gradient)")
+            at = point.read()
+            value = ValueAtPoint.of(name, point, run)
+            y, gradients = pair_of(value.result, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = pair_of(y, f"{name} must return ((value, aux), gradient)")
-            y, at = checked_value(y, name), point.read()
+            y = checked_value(y, name)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(f)[1], y)
 
-            known = _differentiable(call, at, jacobians(gradients, y), evaluated)
+            known = _differentiable(value, at, jacobians(gradients, y), evaluated)
             # Not named y: the Jacobians are those of the value that is not embedded.
-            embedded = call.embed(y, at, evaluated, known)
-            return (embedded, _auxiliary(call, aux)) if has_aux else embedded
+            embedded = value.embed(y, at, evaluated, known)
+            return (embedded, _auxiliary(value, aux)) if has_aux else embedded
 
     return autograph.form(call)
 
 
-def _auxiliary(call: ValueAtPoint, aux: Structure) -> Structure:
+def _auxiliary(value: ValueAtPoint, aux: Structure) -> Structure:
     """The auxiliary results, whose derivatives are errors."""
-    inputs = [*call.point.xs, *call.others.tensors]
+    inputs = [*value.point.xs, *value.others.tensors]
 
     def kept(result: Any) -> Any:
         if not (tf.is_tensor(result) and structures.is_differentiable(result.dtype)):
             return result
-        return embedding.auxiliary(call.name, result, inputs)
+        return embedding.auxiliary(value.name, result, inputs)
 
     return tf.nest.map_structure(kept, aux, expand_composites=True)
 
 
 def _differentiable(
-    call: ValueAtPoint,
+    value: ValueAtPoint,
     at: calls.Call,
     leaves: list[Leaf | None],
     evaluated: Callable[[calls.Call], list[Leaf | None]],
@@ -154,16 +167,14 @@ def _differentiable(
         points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(points)
-            again = evaluated(call.at(at, points, passed))
-            known = [leaf.gx for leaf in again if leaf is not None]
-        pairs = [(gx, z) for gx, z in zip(known, zs, strict=True) if z is not None]
-        gxs, given = [gx for gx, _ in pairs], [z for _, z in pairs]
-        return loud.unless_refused(
-            lambda: list(tape.gradient(gxs, points, given)), xs, given, message(call.name)
+            again = evaluated(value.at(at, points, passed))
+            gxs, given = paired([leaf.gx for leaf in again if leaf is not None], zs)
+        return unknown.unless_refused(
+            lambda: list(tape.gradient(gxs, points, given)), xs, given, message(value.name)
         )
 
     def differentiable() -> list[Leaf | None]:
-        gxs = iter(partial.embed(call.name, known, call.point.xs, call.others, gradients))
+        gxs = iter(partial.embed(value.name, known, value.point.xs, value.others, gradients))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable

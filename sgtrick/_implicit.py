@@ -11,12 +11,13 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import adjoint, loud, shapes, structures
-from sgtrick._core._tensorflow import autograph, connections, graphs, tapes, tracing
+from sgtrick._arguments import shapes, structures
+from sgtrick._core import adjoint, unknown
 from sgtrick._core.guard import LIST
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
+from sgtrick._tensorflow import autograph, connections, graphs, tapes, tracing
+from sgtrick._types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
 
 
 def implicit_root(
@@ -253,10 +254,10 @@ def _solved(
 
     def pull(upstream: Tensor) -> list[Gradient]:
         if equation.calls_host:
-            return list(loud.failures(inputs, _ON_HOST.format(name), [upstream]))
+            return list(unknown.failures(inputs, _ON_HOST.format(name), [upstream]))
         # Equal tensors have to be told apart, and a tensor that a graph has captured before is not
         # recorded when it is used again.
-        ts, cs = list(map(tf.identity, thetas)), list(map(_own, captured))
+        ts, cs = list(map(tf.identity, thetas)), list(map(_distinct, captured))
         root = _solved(equation, x, ts, cs, reads)
         # Before the residual, which may assign variables itself.
         unchanged = _are_unchanged(equation.r.handles, reads) if reads else None
@@ -277,14 +278,14 @@ def _solved(
     return root
 
 
-def _own(t: Tensor) -> Tensor:
+def _distinct(t: Tensor) -> Tensor:
     """A tensor in the graph that is being traced; another object if it has derivatives."""
     return tf.identity(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
 
 
 def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
     """`t`, or an error with this message, or NaN, if `holds` is false."""
-    zero = tf.cast(loud.zero_if(holds, message, []), t.dtype)
+    zero = tf.cast(unknown.zero_if(holds, message, []), t.dtype)
     # Also a factor, so that the derivatives are NaN too; not only, since TensorFlow's optimizer may
     # take the product of a constant 0 and NaN for 0.
     return t * (1 + zero) + zero
@@ -357,7 +358,7 @@ def _solution(
     v = tf.stop_gradient(graphs.here(known))
 
     def pull(upstream: Tensor) -> list[Gradient]:
-        at, cs = list(map(tf.identity, point)), list(map(_own, captured))
+        at, cs = list(map(tf.identity, point)), list(map(_distinct, captured))
         of_point = functools.partial(_solution, equation, at, cs, reads)
         by_b = of_point(upstream, transposed=not transposed)
         again = of_point(b, transposed=transposed, known=v)

@@ -8,12 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._core import dtypes, formula, shapes, structures
-from sgtrick._core._tensorflow.autograph import unconverted
+from sgtrick._arguments import dtypes, shapes, structures
+from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._core import formula
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Function, Gradient, Structure, Tensor, TensorLike
+from sgtrick._tensorflow.autograph import unconverted
+from sgtrick._types import Function, Gradient, Structure, Tensor, TensorLike
 
 
 @unconverted
@@ -288,7 +289,7 @@ def magic_box(log_prob: Structure) -> Structure:
                 f"log_prob{path} has dtype {log_prob.dtype.name}, expected a real floating dtype. "
                 "Pass its real part."
             )
-        return tf.exp(-formula.minus_zero(log_prob, guard=True))
+        return tf.exp(-formula.minus_zero(log_prob, without_nan=True))
 
     return _map(boxed, log_prob)
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import sys
 
 import tensorflow as tf
 
@@ -29,17 +30,24 @@ def show_versions() -> None:
         sgtrick                 ...
         tensorflow              2...
 
-    Packages are not imported; those that are not installed are shown as `-`.
+    The versions of packages are those that are imported, nightly builds too; of others, those that
+    are installed, or `-`. None is imported.
     """
     rows = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in _DISTRIBUTIONS:
-        try:
-            rows[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            rows[name] = "-"
+    rows |= {name: _version(name) for name in _DISTRIBUTIONS}
     rows["devices"] = ", ".join(
         f"{device.device_type}:{device.name.rpartition(':')[2]}"
         for device in tf.config.list_physical_devices()
     )
     for name, value in rows.items():
         print(f"{name:24}{value}")
+
+
+def _version(name: str) -> str:
+    version = getattr(sys.modules.get(name.replace("-", "_")), "__version__", None)
+    if version is not None:
+        return str(version)
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"

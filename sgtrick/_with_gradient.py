@@ -5,9 +5,16 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import calls, devices, partial, structures
-from sgtrick._core._tensorflow import autograph, tracing, uses
-from sgtrick._core.fixed_point import (
+from sgtrick._arguments import calls, devices, structures
+from sgtrick._arguments.structures import Leaf
+from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._arguments.variables import besides, pull_variables
+from sgtrick._core import mixed, partial
+from sgtrick._core.guard import unknown_by_closure
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule
+from sgtrick._core.selection import Selection
+from sgtrick._core.value_at_point import (
     ValueAtPoint,
     as_tuple,
     check_function,
@@ -15,12 +22,8 @@ from sgtrick._core.fixed_point import (
     pair_of,
     select,
 )
-from sgtrick._core.guard import unknown_by_closure
-from sgtrick._core.override import keep
-from sgtrick._core.rule import Rule
-from sgtrick._core.structures import Leaf
-from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import (
+from sgtrick._tensorflow import autograph, tracing, uses
+from sgtrick._types import (
     Argnums,
     Args,
     Decorated,
@@ -31,7 +34,6 @@ from sgtrick._core.types import (
     Structure,
     Tensor,
 )
-from sgtrick._core.variables import besides, pull_variables
 
 
 def with_gradient(
@@ -140,13 +142,14 @@ def _with_gradient(
 
             if rule.takes("variables") and not function.takes("variables"):
                 return _with_variables(function.name, point, f, grad, jacobians)
-            call = ValueAtPoint.of(function.name, point, f)
-            y = checked_value(call.result, function.name)
+            at = point.read()
+            value = ValueAtPoint.of(function.name, point, f)
+            y = checked_value(value.result, function.name)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(grad), y)
 
-            return call.embed(y, point.read(), evaluated)
+            return value.embed(y, at, evaluated)
 
     form = autograph.form(call)
 
@@ -165,7 +168,7 @@ def _with_gradient(
 
 def _with_variables(
     name: str,
-    point: calls.Selection,
+    point: Selection,
     f: Function,
     grad: Function,
     jacobians: Callable[[Structure, Tensor], list[Leaf | None]],
@@ -181,7 +184,7 @@ def _with_variables(
     with tracing.differentiated(others.xs) as pull_back:
         y, used = uses.call(lambda: call(f), passed)
     y = checked_value(y, name)
-    leaves = [leaf for leaf in call.leaves() if structures.is_dense(leaf)]
+    leaves = [leaf for leaf in call.leaves if structures.is_dense(leaf)]
     variables = besides(used.variables, leaves)
     values = [structures.as_tensor(v) for v in variables]
     by_others = Rule(name, lambda u, y=y: pull_back([y], [u]))
@@ -189,7 +192,7 @@ def _with_variables(
 
     def pulled(call: calls.Call, upstream: Tensor) -> list[Gradient]:
         gradients, by_variables = pair_of(
-            grad(*call.args, **call.kwargs, variables=variables),
+            call(grad, variables=variables),
             f"grad of {name} takes variables, so it must return (gradients, variable_gradients)",
         )
         leaves = jacobians(gradients, y)
@@ -202,13 +205,13 @@ def _with_variables(
         us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
     ) -> list[Gradient]:
         assert us[0] is not None
-        return pulled(others.on(point.on(at, xs[: len(point.xs)]), passed), us[0])
+        return pulled(others.at(passed, point.at(xs[: len(point.xs)], at)), us[0])
 
     (kept,) = partial.embed(
         name,
         [y],
         [*point.xs, *values],
-        partial.Others(others.xs),
+        mixed.Uncovered(others.xs),
         gradients,
         known=lambda u: pulled(at, u),
         stopped=len(point.xs),

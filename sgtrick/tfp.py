@@ -16,8 +16,8 @@ import tensorflow_probability as tfp
 from tensorflow_probability import bijectors as tfb
 from tensorflow_probability import distributions as tfd
 
-from sgtrick._core import shapes, structures
-from sgtrick._core.types import DType, DTypeLike, Function, Kwargs, Tensor, TensorLike
+from sgtrick._arguments import shapes, structures
+from sgtrick._types import DType, DTypeLike, Function, Kwargs, Tensor, TensorLike
 
 __all__ = ["Factor", "LogDensity"]
 

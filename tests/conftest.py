@@ -1,8 +1,6 @@
-import functools
 import gc
 import os
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -17,25 +15,9 @@ def pytest_configure(config):
 
 
 def _prepare():
-    import tensorflow as tf
-    from tensorflow.python.util import tf_stack
-
     import matrix
 
     matrix.configure()
-    # AutoGraph takes a seventh of the time of all tests, and few need it.
-    without = functools.partial(tf.function, autograph=False)
-    tf.function = functools.wraps(tf.function)(without)
-    # TensorFlow keeps the Python stack of every operation, for messages. With pytest's frames at
-    # the bottom of each, that is an eighth of the time of all tests. So all share one, whose frames
-    # are looked up here: where TensorFlow looks for them later, it may crash.
-    stack = tf_stack.extract_stack()
-    str(stack)
-    tf_stack.extract_stack = lambda stacklevel=1: stack
-    # It also asks often whether something has the attributes of a protocol, which Python collects
-    # anew each time before 3.12.
-    if sys.version_info < (3, 12):
-        typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,14 +43,6 @@ def pytest_runtest_teardown(item, nextitem):
 def _freeze():
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def _autograph(request, monkeypatch):
-    if request.node.get_closest_marker("autograph"):
-        import tensorflow as tf
-
-        monkeypatch.setattr(tf, "function", tf.function.__wrapped__)
 
 
 @pytest.fixture

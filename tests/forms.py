@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import sgtrick
 from matrix.functions import misled
-from matrix.problem import SLIPS
+from matrix.problem import SLIPS, traced
 
 POINTS = np.array([-1.3, 0.4, 2.1])
 
@@ -163,7 +163,7 @@ def map_of(name: str) -> Callable[[Form], Form]:
 
 
 def compiled(f: Form) -> Form:
-    return tf.function(f, jit_compile=True)
+    return traced(f, jit_compile=True)
 
 
 def looped(f: Form) -> Form:

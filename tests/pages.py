@@ -20,8 +20,8 @@ def blocks_and_lines(page, language):
 
 
 def section(package):
-    """The block of docs/host.md that imports an optional package."""
-    (block,) = [b for b in blocks(ROOT / "docs" / "host.md", "python") if is_for(b, package)]
+    """The block of docs/engines.md that imports an optional package."""
+    (block,) = [b for b in blocks(ROOT / "docs" / "engines.md", "python") if is_for(b, package)]
     return block
 
 

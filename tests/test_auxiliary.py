@@ -11,15 +11,13 @@ from forms import (
     compiled,
     derivative,
     exact,
-    forward_derivative,
     hidden,
-    mapped,
     mapped_with_loops,
     on_host,
     slope,
     verdict,
 )
-from matrix import spread
+from matrix import spread, traced
 
 host_square = on_host(np.square)
 
@@ -50,7 +48,7 @@ WHERE = {
     "tf.function": tf.function,
     "XLA": compiled,
     "mapped": mapped_with_loops,
-    "mapped in tf.function": lambda f: tf.function(mapped_with_loops(f)),
+    "mapped in tf.function": lambda f: traced(mapped_with_loops(f)),
 }
 
 
@@ -102,32 +100,6 @@ def test_to_stop_it_helps(name):
     assert verdict(derivative(stopped), exact(1)) == "right"
 
 
-@pytest.mark.parametrize("where", ["eager", "tf.function", "XLA", "mapped"])
-@pytest.mark.parametrize("mode", [derivative, forward_derivative])
-def test_derivatives_by_other_arguments_are_loud_too(mode, where):
-    @sgtrick.from_value_and_gradient(has_aux=True)
-    def form(x, scale):
-        return (hidden(x) * scale, x * scale**2), slope(x) * scale
-
-    def by_scale(x):
-        return mode(lambda scale: form(x, scale)[1])(2 * tf.ones_like(x))
-
-    assert verdict(WHERE[where](by_scale), 4 * POINTS) in {"raises", "NaN"}
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-def test_derivatives_by_variables_are_loud_too(wrap):
-    scale = tf.Variable(2.0, dtype=tf.float64)
-    form = form_with(lambda x: x * scale**2)
-
-    def by_scale(x):
-        with tf.GradientTape() as tape:
-            _, aux = form(x)
-        return tape.gradient(aux, scale) * tf.ones_like(x)
-
-    assert verdict(wrap(by_scale), 4 * POINTS.sum() + 0 * POINTS) in {"raises", "NaN"}
-
-
 def test_any_structure():
     """Only what has a derivative is changed."""
 
@@ -152,12 +124,6 @@ def test_any_structure():
     for result in (aux["tensors"][1], aux["ragged"].flat_values):
         with pytest.raises(LookupError, match="was differentiated"):
             tape.gradient(result, x)
-
-
-def test_second_derivatives_of_the_value_do_not_see_it():
-    form = FORMS["autodiff"]
-    run = mapped(derivative(derivative(alone(form))))
-    assert verdict(run, exact(2)) == "right"
 
 
 def test_of_an_engine_without_derivatives():

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, derivative, forward_derivative, jvp_form
+from forms import compiled, derivative, forward_derivative, jvp_form, mapped
 
 Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
 
@@ -48,6 +48,7 @@ WAYS = {
     "tf.function": lambda f: tf.function(derivative(f)),
     "eager": derivative,
     "forward mode in XLA": lambda f: compiled(forward_derivative(f)),
+    "vectorized_map": lambda f: derivative(mapped(f)),
 }
 
 
@@ -86,8 +87,18 @@ class TestComplex:
             np.testing.assert_allclose(came, natively(second, dtype), rtol=1e-4)
 
 
-@pytest.mark.parametrize("way", ["tape around XLA", "tf.function", "forward mode in XLA"])
-@pytest.mark.parametrize("name", OF_COMPLEX)
+OF_EACH_ENTRY = [
+    name for name in OF_COMPLEX if name not in ("custom_gradient, hx", "stop_gradient")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(OF_COMPLEX, ["tape around XLA", "tf.function", "forward mode in XLA"]),
+        *itertools.product(OF_EACH_ENTRY, ["vectorized_map"]),
+    ],
+)
 def test_first_derivatives_in_other_ways(name, way):
     """In one dtype: the operations are the same."""
     came = WAYS[way](OF_COMPLEX[name])(tf.constant(Z))

@@ -168,14 +168,6 @@ class TestMethods:
         for scale in range(1, 6):
             check(of(float(scale)).h, float(scale))
 
-    def test_of_subclasses(self, name):
-        class Twice(model(name)):
-            def __init__(self, scale):
-                super().__init__(2 * scale)
-
-        check(Twice(3.0).h, 6.0)
-        check(functools.partial(Twice.h, Twice(3.0)), 6.0)
-
 
 @EVERY
 @pytest.mark.parametrize("of", [of_another_name, of_no_name])
@@ -215,25 +207,6 @@ class TestMethodsByBinding:
         for class_ in (Model, Derived):
             check(class_.inside, class_.scale, wrap)
             check(class_().outside, class_.scale, wrap)
-
-    @WRAPS
-    def test_of_structures_of_tensors(self, name, of, wrap):
-        f, decorate = FORMS[name]
-
-        class Named(NamedTuple):
-            scale: tf.Tensor
-            h = decorate(of)(of(f))
-
-        check(Named(tf.constant(3.0, tf.float64)).h, 3.0, wrap)
-
-    def test_of_what_becomes_a_method(self, name, of):
-        f, decorate = FORMS[name]
-
-        class Model:
-            scale = 3.0
-
-        Model.h = decorate(of)(of(f))
-        check(Model().h, 3.0)
 
     @WRAPS
     def test_under_other_decorators(self, name, of, wrap):
@@ -442,22 +415,6 @@ class TestCalls:
         assert len(calls) == 1
         check(h, 3.0)
         assert len(calls) == 2
-
-    def test_in_a_method(self, name):
-        calls = []
-        f, decorate = FORMS[name]
-
-        class Model:
-            scale = 3.0
-
-            def plain(self, x):
-                calls.append(1)
-                return f(self.scale, x)
-
-            h = decorate(of_object)(plain)
-
-        check(Model().h, 3.0)
-        assert len(calls) == 1
 
     def test_in_a_function(self, name, counted):
         """Traced once for all calls; a host engine is called once by each."""

@@ -10,11 +10,10 @@ import sgtrick
 import sgtrick.keras
 import sgtrick.tfp
 
-pytestmark = pytest.mark.autograph  # as users run it
-
 NEEDS = {
     "sgtrick._host.frameworks": ("jax", "torch"),
     "sgtrick._host.jax": ("jax",),
+    "sgtrick._host.native": ("jax",),
     "sgtrick._host.torch": ("torch",),
 }
 MODULES = [m.name for m in pkgutil.walk_packages(sgtrick.__path__, "sgtrick.")]

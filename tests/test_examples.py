@@ -46,6 +46,14 @@ def test_stan_program(tmp_path):
     assert form(printed) == form(recorded), "as the gallery shows it: nox -s stan"
 
 
+def test_jax_in_graph(tmp_path):
+    if not is_installed("jax"):
+        pytest.skip('JAX is not installed: pip install ".[jax]"')
+    printed = run("jax_in_graph", tmp_path)
+    assert "The served model agrees, and so do its gradients." in printed
+    assert "The posterior agrees with the reference." in printed
+
+
 def form(printed):
     """What is printed, but for numbers and the blanks that align them."""
     return re.sub(r"-?\d+(\.\d+)?", "0", printed).split()

@@ -1,4 +1,4 @@
-"""Batch members evaluated at once: threads, processes and a cluster, DESIGN 3.3."""
+"""Batch members evaluated at once: threads, processes and a cluster"""
 
 import multiprocessing
 import threading

@@ -1,6 +1,5 @@
-"""Functions of PyTorch and JAX beside native code of the same model, DESIGN 3.3."""
+"""Functions of PyTorch and JAX beside native code of the same model"""
 
-import doctest
 import gc
 import importlib.util
 
@@ -66,15 +65,15 @@ def value_and_gradients(h, *args):
 
 @WRAPS
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("vectorized", [True, False])
-def test_value_and_gradient(framework, wrap, dtype, vectorized):
+@pytest.mark.parametrize("vmap", [True, False])
+def test_value_and_gradient(framework, wrap, dtype, vmap):
     seen = []
 
     def log_prob(p, x):
         seen.append((isinstance(x, framework.array), x.ndim, str(x.dtype)))
         return model(framework.np)(p, x)
 
-    h = framework.form(log_prob, event_ndims=({"loc": 0, "log_scale": 0}, 1), vectorized=vectorized)
+    h = framework.form(log_prob, event_ndims=({"loc": 0, "log_scale": 0}, 1), vmap=vmap)
     p = {"loc": tf.constant(0.5, dtype), "log_scale": tf.constant(POINTS[:, :1, 0], dtype)}
     x = tf.constant(POINTS, dtype)
     came = wrap(value_and_gradients)(h, p, x)
@@ -83,7 +82,7 @@ def test_value_and_gradient(framework, wrap, dtype, vectorized):
     for a, b in zip(tf.nest.flatten(came), tf.nest.flatten(want), strict=True):
         assert a.dtype == b.dtype == dtype
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
-    assert h.calls == (1 if vectorized else 8)
+    assert h.calls == (1 if vmap else 8)
     assert all(is_array and ndim == 1 for is_array, ndim, _ in seen)
     assert all("float64" in of for _, _, of in seen)
 
@@ -138,9 +137,9 @@ def test_errors_of_the_framework(framework):
         return x @ x[:1]  # shapes that do not fit
 
     h = framework.form(f)
-    with pytest.raises(RuntimeError, match=r"(?s)f raised .*Error: .*x = \[1\., 2\.\]"):
+    given = r"x = \[1\., 2\.\]" if isinstance(framework, Torch) else "arguments of the shapes "
+    with pytest.raises((RuntimeError, TypeError), match=f"(?s)f raised .*Error: .*{given}"):
         h(tf.constant([1.0, 2.0]))
-    assert framework.form(f, on_error=-np.inf)(tf.constant([1.0, 2.0])) == -np.inf
 
 
 def test_nothing_to_differentiate_by(framework):
@@ -149,10 +148,11 @@ def test_nothing_to_differentiate_by(framework):
         h(3)
 
 
-def test_values_that_are_no_scalars(framework):
-    message = r"f must return a scalar, got .* \[2\]: sum over the point, or pass event_ndims=0"
-    with pytest.raises(TypeError, match=message):
-        framework.form(lambda x: x, name="f", on_error=-np.inf)(tf.constant([1.0, 2.0]))
+def test_values_of_another_shape_than_stated(framework):
+    message = r"the value of f must have the shape \[\], got \[2\]. .*value_shape=\(2,\)"
+    h = framework.form(lambda x: x, name="f", on_error=-np.inf, value_shape=())
+    with pytest.raises(ValueError, match=message):
+        h(tf.constant([1.0, 2.0]))
 
 
 def test_a_thousand_calls(framework):
@@ -174,11 +174,3 @@ def test_a_thousand_calls(framework):
     some(1000)
     assert h.calls == 1020
     assert living() - before < 100
-
-
-def test_the_examples_of_the_docstrings():
-    for package in ("torch", "jax"):
-        pytest.importorskip(package)
-    failed, attempted = doctest.testmod(sgtrick._host.frameworks)
-    assert not failed
-    assert attempted

@@ -50,14 +50,14 @@ from fuzz.pieces import (
 from fuzz.program import LIBRARY, Program
 from fuzz.strategies import check, programs
 
-pytestmark = pytest.mark.autograph  # with everything that users meet
 
-
+@pytest.mark.long
 def test_programs():
     # More transformations than two take minutes.
-    check_some(programs(longest=2), seed=0, count=24, check=check, shrink=True)
+    check_some(programs(longest=2), seed=0, count=12, check=check, shrink=True)
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_made_smaller():
     def check_steps(program):
         assert tape not in program.steps or program.form is not custom_vjp, repr(program)
@@ -151,12 +151,6 @@ def test_what_was_found(program):
     check(program)
 
 
-@pytest.mark.xfail(reason="TensorFlow's constant folding breaks the loop: the Jacobian is empty")
-def test_a_jacobian_by_a_loop_of_mapped_gradients():
-    steps = (tape, vectorized_map, pieces.jacobian_by_a_loop, pieces.function)
-    check(Program(Asinh, closed_form, pieces.custom_gradient_with_hx, steps, ()))
-
-
 # Lest a piece be skipped, or loud, wherever it stands.
 
 
@@ -195,7 +189,7 @@ def test_a_stored_variable_is_right(steps):
 def test_a_slip_of_the_library_is_not_loud(steps, monkeypatch):
     names = {}
     text = "def slip(*_, **__): raise AttributeError('a slip')"
-    exec(compile(text, LIBRARY / "_core" / "_tensorflow" / "slip.py", "exec"), names)
+    exec(compile(text, LIBRARY / "_tensorflow" / "slip.py", "exec"), names)
     monkeypatch.setattr("sgtrick._core.override._pull", names["slip"])
     came = Program(Asinh, closed_form, custom_vjp, steps, (3,)).verdict()
     assert came.startswith("AttributeError")

@@ -1,7 +1,6 @@
 """Engines that are methods, made by a decorator with options, copied, pickled and printed."""
 
 import copy
-import functools
 import pickle
 from concurrent import futures
 
@@ -36,36 +35,6 @@ class Quadratic:
     def apart(self, x):
         return self.scale * np.sum(x**2)
 
-    @sgtrick.from_numpy
-    @classmethod
-    def of_class(cls, x):
-        return cls.unit() * np.sum(x), np.full_like(x, cls.unit())
-
-    @sgtrick.from_numpy
-    @staticmethod
-    def of_nobody(x):
-        return np.sum(x), np.ones_like(x)
-
-    @staticmethod
-    @sgtrick.from_numpy
-    def inside_staticmethod(x):
-        return np.sum(x), np.ones_like(x)
-
-    @classmethod
-    @sgtrick.from_numpy
-    def inside_classmethod(cls, x):
-        return cls.unit() * np.sum(x), np.full_like(x, cls.unit())
-
-    @classmethod
-    def unit(cls):
-        return 1.0
-
-
-class Double(Quadratic):
-    @classmethod
-    def unit(cls):
-        return 2.0
-
 
 def value_and_gradient(h, x):
     with tf.GradientTape() as tape:
@@ -96,29 +65,6 @@ class TestMethods:
         model = Quadratic(3.0)
         assert model.square(X).shape == [2, 2]
         assert model.square.calls == 4
-
-    @pytest.mark.parametrize("name", ["of_class", "inside_classmethod"])
-    @pytest.mark.parametrize("of", [Quadratic, Double])
-    def test_of_classes(self, of, name):
-        before = getattr(of, name).calls
-        np.testing.assert_array_equal(getattr(of, name)(X), of.unit() * np.array([3, 7]))
-        np.testing.assert_array_equal(getattr(of(1.0), name)(X), of.unit() * np.array([3, 7]))
-        assert getattr(of, name).calls - before == 4
-
-    @pytest.mark.parametrize("name", ["of_nobody", "inside_staticmethod"])
-    def test_static_ones(self, name):
-        before = getattr(Quadratic, name).calls
-        for where in (Quadratic, Quadratic(1.0), Double):
-            np.testing.assert_array_equal(getattr(where, name)(X), [3, 7])
-        assert getattr(Quadratic, name).calls - before == 6
-
-    def test_bound_ones_and_callables_are_no_methods_of_a_class_that_holds_them(self):
-        class Holder:
-            bound = sgtrick.from_numpy(Quadratic(2.0).slope_and_value)
-            partial = sgtrick.from_numpy(functools.partial(_scaled, scale=3.0))
-
-        np.testing.assert_array_equal(Holder().bound(X), [10, 50])
-        np.testing.assert_array_equal(Holder().partial(X), [9, 21])
 
     def test_of_objects_with_slots(self):
         class Slots:
@@ -153,17 +99,6 @@ class TestMethods:
             np.testing.assert_array_equal(g, model.scale * 2 * X)
             np.testing.assert_array_equal(model.square(X), model.scale * X**2)
         assert (one.log_prob.calls, two.square.calls) == (1, 1)
-
-
-def _scaled(x, scale):
-    return scale * np.sum(x), np.full_like(x, scale)
-
-
-def _slope_and_value(self, x):
-    return self.scale * np.sum(x**2), self.slope(x)
-
-
-Quadratic.slope_and_value = _slope_and_value
 
 
 class Picklable:

@@ -1,7 +1,6 @@
 """Roots and samples: derivatives by the equation that defines them."""
 
 import contextlib
-import doctest
 import functools
 
 import numpy as np
@@ -97,6 +96,7 @@ def kepler(x, theta):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_ndims", [0, 1])
 def test_equals_autodiff_of_an_unrolled_solver(batch_ndims):
     """First and second derivatives by what the members share."""
@@ -140,7 +140,6 @@ def test_every_order(wrap):
     np.testing.assert_allclose(wrap(derivatives)(a), exact, rtol=1e-10)
 
 
-@pytest.mark.autograph
 def test_autograph_converts_the_residual():
     def residual(x, a):
         if a > 0:
@@ -506,13 +505,6 @@ class TestDependentMembers:
         found = grad(root, theta)
         np.testing.assert_allclose(found[:2], (3 * tf.sin(theta) ** 2)[:2] ** -1, rtol=1e-5)
 
-    @pytest.mark.parametrize("order", [2, 3])
-    def test_higher_derivatives_are_not_finite(self, order):
-        f = tf.function(lambda t: self.root(t, 1))
-        for _ in range(order):
-            f = functools.partial(grad, f)
-        assert not np.isfinite(f(tf.constant([[0.1], [0.5]]))).any()
-
     @pytest.mark.parametrize("power", [1, 2])
     def test_to_a_higher_order_only(self, power):
         """Around 0, where the first derivatives show nothing of it."""
@@ -670,13 +662,14 @@ def solved(t):
 
 
 class TestSolve:
+    XLA = functools.partial(tf.function, jit_compile=True)
     EXECUTED = pytest.mark.parametrize(
         "wrap",
-        [lambda f: f, tf.function, functools.partial(tf.function, jit_compile=True)],
+        [lambda f: f, tf.function, pytest.param(XLA, marks=pytest.mark.long)],
         ids=["eager", "graph", "XLA"],
     )
 
-    @EXECUTED
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function, XLA], ids=["eager", "graph", "XLA"])
     @pytest.mark.parametrize(
         "n", [2_000, pytest.param(200_000, marks=pytest.mark.long)]
     )  # a matrix would take 320 GB
@@ -691,6 +684,7 @@ class TestSolve:
 
     T, WEIGHTS = tf.constant([0.3, 0.8], tf.float64), tf.constant([0.7, -1.2], tf.float64)
 
+    @pytest.mark.long
     @EXECUTED
     def test_gradient_and_hessian(self, wrap):
         def of(f):
@@ -712,15 +706,11 @@ class TestSolve:
         expected = twice(explicit)(self.T)
         np.testing.assert_allclose(run(self.T), expected, rtol=1e-8, atol=1e-11)
 
-    def test_third_derivatives(self):
-        solve = lambda matvec, b: b / matvec(tf.ones_like(b))  # noqa: E731
-        root = lambda a: implicit_root(lambda x, a: x**3 - a, star, a, solve=solve)  # noqa: E731
-        a = tf.constant([0.7], tf.float64)
-        star = a ** (1 / 3)
-        third = derivative(derivative(derivative(root)))
-        np.testing.assert_allclose(third(a), 10 / 27 * a ** (-8 / 3), rtol=1e-9)
-
-    @EXECUTED
+    @pytest.mark.parametrize(
+        "wrap",
+        [tf.function, *(pytest.param(f, marks=pytest.mark.long) for f in (lambda f: f, XLA))],
+        ids=["graph", "eager", "XLA"],
+    )
     def test_mapped(self, wrap):
         ts = tf.stack([self.T, 1.1 * self.T])
         came = wrap(lambda ts: grad(lambda ts: tf.vectorized_map(solved, ts), ts))(ts)
@@ -749,6 +739,7 @@ class TestSolve:
         expected = [3 / root / 2, 2 / root / 2, 1 / root / 4, -4 / root**3 / 4]
         np.testing.assert_allclose([tf.reduce_sum(t) for t in found], expected, rtol=1e-5)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "solve",
         [
@@ -837,20 +828,6 @@ def mixture(logits, loc, scale, event_ndims):
     return tfd.MixtureSameFamily(tfd.Categorical(logits), components, reparameterize=True)
 
 
-def test_mixture():
-    params = [
-        tf.constant(p, tf.float64) for p in ([0.1, 0.5, -0.3], [-1.0, 0.2, 2.0], [0.5, 1.0, 0.7])
-    ]
-    upstream = tf.random.stateless_normal([40], [1, 2], dtype=tf.float64)
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch(params)
-        theirs = mixture(*params, 0).sample(40, seed=[3, 4])
-        ours = implicit_reparameterize(lambda x, *p: mixture(*p, 0).cdf(x), theirs, *params)
-    gradients = [tape.gradient(sample, params, upstream) for sample in (ours, theirs)]
-    for came, want in zip(*gradients, strict=True):
-        np.testing.assert_allclose(came, want, rtol=1e-8)
-
-
 def conditional_cdfs(x, logits, loc, scale):
     """Rosenblatt's transform of a mixture of independent normals, two-dimensional."""
     normals = tfd.Normal(loc, scale)  # [component, dimension]
@@ -874,20 +851,6 @@ def test_multivariate_mixture():
     gradients = [tape.gradient(sample, params, upstream) for sample in (ours, theirs)]
     for came, want in zip(*gradients, strict=True):
         np.testing.assert_allclose(came, want, rtol=1e-8)
-
-
-def test_second_derivatives_of_a_sample():
-    """Of an exponential one, which moves as `c / rate`."""
-    sample = tf.constant([0.1, 0.5, 2.0], tf.float64)
-    rate = tf.constant([2.0], tf.float64)
-
-    def total(rate):
-        cdf = lambda x, rate: 1 - tf.exp(-rate * x)  # noqa: E731
-        return tf.reduce_sum(implicit_reparameterize(cdf, sample, rate))
-
-    g, h = hessians(total, rate)
-    np.testing.assert_allclose(g[0], -tf.reduce_sum(sample) / 2, rtol=1e-12)
-    np.testing.assert_allclose(h[0, 0], 2 * tf.reduce_sum(sample) / 4, rtol=1e-12)
 
 
 def test_where_the_density_is_zero():
@@ -1007,6 +970,7 @@ def test_errors(call, error, match):
         call()
 
 
+@pytest.mark.long
 def test_second_derivatives_by_unknown_numbers_of_roots():
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
     def root(theta):
@@ -1042,7 +1006,3 @@ def test_a_jacobian_that_is_equal_for_all_mapped_members(way):
     x = tf.constant([0.3, 0.7], tf.float64)
     run = FIRST_WAYS[way](lambda x: tf.vectorized_map(root, x, fallback_to_while_loop=False))
     np.testing.assert_allclose(run(x), np.cos(x), rtol=1e-12)
-
-
-def test_docstrings():
-    assert doctest.testmod(_implicit).failed == 0

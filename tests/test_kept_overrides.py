@@ -31,7 +31,7 @@ from forms import (
     verdict,
     vjp_form,
 )
-from matrix import spread
+from matrix import spread, traced
 
 LOUD = {"raises", "NaN"}
 MAYBE = {"right", *LOUD}
@@ -39,14 +39,14 @@ WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager"
 
 FORWARD_MODES = {
     "eager": forward_derivative,
-    "around tf.function": lambda f: forward_derivative(tf.function(f)),
-    "in tf.function": lambda f: tf.function(forward_derivative(f)),
+    "around tf.function": lambda f: forward_derivative(traced(f)),
+    "in tf.function": lambda f: traced(forward_derivative(f)),
     "XLA": lambda f: compiled(forward_derivative(f)),
 }
 MAPPED = {
     "tape around": lambda f, m=mapped: derivative(m(f)),
     "tape inside": lambda f, m=mapped: m(derivative(f)),
-    "tape around, in tf.function": lambda f, m=mapped: tf.function(derivative(m(f))),
+    "tape around, in tf.function": lambda f, m=mapped: traced(derivative(m(f))),
     "tape around, XLA": lambda f, m=mapped: compiled(derivative(m(f))),
     "forward mode around": lambda f, m=mapped: forward_derivative(m(f)),
     "forward mode inside": lambda f, m=mapped: m(forward_derivative(f)),
@@ -148,9 +148,9 @@ class TestRulesWithTapes:
         [
             lambda f: derivative(mapped(tf.recompute_grad(f))),
             lambda f: mapped(derivative(tf.recompute_grad(f))),
-            lambda f: tf.function(derivative(mapped(tf.recompute_grad(f)))),
+            lambda f: traced(derivative(mapped(tf.recompute_grad(f)))),
             lambda f: derivative(tf.recompute_grad(f)),
-            lambda f: tf.function(derivative(tf.recompute_grad(f))),
+            lambda f: traced(derivative(tf.recompute_grad(f))),
         ],
         ids=["mapped", "in mapped", "mapped in tf.function", "eager", "tf.function"],
     )
@@ -261,8 +261,8 @@ class TestHostCallsOnTangents:
         "way",
         [
             derivative,
-            lambda f: tf.function(derivative(f)),
-            lambda f: derivative(tf.function(f)),
+            lambda f: traced(derivative(f)),
+            lambda f: derivative(traced(f)),
             MAPPED["tape around"],
             MAPPED["tape inside"],
         ],
@@ -343,24 +343,22 @@ class TestOperationsWithoutDerivatives:
     NAMES = ("with_gradient", "from_value_and_gradient", "custom_jvp", "custom_vjp")
     FIRST = {
         "eager": derivative,
-        "in tf.function": lambda f: tf.function(derivative(f)),
-        "around tf.function": lambda f: derivative(tf.function(f)),
+        "in tf.function": lambda f: traced(derivative(f)),
+        "around tf.function": lambda f: derivative(traced(f)),
         "XLA": lambda f: compiled(derivative(f)),
         "in vectorized_map": lambda f: mapped_with_loops(derivative(f)),
         "around vectorized_map": lambda f: derivative(mapped_with_loops(f)),
         "forward mode": forward_derivative,
-        "forward mode in tf.function": lambda f: tf.function(forward_derivative(f)),
+        "forward mode in tf.function": lambda f: traced(forward_derivative(f)),
     }
     SECOND = {
         "eager": lambda f: derivative(derivative(f)),
-        "in tf.function": lambda f: tf.function(derivative(derivative(f))),
-        "around tf.function": lambda f: derivative(tf.function(derivative(f))),
+        "in tf.function": lambda f: traced(derivative(derivative(f))),
+        "around tf.function": lambda f: derivative(traced(derivative(f))),
         "XLA": lambda f: compiled(derivative(derivative(f))),
     }
 
-    @pytest.mark.parametrize("refused", REFUSED)
-    @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("way", FIRST)
+    @pytest.mark.parametrize(("refused", "name", "way"), spread(REFUSED, NAMES, FIRST))
     def test_first_derivatives(self, refused, name, way):
         of_rule, of_f = self.forms(REFUSED[refused])[name]
         assert verdict(self.FIRST[way](of_rule), exact(1)) == "right"
@@ -368,16 +366,13 @@ class TestOperationsWithoutDerivatives:
             return
         assert verdict(self.FIRST[way](of_f), exact(1)) == "right"
 
-    @pytest.mark.parametrize("refused", REFUSED)
-    @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("way", SECOND)
+    @pytest.mark.parametrize(("refused", "name", "way"), spread(REFUSED, NAMES, SECOND))
     def test_second_derivatives(self, refused, name, way):
         of_rule, of_f = self.forms(REFUSED[refused])[name]
         assert verdict(self.SECOND[way](of_rule), exact(2)) in LOUD
         assert verdict(self.SECOND[way](of_f), exact(2)) == "right"
 
-    @pytest.mark.parametrize("refused", REFUSED)
-    @pytest.mark.parametrize("way", FIRST)
+    @pytest.mark.parametrize(("refused", "way"), spread(REFUSED, FIRST, together=1))
     def test_with_respect_to_other_arguments(self, refused, way):
         """The rule says how the derivative by `w` varies with the point, which is not asked."""
         refused = REFUSED[refused]
@@ -444,7 +439,7 @@ class TestWhenRulesRun:
     @pytest.mark.parametrize("body", BODIES)
     @pytest.mark.parametrize(
         "way",
-        [derivative, lambda f: tf.function(derivative(f)), lambda f: derivative(tf.function(f))],
+        [derivative, lambda f: traced(derivative(f)), lambda f: derivative(traced(f))],
         ids=["eager", "tf.function", "around tf.function"],
     )
     def test_a_backward_pass_runs_them_once(self, body, way):
@@ -518,9 +513,9 @@ class TestLoopsAndBranches:
 DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
 SECOND = {
     "eager": lambda outer, inner: lambda f: outer(inner(f)),
-    "in tf.function": lambda outer, inner: lambda f: tf.function(outer(inner(f))),
-    "inner in tf.function": lambda outer, inner: lambda f: outer(tf.function(inner(f))),
-    "around tf.function": lambda outer, inner: lambda f: outer(inner(tf.function(f))),
+    "in tf.function": lambda outer, inner: lambda f: traced(outer(inner(f))),
+    "inner in tf.function": lambda outer, inner: lambda f: outer(traced(inner(f))),
+    "around tf.function": lambda outer, inner: lambda f: outer(inner(traced(f))),
     "XLA": lambda outer, inner: lambda f: compiled(outer(inner(f))),
     "between": lambda outer, inner: lambda f: outer(mapped(inner(f))),
     "in vectorized_map": lambda outer, inner: lambda f: mapped(outer(inner(f))),
@@ -581,32 +576,11 @@ class TestHigherDerivatives:
         # The rule of the batch is traced anew, where its host call cannot be carried.
         assert came in (MAYBE if name == "from_value_and_gradient" else {"right"})
 
-    @pytest.mark.parametrize("name", EVERY_ORDER)
-    @pytest.mark.parametrize(
-        "way",
-        [
-            lambda f: derivative(derivative(derivative(f))),
-            lambda f: tf.function(derivative(derivative(derivative(f)))),
-            lambda f: compiled(derivative(derivative(derivative(f)))),
-            lambda f: derivative(derivative(derivative(tf.function(f)))),
-            lambda f: tf.function(derivative(derivative(derivative(mapped(f))))),
-            lambda f: forward_derivative(derivative(derivative(f))),
-            lambda f: tf.function(forward_derivative(derivative(derivative(f)))),
-            lambda f: derivative(derivative(forward_derivative(f))),
-        ],
-        ids=[
-            "tapes in eager", "tapes in tf.function", "tapes in XLA", "tapes around tf.function",
-            "tapes around vectorized_map", "forward over tapes",
-            "forward over tapes in tf.function", "tapes over forward",
-        ],
-    )  # fmt: skip
-    def test_of_third_order(self, name, way):
-        assert verdict(way(EVERY_ORDER[name]), exact(3)) == "right"
 
-
-@pytest.mark.parametrize("where", ["eager", "in tf.function", "around tf.function"])
-@pytest.mark.parametrize("name", EVERY_ORDER)
-@pytest.mark.parametrize("index", [tf.int32, tf.int64])
+@pytest.mark.parametrize(
+    ("name", "where", "index"),
+    spread(EVERY_ORDER, ["eager", "in tf.function", "around tf.function"], [tf.int32, tf.int64]),
+)
 def test_derivatives_behind_a_gather(name, where, index):
     """Where TensorFlow makes upstream gradients of slices."""
     places = tf.constant([0, 0, 2], index)
@@ -711,8 +685,8 @@ class TestRulesThatCallFunctions:
     }
     WAYS = {
         "eager": lambda f: derivative(derivative(f)),
-        "in tf.function": lambda f: tf.function(derivative(derivative(f))),
-        "around tf.function": lambda f: derivative(derivative(tf.function(f))),
+        "in tf.function": lambda f: traced(derivative(derivative(f))),
+        "around tf.function": lambda f: derivative(derivative(traced(f))),
         "around vectorized_map": lambda f: derivative(derivative(mapped(f))),
     }
 
@@ -803,9 +777,9 @@ class TestMapped:
         else:
             assert came == "right"
 
-    @pytest.mark.parametrize("name", ALL)
     @pytest.mark.parametrize(
-        "wrap", [lambda f: f, tf.function, compiled], ids=["eager", "tf.function", "XLA"]
+        ("name", "wrap"),
+        spread(ALL, [lambda f: f, tf.function, compiled], together=1),
     )
     def test_nested(self, name, wrap):
         x = np.stack([POINTS, 2 * POINTS])
@@ -816,26 +790,6 @@ class TestMapped:
             assert came in LOUD
         else:
             assert came == "right"
-
-    TRICKS = {
-        "stop_gradient": (lambda x: sgtrick.stop_gradient(x**2), lambda x: 0 * x),
-        "straight_through": (lambda x: sgtrick.straight_through(tf.round(x), x), np.ones_like),
-        "scale_gradient": (lambda x: sgtrick.scale_gradient(x**2, 3.0), lambda x: 6 * x),
-        "reverse_gradient": (lambda x: sgtrick.reverse_gradient(x**2), lambda x: -2 * x),
-        "clip_gradient": (
-            lambda x: 3 * sgtrick.clip_gradient(x**2, -0.5, 0.5),
-            lambda x: x,
-        ),
-        "magic_box": (lambda x: sgtrick.magic_box(x**2), lambda x: 2 * x),
-    }
-
-    @pytest.mark.parametrize("name", TRICKS)
-    @pytest.mark.parametrize("way", [w for w in MAPPED if "forward" not in w])
-    def test_tricks(self, name, way):
-        f, expected = self.TRICKS[name]
-        came = verdict(MAPPED[way](f), expected(POINTS))
-        # What is stopped altogether has no gradient, as tf.stop_gradient itself.
-        assert came == ("None" if name == "stop_gradient" else "right")
 
     def test_arguments_that_members_share(self):
         """The gradient is the sum over members."""
@@ -891,11 +845,6 @@ class TestMapped:
             return hidden(x), lambda u: u * use(array)
 
         return form
-
-    @pytest.mark.parametrize("use", [read, read_in_a_loop])
-    def test_second_derivatives_of_a_rule_that_closes_over_an_array(self, use):
-        run = derivative(derivative(mapped(self.with_array(use))))
-        assert verdict(run, exact(2)) == "right"
 
     def test_a_rule_that_closes_over_an_array_nested(self):
         x = np.stack([POINTS, 2 * POINTS])

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import sgtrick
 from forms import derivative
+from matrix import spread, traced
 
 W = tf.Variable(tf.ones([3], tf.float64))
 X = tf.constant([0.1, 0.2, 0.3], tf.float64)
@@ -134,29 +135,23 @@ def stored(f):
 
 
 def insist_on_none_stored(form, body, call):
-    f = tf.function(CALLS[call](form))
+    f = traced(CALLS[call](form))
     assert stored(f) == 0
     if body == "calls the host":  # which XLA cannot
         return
-    result = tf.function(CALLS[call](form), jit_compile=True)(X).numpy()
+    result = traced(CALLS[call](form), jit_compile=True)(X).numpy()
     assert np.isfinite(result).all()
     if call != "forward":
         np.testing.assert_array_equal(result, 2 * np.ones(3))
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", GIVE_ALL)
+@pytest.mark.parametrize(("name", "loop", "body", "call"), spread(GIVE_ALL, LOOPS, BODIES, CALLS))
 def test_rules_that_give_all_derivatives_store_nothing(name, loop, body, call):
     form = GIVE_ALL[name](LOOPS[loop](BODIES[body]), body == "reads a variable")
     insist_on_none_stored(form, body, call)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", GIVE_SOME)
+@pytest.mark.parametrize(("name", "loop", "body", "call"), spread(GIVE_SOME, LOOPS, BODIES, CALLS))
 def test_other_rules_store_nothing_that_is_not_differentiated(name, loop, body, call):
     reads_variable = body == "reads a variable"
     watched = call not in ("forward", "gradient")
@@ -187,9 +182,10 @@ def test_a_loop_over_another_argument_stores_nothing_forward(loop):
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 def test_other_arguments_of_a_loop_keep_autodiff(loop, wrap):
     """Where the rule takes the variables too, and the loop reads one."""
+    looped = LOOPS[loop](reads)
 
     def f(x, b):
-        return x * LOOPS[loop](reads)(b)
+        return x * looped(b)
 
     def slopes(x, b, variables):
         return 2 * tf.ones_like(x), [3 * tf.eye(3, dtype=x.dtype) for _ in variables]
@@ -211,7 +207,6 @@ def test_other_arguments_of_a_loop_keep_autodiff(loop, wrap):
     np.testing.assert_allclose(by_b, found(f)[1], rtol=1e-14)
 
 
-@pytest.mark.autograph
 @pytest.mark.parametrize("name", GIVE_ALL | GIVE_SOME)
 def test_a_for_statement(name):
     def f(x):

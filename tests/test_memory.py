@@ -31,6 +31,12 @@ from forms import (
     slope,
 )
 
+# The others differ in their rule. That of a root is as long as several.
+OF_EACH_FORM = [
+    pytest.param(name, marks=[pytest.mark.long] if name == "implicit_root" else [])
+    for name in (*EVERY_ORDER, "custom_gradient", "from_numpy")
+]
+
 SCRIPT = """
 import os, resource
 import tensorflow as tf
@@ -191,8 +197,12 @@ def closing_over(previous):
 @pytest.mark.parametrize(
     ("name", "closes_over"),
     [
-        *(pytest.param(name, False, id=name) for name in ALL),
-        *(pytest.param(name, True, id=f"{name}, closing over") for name in EVERY_ORDER),
+        *(pytest.param(*of.values, False, id=of.values[0], marks=of.marks) for of in OF_EACH_FORM),
+        *(
+            pytest.param(*of.values, True, id=f"{of.values[0]}, closing over", marks=of.marks)
+            for of in OF_EACH_FORM
+            if of.values[0] in EVERY_ORDER
+        ),
     ],
 )
 def test_tracing_takes_work_in_proportion_to_calls(name, closes_over, mode):
@@ -278,7 +288,7 @@ def insist_on_no_growth(run):
     assert {what: n for what, n in held().items() if n > before[what]} == {}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", OF_EACH_FORM)
 class TestLoopsOverNumbers:
     """A Python number is a part of the graph, so that another one is another graph."""
 

@@ -230,14 +230,6 @@ class TestWhatIsNotMissing:
         np.testing.assert_allclose(wrap(reverse(form, 0))(X, W), slope(X) * W, rtol=1e-12)
 
 
-def test_the_value_of_a_variable_that_is_an_argument():
-    v = tf.Variable(X)
-    form = sgtrick.custom_vjp(lambda a: (hidden(a), lambda u: u * slope(a)))
-    with tf.GradientTape() as tape:
-        y = form(v)
-    np.testing.assert_allclose(tape.gradient(y, v), slope(X), rtol=1e-12)
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 class TestATensorThatIsPassedToo:
     def test_the_rule_gives_its_whole_gradient(self, wrap):
@@ -349,32 +341,6 @@ def test_an_argument_that_keeps_its_gradient_and_is_closed_over():
 
     with pytest.raises(LookupError, match="closes over"):
         reverse(f, 1)(X, W)
-
-
-def by_vjp_where_an_operation_reads_the_variable(x, w):
-    """Which TensorFlow then does in C++."""
-
-    def grad_fn(u, variables):
-        assert len(variables) == 1
-        return u * slope(x) * w * SCALE, [tf.reduce_sum(u * true(x) * w)]
-
-    return sgtrick.custom_vjp(lambda a: (hidden(a) * w * SCALE, grad_fn))(x) / 2
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        by_vjp_with_a_variable,
-        by_vjp_where_an_operation_reads_the_variable,
-        by_gradient_with_a_variable,
-    ],
-)
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-def test_a_variable(form, wrap):
-    with tf.GradientTape() as tape:
-        tape.watch(X)
-        y = wrap(form)(X, W)
-    np.testing.assert_allclose(tape.gradient(y, SCALE), tf.reduce_sum(true(X) * W) / 2, rtol=1e-12)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])

@@ -1,4 +1,4 @@
-"""Where everything runs: DESIGN 3.6.
+"""Where everything runs, on which device.
 
 `matrix.configure` makes three logical CPUs. The tests marked `gpu` are the same on a GPU.
 """
@@ -337,17 +337,6 @@ class TestBackward:
             ops = [op for op in graph.get_operations() if op not in before]
         groups = {g for op in ops for g in op.colocation_groups()}
         assert groups - {b"loc:@" + op.name.encode() for op in ops}  # with ops of the forward
-
-
-@EVERY
-def test_three_devices(form):
-    results = set()
-    for device in ("CPU:0", "CPU:1", "CPU:2"):
-        with tf.device(device):
-            y, g = pull(form.h, tf.constant(X))
-        assert is_on(device, y.device, g.device)
-        results.add((y.numpy().tobytes(), g.numpy().tobytes()))
-    assert len(results) == 1
 
 
 class TestPlacementChangesNothing:

@@ -248,7 +248,7 @@ def nuts(model):
 
 @pytest.mark.filterwarnings("ignore")  # of aiohttp, by which PyStan talks to its compiler
 def test_a_program_of_stan():
-    """By the code of docs/host.md, as it stands there."""
+    """By the code of docs/engines.md, as it stands there."""
     pytest.importorskip("stan", reason="PyStan is not installed: pip install '.[stan]'")
     namespace = {"np": np, "sgtrick": sgtrick}
     exec(section("stan"), namespace)

@@ -251,15 +251,6 @@ class TestDefaults:
         np.testing.assert_allclose(by_b, 6 * A)
 
     @decorated
-    def test_of_which_the_middle_one_is_left_out(self, custom_vjp):
-        def f(a, n=2, b=None):
-            return a * b, lambda u: (u * b, None, u * a)
-
-        by_a, by_b = gradients(lambda a, b: custom_vjp(f)(a, b=b), A, B)
-        np.testing.assert_allclose(by_a, B)
-        np.testing.assert_allclose(by_b, A)
-
-    @decorated
     @pytest.mark.parametrize("default", [2, 2.0, None, "mean", (1, 2)], ids=str)
     def test_without_a_gradient_may_be_left_out_by_the_rule(self, custom_vjp, default):
         """As in `tf.custom_gradient`, which counts what was passed."""
@@ -293,16 +284,6 @@ class TestDefaults:
         np.testing.assert_allclose(by_a, B)
         np.testing.assert_allclose(by_w, A)
 
-    @decorated
-    def test_that_can_be_counted_or_not(self, custom_vjp):
-        """Two gradients: for `pair` and `n`, or for the two of `pair`."""
-
-        def f(pair, n=2.0):
-            return pair[0] * pair[1], lambda u: (None, u)
-
-        with pytest.raises(ValueError, match="understood in two ways"):
-            gradients(lambda a, b: custom_vjp(f)((a, b)), A, B)
-
 
 def mask(u):
     return u > 0
@@ -335,8 +316,9 @@ class TestDtypes:
 
     @decorated
     @anyhow
-    @pytest.mark.parametrize(("returned", "expected"), CONSTANTS.values(), ids=CONSTANTS)
-    def test_of_numbers(self, custom_vjp, way, returned, expected):
+    @pytest.mark.parametrize("constant", ["int", "mask", "float64"])
+    def test_of_numbers(self, custom_vjp, way, constant):
+        returned, expected = CONSTANTS[constant]
         h = custom_vjp(lambda x: (tf.stop_gradient(3 * x), returned))
         x = tf.constant([1.0, 2.0] if way in MAPS else 1.0)
         (g,) = way(lambda x: h(x) + x, x)
@@ -468,16 +450,6 @@ class TestDtypes:
             return tf.convert_to_tensor(g)
 
         np.testing.assert_array_equal(run(tf.constant(3.0)), [[0, 0], [0, 0], [4, 4], [0, 0]])
-
-    def test_of_ragged_tensors(self):
-        h = sgtrick.custom_vjp(lambda r: (r * 2.0, lambda u: tf.cast(u, tf.float64) * 3))
-        values = tf.constant([1.0, 2.0, 3.0])
-
-        def run(values):
-            r = tf.RaggedTensor.from_row_lengths(values, [1, 2])
-            return h(r).flat_values + values
-
-        np.testing.assert_allclose(gradients(run, values)[0], [4, 4, 4])
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])

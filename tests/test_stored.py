@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import sgtrick
 from forms import ALL, CALLS_HOST, POINTS, derivative, exact, hidden, slope
+from matrix import spread
 
 
 def of_intermediate_results(x):
@@ -161,8 +162,10 @@ def test_without_custom_gradients_the_value_form_is_right_and_then_loud(tmp_path
 
 
 # TensorFlow does not map a loaded assertion.
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "clip_gradient"])
-@pytest.mark.parametrize("custom_gradients", [True, False])
+@pytest.mark.parametrize(
+    ("name", "custom_gradients"),
+    spread([name for name in FORMS if name != "clip_gradient"], [True, False], together=1),
+)
 def test_mapped(name, custom_gradients, loaded):
     """Right, or an error that says what to do."""
     f = loaded(name, custom_gradients).f

@@ -20,15 +20,7 @@ from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
 from forms import on_host
-from sgtrick._core._tensorflow import (
-    connections,
-    graphs,
-    host_calls,
-    overrides,
-    tapes,
-    tracing,
-    uses,
-)
+from sgtrick._tensorflow import connections, graphs, host_calls, overrides, tapes, tracing, uses
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -100,7 +92,7 @@ def test_nothing_else_touches_private_names():
         if private.search(path.read_text())
     }
     assert touching
-    assert all(path.startswith("_core/_tensorflow/") for path in touching), touching
+    assert all(path.startswith("_tensorflow/") for path in touching), touching
 
 
 def traced(f, *shapes):
@@ -163,7 +155,7 @@ class TestRecording:
 
         def push(t):
             seen.append(tapes.tapes_are_silenced())
-            seen.append(tapes.apart(tapes.tapes_are_silenced))
+            seen.append(tapes.in_thread(tapes.tapes_are_silenced))
             return [t]
 
         with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
@@ -452,7 +444,7 @@ class TestConnections:
                 tf.numpy_function(np.sin, [x], tf.float64, stateful=False),
                 tf.py_function(tf.sin, [x], tf.float64),
             ]
-            assert [y.op.type for y in ys] == list(connections.HOST_CALLS)
+            assert [y.op.type for y in ys] == list(graphs.HOST_CALLS)
             return ys
 
         traced(f)

@@ -1,6 +1,4 @@
-"""`sgtrick.tfp`: host engines in joint distributions, MCMC and VI against native models, DESIGN 3.7."""
-
-import doctest
+"""`sgtrick.tfp`: host engines in joint distributions, MCMC and VI against native models"""
 
 import keras
 import numpy as np
@@ -86,12 +84,6 @@ def close(dtype):
     return {"rtol": 1e-5, "atol": 1e-5} if dtype == tf.float32 else {"rtol": 1e-12, "atol": 1e-12}
 
 
-def test_examples_of_the_docstrings():
-    failed, attempted = doctest.testmod(sgtrick.tfp)
-    assert attempted > 10
-    assert not failed
-
-
 def scalar(x):
     return sgtrick.custom_gradient(fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x)
 
@@ -103,7 +95,7 @@ CASES = [
 
 
 # What is of second order, and `scalar` itself in the other cells, is in test_value_matrix.py.
-PAIRS = [p for p in pairs(CASES, everywhere={"LogDensity"}) if p[1].order == 1]
+PAIRS = [p for p in pairs(CASES, everywhere=set()) if p[1].order == 1]
 
 
 @pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
@@ -174,19 +166,6 @@ class TestJointDistributions:
                     jd.sample(2)
             else:
                 assert as_dict(jd.sample(2, seed=1)) is not None
-
-    def test_log_density_draws_what_the_native_one_draws(self):
-        first = LogDensity(
-            prior(tf.float64).log_prob, [2], tf.float64, sample_fn=prior(tf.float64).sample
-        )
-        draws = [
-            joint("Sequential", d, lambda x: tfd.Independent(tfd.Normal(x, SD), 1)).sample(
-                7, seed=[1, 2]
-            )
-            for d in (first, prior(tf.float64))
-        ]
-        np.testing.assert_array_equal(draws[0][0], draws[1][0])
-        np.testing.assert_array_equal(draws[0][1], draws[1][1])
 
     def test_observations_of_a_batch_add_up_in_autobatched_models(self):
         jd = joint("CoroutineAutoBatched", tfd.Normal(0.0, 1.0, name="x"), factor_of(
@@ -342,14 +321,6 @@ class TestFactor:
         np.testing.assert_array_equal(looped.log_prob([]), [16.0, 32.0])
         mapped = tf.vectorized_map(lambda v: Factor(tf.stack([v, -v])), tf.range(3.0))
         np.testing.assert_array_equal(mapped.log_prob([]), [[0, 0], [1, -1], [2, -2]])
-
-    def test_in_xla(self):
-        @tf.function(jit_compile=True)
-        def run(x):
-            return value_and_gradient(lambda x: Factor(tf.sin(x)).log_prob(tf.zeros([3, 0])), x)
-
-        x = points(tf.float64, 3)
-        np.testing.assert_allclose(run(x)[1], np.cos(x))
 
     @pytest.mark.parametrize(
         ("log_factor", "message"),
@@ -516,12 +487,6 @@ class TestLogDensity:
         f = Quadratic()
         assert LogDensity(f, [2], tf.float32).trainable_variables == (f.loc,)
 
-    def test_in_xla(self):
-        density = LogDensity(lambda x: -tf.reduce_sum(x**2, -1), [2], tf.float64)
-        x = points(tf.float64, 3, 2)
-        _, gradient = tf.function(value_and_gradient, jit_compile=True)(density.log_prob, x)
-        np.testing.assert_allclose(gradient, -2 * x)
-
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
@@ -597,17 +562,16 @@ def sampled(kernel_of, target, state):
 
 
 class TestMCMC:
-    @pytest.mark.parametrize(
-        ("kind", "dtype"), [("CoroutineAutoBatched", tf.float32), ("Sequential", tf.float64)]
-    )
-    def test_hmc_draws_what_it_draws_natively(self, kind, dtype):
+    def test_hmc_draws_what_it_draws_natively(self):
+        dtype = tf.float64
+
         def kernel(target):
             return tfp.mcmc.HamiltonianMonteCarlo(
                 target, step_size=tf.constant(0.4, dtype), num_leapfrog_steps=4
             )
 
         first = prior(dtype)
-        jd = joint(kind, first, factor_of(host))
+        jd = joint("Sequential", first, factor_of(host))
         state = [tf.zeros([16, 2], dtype), tf.zeros([16, 0], dtype)]  # the factor is not pinned
         chains = [
             sampled(kernel, target, state)[0]
@@ -616,35 +580,9 @@ class TestMCMC:
                 lambda x, empty: first.log_prob(x) + native(x) + tf.reduce_sum(empty, -1),
             )
         ]
-        atol = 1e-9 if dtype == tf.float64 else 1e-2
-        np.testing.assert_allclose(chains[0], chains[1], atol=atol)
+        np.testing.assert_allclose(chains[0], chains[1], atol=1e-9)
         np.testing.assert_allclose(np.mean(chains[0], (0, 1)), POSTERIOR_MEAN, atol=0.1)
         np.testing.assert_allclose(np.var(chains[0], (0, 1)), POSTERIOR_VARIANCE, rtol=0.2)
-
-    def test_nuts_draws_what_it_draws_natively(self):
-        def kernel(target):
-            return tfp.mcmc.NoUTurnSampler(target, step_size=tf.constant(0.4, tf.float64))
-
-        jd = joint("CoroutineAutoBatched", prior(tf.float64), factor_of(host))
-        pinned = jd.experimental_pin(end=tf.zeros([0], tf.float64))
-        state = tf.zeros([16, 2], tf.float64)
-        twin = prior(tf.float64)
-        chains = [
-            sampled(kernel, target, state)
-            for target in (
-                lambda x: pinned.unnormalized_log_prob(x),
-                lambda x: twin.log_prob(x) + native(x),
-            )
-        ]
-        np.testing.assert_allclose(chains[0], chains[1], atol=1e-9)
-
-    def test_nuts_of_a_log_density(self):
-        def kernel(target):
-            return tfp.mcmc.NoUTurnSampler(target, step_size=tf.constant(0.5, tf.float64))
-
-        state = tf.ones([16, 2], tf.float64)
-        chains = [sampled(kernel, d.log_prob, state) for d in gaussian()]
-        np.testing.assert_allclose(chains[0], chains[1], atol=1e-9)
 
     @pytest.mark.long
     def test_windowed_nuts(self):
@@ -694,20 +632,7 @@ class TestVI:
         for a, b in zip(came, exact, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10)
 
-    def test_tfp_s_own_custom_gradient_mixes_up_the_samples(self):
-        # What the test above is worth: it does tell one from the other.
-        def mixed(x):
-            value, gradient = tf.numpy_function(engine, [x], [x.dtype, x.dtype])
-            value.set_shape(x.shape[:-1])
-            gradient.set_shape(x.shape)
-            return prior(x.dtype).log_prob(x) + tfp.math.custom_gradient(value, gradient, x)
-
-        exact = self.gradients(lambda x: prior(x.dtype).log_prob(x) + native(x), 5, tf.function)
-        came = self.gradients(mixed, 5, tf.function)
-        assert np.abs(came[0] - exact[0]).max() > 0.1
-
-    @pytest.mark.parametrize("samples", [1, 3])
-    def test_fitted_surrogates(self, samples):
+    def test_fitted_surrogates(self):
         def fit(target):
             loc, log_scale = (tf.Variable(tf.zeros([2], tf.float64)) for _ in range(2))
             surrogate = tfd.MultivariateNormalDiag(loc, tfp.util.DeferredTensor(log_scale, tf.exp))
@@ -717,7 +642,6 @@ class TestVI:
                 optimizer=keras.optimizers.Adam(0.1),
                 num_steps=120,
                 sample_size=20,
-                importance_sample_size=samples,
                 trainable_variables=[loc, log_scale],
                 jit_compile=False,
                 seed=[1, 2],
@@ -728,8 +652,7 @@ class TestVI:
         want, *_ = fit(lambda x: prior(x.dtype).log_prob(x) + native(x))
         np.testing.assert_allclose(losses, want, rtol=1e-9)
         np.testing.assert_allclose(loc, POSTERIOR_MEAN, atol=0.1)
-        if samples == 1:
-            np.testing.assert_allclose(scale, np.sqrt(POSTERIOR_VARIANCE), rtol=0.2)
+        np.testing.assert_allclose(scale, np.sqrt(POSTERIOR_VARIANCE), rtol=0.2)
 
     def test_surrogates_made_from_the_model(self):
         jd = joint("CoroutineAutoBatched", prior(tf.float32), factor_of(host))

@@ -1,7 +1,6 @@
 """The small tricks: value of one thing, gradient of another, and loud where that is impossible."""
 
 import contextlib
-import doctest
 import functools
 
 import numpy as np
@@ -12,7 +11,6 @@ from matrix import CELLS, Case, complaint, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import POINTS
 from sgtrick import (
-    _tricks,
     clip_gradient,
     magic_box,
     reverse_gradient,
@@ -511,7 +509,3 @@ ERRORS = {
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call()
-
-
-def test_docstrings():
-    assert doctest.testmod(_tricks).failed == 0

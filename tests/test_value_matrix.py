@@ -7,7 +7,7 @@ from matrix import judge, pairs, promised
 from matrix.values import value_cases
 
 CASES = value_cases(sgtrick.custom_gradient)
-# Chains run in every cell where the docs' table is made, and matrix/facts.py says how each is loud.
+# Chains run in every cell where the docs' table is made, and matrix/facts.py says how each is unknown.
 AS_IT_IS = pairs(CASES, everywhere={"Hessian blocks"}, twice={"structure", "Hessian product"})
 # A function for the Hessian has no part in the formula, and the kernels read shapes alike.
 OF_THE_FORMULA = {"Jacobian per member", "structure", "stopped by hand", "Hessian of a vector"}

@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_keras
 
 import sgtrick
+from forms import derivative, forward_derivative
 
 RUNS = {
     "eager": lambda run: run,
@@ -122,21 +123,6 @@ class TestOrder:
             run(tf.constant(x))
             counts.append(len(calls))
         return seen, counts
-
-    def test_calls_the_function_once(self, variables):
-        a, b, *_ = variables
-        calls = []
-
-        def f(x):
-            calls.append(1)
-            return x * b * a
-
-        h = sgtrick.with_gradient(f, lambda x, variables: (x, [x, x]))
-        for _ in range(2):
-            h(tf.constant(1.0))
-            with tf.GradientTape():
-                h(tf.constant(1.0))
-        assert len(calls) == 4
 
     def test_a_method_does_not_keep_the_variables_of_its_objects(self):
         class Model:
@@ -285,30 +271,6 @@ class TestExactlyWhatIsReturned:
                 y = call(tf.constant(2.0))
             np.testing.assert_allclose(tape.gradient(y, made[0]), 20)
 
-    def test_without_variables_in_the_rule_they_keep_autodiff(self, compiled):
-        w = tf.Variable(3.0)
-        h = sgtrick.with_gradient(lambda x: w**2 * x, lambda x: 100.0)
-        found = gradients(compiled, h, [tf.constant(2.0)], [w], 1.0)
-        np.testing.assert_allclose(found, [100, 2 * 3 * 2])
-
-    def test_in_a_method(self):
-        class Model:
-            def __init__(self):
-                self.w = tf.Variable(3.0)
-
-            @sgtrick.with_gradient
-            def __call__(self, x):
-                return self.w * x
-
-            @__call__.defgrad
-            def _(self, x, variables):
-                assert variables[0] is self.w
-                return self.w, [10 * x]
-
-        model = Model()
-        found = gradients(RUNS["eager"], model.__call__, [tf.constant(2.0)], [model.w], 1.0)
-        np.testing.assert_allclose(found, [3, 20])
-
     @pytest.mark.parametrize("form", ["with_gradient", "custom_vjp"])
     def test_under_a_mirrored_strategy(self, form):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -374,9 +336,9 @@ class TestSecondDerivatives:
             np.testing.assert_allclose(by_x, 30 * 16 * 625, 1e-6)
             np.testing.assert_allclose(by_w, 6 * 32 * 4 * 25 * v, 1e-6)
 
-    @pytest.mark.parametrize("by", ["px", "pv", "xp", "vp", "vpx", "pvx", "pxx", "qpx", "xqp"])
+    @pytest.mark.parametrize("by", ["px", "pv", "xp", "vp"])
     def test_mixed_ones_are_those_of_the_function(self, by):
-        """Of a rule that is right, in whatever order. Beyond the second, it may be an error."""
+        """Of a rule that is right, in either order."""
         v = tf.Variable(1.5, dtype=tf.float64)
         f = lambda x, p, q: v**2 * x**3 * p**2 * q  # noqa: E731
         h = sgtrick.with_gradient(
@@ -400,13 +362,7 @@ class TestSecondDerivatives:
             return [step[name] for step in found for name in sources]
 
         args = [tf.constant(a, tf.float64) for a in (2.0, 3.0, 5.0)]
-        for steps in {by[:2], by}:
-            try:
-                found = derivatives(h, *args, by=steps)
-            except LookupError:
-                assert len(steps) > 2
-            else:
-                np.testing.assert_allclose(found, derivatives(f, *args, by=steps))
+        np.testing.assert_allclose(derivatives(h, *args), derivatives(f, *args))
         if by == "px":
             expected = derivatives(f, *args)
             np.testing.assert_allclose(derivatives(tf.function(h), *args), expected)
@@ -469,6 +425,15 @@ class TestSecondDerivatives:
             return g, forward.jvp(g)
 
         np.testing.assert_allclose(compiled(run)(x, p), [1.5 * 8 * 6, 1.5 * 12 * 6])
+
+    def test_by_what_has_no_rule_where_the_point_has_no_derivatives(self, compiled):
+        h = sgtrick.with_gradient(
+            lambda n, p: tf.cast(n, p.dtype) * p**2, lambda n, p, variables: (None, [])
+        )
+
+        first = derivative(lambda p: h(tf.constant(5), p))
+        np.testing.assert_allclose(compiled(first)(tf.constant(3.0)), 30)
+        np.testing.assert_allclose(compiled(forward_derivative(first))(tf.constant(3.0)), 10)
 
     def test_mixed_ones_of_a_map(self):
         v, x, p = tf.Variable(1.5), tf.constant([2.0, 4.0]), tf.constant([3.0, 5.0])
@@ -654,17 +619,6 @@ class TestAmongTheArguments:
 
         np.testing.assert_allclose(run(), [3, 24])
 
-    def test_of_keras(self, form, wrap):
-        v, x = keras.Variable([1.0, 1.0]), tf.constant([1.0, 2.0])
-
-        @wrap
-        def run():
-            with tf.GradientTape() as tape:
-                y = form(x, v)
-            return tape.gradient(y, v.value)
-
-        np.testing.assert_allclose(run(), [3, 24])
-
     def test_of_replicas(self, form, wrap):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         with strategy.scope():
@@ -791,10 +745,16 @@ class TestReferenceVariables:
             session.run(v.initializer)
             assert session.run([y, g]) == [35, 17]
 
-    @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
-    def test_what_was_computed_from_one_is_not_refused(self, v, form):
-        x = 2 * v
-        (g,) = tf.gradients(form(lambda x: x**2, lambda x: 3 * x)(x), v)
-        with tf.compat.v1.Session() as session:
-            session.run(v.assign(5.0))
-            assert session.run(g) == 60
+
+@pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
+def test_placeholders_of_keras_are_refused(form):
+    with pytest.raises(
+        TypeError, match=r"x is a KerasTensor, .*keras\.layers\.Lambda.*sgtrick\.keras"
+    ):
+        form(lambda x: x**2, lambda x: 2 * x)(keras.Input([3]))
+
+
+def test_an_engine_refuses_them():
+    engine = sgtrick.from_numpy(lambda x: (x.sum(), np.ones_like(x)))
+    with pytest.raises(TypeError, match="x is a KerasTensor"):
+        engine(keras.Input([3]))

@@ -6,11 +6,11 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick import _from_value_and_gradient
-from sgtrick._check import comparison
+from sgtrick._arguments import calls, structures
+from sgtrick._check import comparison, modes
 from sgtrick._check.leaves import Named, OfLeaves, wide
 from sgtrick._check.report import GradientCheckError, GradientReport
-from sgtrick._core import calls, structures
-from sgtrick._core.types import Args, Function, Structure
+from sgtrick._types import Args, Function, Structure
 
 
 def check_gradient(
@@ -46,7 +46,8 @@ def check_gradient(
             a NumPy function with `from_numpy` first. It returns a real tensor, or a list or dict of
             them, of any shapes. A plain tuple of two is read as `(value, gradient)`, the protocol
             of `from_value_and_gradient`, and this gradient is checked instead of the tape's; so
-            return several outputs as a list, dict or named tuple.
+            return several outputs as a list, dict or named tuple. If it is a `custom_vjp` with a
+            JVP rule, an entry compares the two rules.
         x: The point, a structure of real tensors, variables, arrays and numbers. A plain tuple
             holds several arguments, `f(*x)`, as for `torch.autograd.gradcheck` and JAX's
             `check_grads`; anything else is one argument, `f(x)`. Leaves without derivatives
@@ -107,6 +108,7 @@ def check_gradient(
         raise RuntimeError("check_gradient runs eagerly: call it outside tf.function and graphs.")
     function, inputs, notes = _of_leaves(f, x)
     random = np.random.default_rng(seed) if mode == "random" else None
+    of_values = function
     comparisons, magnitude = [], None
     for k in range(1, order + 1):
         comparisons.append(
@@ -118,8 +120,11 @@ def check_gradient(
         if k < order:
             function = comparison.derivative(function, random)
             magnitude = comparisons[-1].magnitude_of_gradient()
+    entries = [e for c in comparisons for e in c.entries]
+    if getattr(f, "has_both_rules", False):
+        entries.append(modes.compared(of_values, inputs, seed, rtol))
     report = GradientReport(
-        tuple(sorted((e for c in comparisons for e in c.entries), key=lambda e: e.rank)),
+        tuple(sorted(entries, key=lambda e: e.rank)),
         mode,
         1 + sum(c.evaluations for c in comparisons),  # one call to see what f returns
         tuple(dict.fromkeys([*notes, *(note for c in comparisons for note in c.notes)])),

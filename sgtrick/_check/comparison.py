@@ -24,7 +24,7 @@ from sgtrick._check.leaves import (
 )
 from sgtrick._check.recorded import Recorded
 from sgtrick._check.report import Entry
-from sgtrick._core.types import Array
+from sgtrick._types import Array
 
 DIRECTIONS = 10  # in random mode
 ROUNDINGS = 64  # of a value, in units, that a derivative may show for each size of x

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgtrick._core.types import Array
+from sgtrick._types import Array
 
 RATIO = 4.0  # of each step to the next
 LARGEST = 0.1  # largest step, relative to the size of x or 1

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core.types import Array, Gradient, Tape, Tensor
+from sgtrick._types import Array, Gradient, Tape, Tensor
 
 Named = list[tuple[str, Any]]  # leaves with their paths
 OfLeaves = Callable[[Named], Named]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from sgtrick._check.leaves import Named, tape_gradients, unit_upstreams, wide
 from sgtrick._check.refusals import gradients_unless_refused
-from sgtrick._core.types import Array, Gradient
+from sgtrick._types import Array, Gradient
 
 
 class Jacobian(NamedTuple):

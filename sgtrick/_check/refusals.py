@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import loud
-from sgtrick._core._tensorflow import tapes
-from sgtrick._core.types import Gradient, Tensor
+from sgtrick._core import unknown
+from sgtrick._tensorflow import tapes
+from sgtrick._types import Gradient, Tensor
 
 Pull = Callable[[], list[Gradient]]
 
@@ -30,7 +30,7 @@ def gradients_unless_refused(
     found, why = _asked(pull)
     if found is not None and all(_is_finite(g) for g in found if g is not None):
         return found, ""
-    with _eagerly(), loud.noted() as messages:
+    with _eagerly(), unknown.noted() as messages:
         try:
             told, native = _asked(again)
         except RuntimeError:  # some functions run only in a graph

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from sgtrick._core.types import Args, Array
+from sgtrick._types import Args, Array
 
 Axes: TypeAlias = Any  # of Matplotlib, which is optional
 

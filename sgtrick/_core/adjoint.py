@@ -14,9 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import structures
-from sgtrick._core._tensorflow import tracing
-from sgtrick._core.types import Array, DType, Gradient, Tangent, Tensor
+from sgtrick._arguments import structures
+from sgtrick._tensorflow import tracing
+from sgtrick._types import Array, DType, Gradient, Tangent, Tensor
+
+# Tensors, and as many others of the same dtypes.
+Paired = tuple[list[Tensor], list[Tensor]]
 
 
 def holds(
@@ -30,9 +33,8 @@ def holds(
         lu: `L' us`, like `ts`; None is zero.
         ts: Tangents.
     """
-    left, right = _pairs(us, lt), _pairs(lu, ts)
-    tensors = [t for pair in [*left, *right] for t in pair]
-    return tracing.as_one(_Balance(len(left)), *tensors)
+    (lt, us), (lu, ts) = paired(lt, us), paired(lu, ts)
+    return tracing.as_one(_Balance(len(us)), *lt, *lu, *us, *ts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,8 @@ class _Balance:
     count: int
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        terms = [_term(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+        half = len(tensors) // 2
+        terms = list(map(_term, tensors[:half], tensors[half:]))
         if not terms:
             return tf.constant(True)
         wide = any(t.dtype == tf.float64 for t in terms)
@@ -74,7 +77,7 @@ def probes(likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def far_probes(likes: Sequence[Tensor]) -> list[Tensor]:
-    """Others, about a thousand times as large and of the opposite signs.
+    """Other ones, about a thousand times as large and of the opposite signs.
 
     A function that clips, or that depends on signs or on the order of entries, is not linear in the
     same way here and there, entry by entry.
@@ -113,13 +116,14 @@ def numbers(shape: tuple[int, ...], dtype: DType, k: int, *, far: bool) -> Array
     return both.astype(dtype.as_numpy_dtype)
 
 
-def _pairs(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """The pairs without None, which means zero."""
-    return [
-        (tf.convert_to_tensor(p), tf.convert_to_tensor(q))
-        for p, q in zip(a, b, strict=True)
-        if p is not None and q is not None
+def paired(some: Sequence[Gradient], others: Sequence[Tensor | None]) -> Paired:
+    """The pairs without None, as tensors of one dtype: such as gradients and tangents."""
+    pairs = [
+        (tf.convert_to_tensor(a), b)  # IndexedSlices, for a table that is gathered from
+        for a, b in zip(some, others, strict=True)
+        if a is not None and b is not None
     ]
+    return [a for a, _ in pairs], [tf.cast(b, a.dtype) for a, b in pairs]
 
 
 def _term(p: Tensor, q: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from sgtrick._core import loud
-from sgtrick._core._tensorflow import graphs
-from sgtrick._core.absent import present
+from sgtrick._arguments.nones import present
+from sgtrick._arguments.structures import Leaf
+from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._core import unknown
 from sgtrick._core.override import keep, pass_on
-from sgtrick._core.rule import Rule
-from sgtrick._core.structures import Leaf
-from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._core.rule import Rule, in_addition
+from sgtrick._tensorflow import graphs
+from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
 def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:
@@ -61,12 +61,13 @@ def auxiliary(name: str, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
     def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
         def pull(upstream: Tensor) -> list[Gradient]:
-            return [None, *loud.failures(xs, message, [upstream])]
+            return [None, *unknown.failures(xs, message, [upstream])]
 
         def push(_: Tangent, *tangents: Tangent) -> list[Tangent]:
             moving = present(tangents)
-            with loud.not_raising():  # forward mode computes tangents of all results, used or not
-                return loud.unless_moving(message, [tf.zeros_like(part)], moving, xs)
+            # Forward mode computes tangents of all results, used or not.
+            with unknown.not_raising():
+                return unknown.unless_moving(message, [tf.zeros_like(part)], moving, xs)
 
         return pull, push
 
@@ -94,16 +95,8 @@ def differentiable(
     name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], hessian: Hessian
 ) -> list[Tensor]:
     """Returns gradients that were computed elsewhere, with the Hessian as their derivative."""
-
-    def pull(*z: Tensor) -> list[Gradient]:
-        return [*z, *hessian.pull(*z)]
-
-    def push(*tangents: Tensor) -> list[Tangent]:
-        along, points = tangents[: len(gxs)], tangents[len(gxs) :]
-        return [t + ht for t, ht in zip(along, hessian.push(*points), strict=True)]
-
-    rule = Rule(name, pull, push)
-    return keep(gxs, [*gxs, *xs], rule)
+    rule = Rule(name, hessian.pull, hessian.push)
+    return keep(gxs, [*gxs, *xs], in_addition(rule, len(gxs)))
 
 
 def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str) -> list[Tensor]:
@@ -111,10 +104,9 @@ def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str
     xs = [graphs.here(x) for x in xs]
 
     def pull(*z: Tensor) -> list[Gradient]:
-        return [*z, *loud.failures(xs, message, z)]
+        return [*z, *unknown.failures(xs, message, z)]
 
     def push(*tangents: Tensor) -> list[Tangent]:
-        return loud.unless_moving(message, tangents[: len(gxs)], tangents[len(gxs) :], xs)
+        return unknown.unless_moving(message, tangents[: len(gxs)], tangents[len(gxs) :], xs)
 
-    rule = Rule(name, pull, push)
-    return keep(gxs, [*gxs, *xs], rule)
+    return keep(gxs, [*gxs, *xs], Rule(name, pull, push))

@@ -1,4 +1,4 @@
-"""The guard: the one place where errors are added for derivatives that TensorFlow would lose.
+"""The guard: errors for derivatives of a rule's gradients that TensorFlow would lose.
 
 A rule returns gradients, and TensorFlow differentiates them like all other tensors. So derivatives
 of every order are those of the rule, and nothing is done for them here. But in two cases TensorFlow
@@ -14,28 +14,30 @@ a graph that never runs. TensorFlow is asked there what the gradient is connecte
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import loud, structures
-from sgtrick._core._tensorflow import connections, graphs, tapes, tracing, uses
-from sgtrick._core._tensorflow.graphs import here
-from sgtrick._core._tensorflow.uses import Uses
-from sgtrick._core.absent import Dense, present
+from sgtrick._arguments import structures
+from sgtrick._arguments.nones import TensorsOnly, present
+from sgtrick._core import unknown
 from sgtrick._core.override import pass_on
 from sgtrick._core.rule import Rule
 from sgtrick._core.running import is_running, running
 from sgtrick._core.transposition import transposed, values_of, with_values
-from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._tensorflow import connections, graphs, tapes, tracing, uses
+from sgtrick._tensorflow.graphs import here
+from sgtrick._tensorflow.uses import Uses
+from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
-# From upstream gradients and inputs to gradients, one or None for each of the first inputs.
+# From upstream gradients and inputs to gradients, one or None for each of the first inputs; or from
+# tangents and inputs to tangents.
 ExplicitRule = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Sequence[Gradient]]
 
 
-class Lost(NamedTuple):
-    """Why TensorFlow would lose derivatives of a gradient: messages, None where it would not."""
+class Missing(NamedTuple):
+    """Which derivatives of a gradient TensorFlow would lose: messages, None for those it knows."""
 
     by_inputs: str | None = None
     by_upstream: str | None = None
@@ -44,80 +46,81 @@ class Lost(NamedTuple):
 class Check:
     """Finds out what TensorFlow would lose of the gradients that a rule returns, when asked."""
 
-    def __init__(self, name: str, rule: ExplicitRule, inputs: Sequence[Tensor]) -> None:
-        """The rule is a function of all that it depends on, such as tensors like `inputs`."""
-        self._name, self._rule = name, rule
-        self._specs = tracing.specs_of(inputs)
-        self._found: dict[tuple[bool, ...], list[Lost] | str] = {}
-
-    def lost(self, us: Sequence[Tensor | None], closed: Sequence[Tensor], i: int) -> Lost:
-        """What is lost of gradient `i`.
+    def __init__(
+        self,
+        name: str,
+        rule: ExplicitRule,
+        likes: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        is_jvp: bool = False,
+    ) -> None:
+        """For a rule given as a pure function; what that closes over is passed to `missing`.
 
         Args:
-            us: The upstream gradients, None where there are none.
-            closed: Tensors that the rule closes over and that are differentiated.
-            i: The number of the gradient.
+            name: The function's name in errors.
+            rule: A function of tensors like `likes` and like `inputs`.
+            likes: Outputs, whose upstream gradients the rule gets: None for those without
+                derivatives. For a JVP rule, inputs, whose tangents it gets.
+            inputs: What else the rule gets.
+            is_jvp: Whether it returns tangents, which depend on `inputs` as all gradients do.
         """
-        found = self._of(us, closed)
-        return Lost(found, found) if isinstance(found, str) else found[i]
+        self._name, self._rule, self._is_jvp = name, rule, is_jvp
+        live = [structures.is_differentiable(t.dtype) for t in likes]
+        self._us = [s if ok else None for s, ok in zip(tracing.specs_of(likes), live, strict=True)]
+        self._inputs = tracing.specs_of(inputs)
+        self._found: dict[frozenset[Hashable], list[Missing] | Missing] = {}
 
-    def lost_of_tangents(self, us: Sequence[Tensor | None]) -> Lost:
-        """What is lost of tangents, which depend on the point as all the gradients do."""
-        found = self._of(us, ())
-        if isinstance(found, str):
-            return Lost(found, found)
-        return next((Lost(one.by_inputs) for one in found if one.by_inputs), Lost())
-
-    def cut(self, tangents: Sequence[Tangent]) -> str | None:
-        """Why derivatives by tangents of the first inputs would be lost of one of the results."""
-        # Those of a batch are stacked, and the rule is that of a member.
-        likes = [
-            None if t is None else spec for t, spec in zip(tangents, self._specs, strict=False)
-        ]
-        found = self._of(likes, ())
-        if isinstance(found, str):
-            return found
-        return next((one.by_upstream for one in found if one.by_upstream), None)
-
-    def _of(self, us: Sequence[Tensor | None], closed: Sequence[Tensor]) -> list[Lost] | str:
-        key = tuple(u is None for u in us)
+    def missing(self, closed: Sequence[Tensor], i: int | None = None) -> Missing:
+        """What is missing of gradient `i`, or of any, by inputs and what is `closed` over."""
+        key = frozenset(map(graphs.identity_of, closed))
         if key not in self._found:
-            self._found[key] = self._traced(us, closed)
-        return self._found[key]
+            self._found[key] = self._traced(closed)
+        found = self._found[key]
+        if isinstance(found, Missing):
+            return found
+        if i is not None and not self._is_jvp:
+            return found[i]
+        return Missing(*(next(filter(None, why), None) for why in zip(*found, strict=True)))
 
-    def _traced(self, us: Sequence[Tensor | None], closed: Sequence[Tensor]) -> list[Lost] | str:
-        n, count = len(present(us)), len(us)
-        dense = Dense(lambda *ts: self._values(ts[:count], ts[count:]), [*us, *self._specs])
+    def _traced(self, closed: Sequence[Tensor]) -> list[Missing] | Missing:
+        n, count = len(present(self._us)), len(self._us)
+        every = TensorsOnly(
+            lambda *ts: self._values(ts[:count], ts[count:]), [*self._us, *self._inputs]
+        )
 
         def trace() -> tracing.Traced:
-            with running("tapes"), loud.off():
-                return tracing.Traced(dense, [*tracing.specs_of(present(us)), *self._specs])
+            with running("tapes"), unknown.ignored():
+                return tracing.Traced(every, [*present(self._us), *self._inputs])
 
         try:
-            traced = tapes.apart(trace) if tapes.tapes_are_silenced() else trace()
+            traced = tapes.in_thread(trace) if tapes.tapes_are_silenced() else trace()
         except Exception as error:
             if not tf.executing_eagerly():
                 raise
             # What runs eagerly may do what no graph can, such as branching on values.
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            return _UNTRACEABLE.format(self._name, reason[-1].strip())
+            why = _UNTRACEABLE.format(self._name, reason[-1].strip())
+            return Missing(why, why)
         inputs = [*traced.inputs[n:], *connections.varying(traced.captured, traced.inner, closed)]
-        found = [self._lost_of(y, traced.inputs[:n], inputs) for y in traced.outputs]
-        return [one or Lost() for one in dense.restored(found)]
+        found = [self._missing_of(y, traced.inputs[:n], inputs) for y in traced.outputs]
+        return [one or Missing() for one in every.restored(found)]
 
     def _values(self, us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         gradients = self._rule(us, inputs)
         return [None if g is None else values_of(g) for g in gradients]
 
-    def _lost_of(self, y: Tensor, us: Sequence[Tensor], inputs: Sequence[Tensor]) -> Lost:
-        name, by_us = self._name, connections.are_connected(y, us)
+    def _missing_of(self, y: Tensor, us: Sequence[Tensor], inputs: Sequence[Tensor]) -> Missing:
         computed = connections.Subgraph(y)
         # What is made of upstream gradients alone does not depend on anything else.
-        is_known = not computed.host_calls and (
-            connections.are_connected(y, inputs) or (by_us and computed.is_made_of(us))
+        is_connected = connections.are_connected(y, inputs) or (
+            connections.are_connected(y, us) and computed.is_made_of(us)
         )
-        is_cut = not by_us or computed.host_sees(us)
-        return Lost(None if is_known else message(name), cut_message(name) if is_cut else None)
+        why = message(self._name)
+        return Missing(
+            None if is_connected and not computed.host_calls else why,
+            why if computed.host_sees(us) else None,
+        )
 
 
 def guarded(
@@ -125,57 +128,63 @@ def guarded(
     check: Check,
     ys: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    of_tangents: Check | None = None,
+    of_jvp: Check | None = None,
 ) -> Rule:
     """The same rule, with errors for the derivatives that TensorFlow would lose.
 
     Args:
-        rule: Its first gradients are those that `check` knows.
-        check: Finds out what is lost.
+        rule: The rule.
+        check: Finds out what is missing of its gradients; of tangents, if it comes with a JVP.
         ys: The outputs.
         inputs: What the rule depends on.
-        of_tangents: The same for a JVP rule, which gets tangents in the place of upstream
-            gradients, and may pass them to the host.
+        of_jvp: Finds out what is missing of tangents, if `pull` and `push` are different rules.
     """
 
-    def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
-        if loud.is_off() or (tf.executing_eagerly() and not tapes.somebody_records()):
-            return rule.pull(*upstream)
-        us = [None if u is None else tf.identity(u) for u in upstream]
+    def all_guarded(
+        run: Callable[[], Sequence[Gradient]],
+        us: Sequence[Tensor | None],
+        missing: Callable[..., Missing],
+    ) -> Sequence[Gradient]:
         near = list(map(here, inputs))
-        gradients, used = uses.call(lambda: rule.pull(*us), [*present(us), *near])
-        near += [*used.tensors, *map(structures.as_tensor, used.variables)]
-        at = [] if callable(rule.push) else present(us)
-        lost = functools.partial(check.lost, us, used.tensors)
+        found, used = uses.call(run, [*present(us), *near])
+        closed = [*inputs, *used.all_tensors]
+        near += [*used.all_tensors, *map(structures.as_tensor, used.variables)]
         return [
-            None if g is None else _guard(g, functools.partial(lost, i), at, near)
-            for i, g in enumerate(gradients)
+            None
+            if g is None
+            else _guard(g, functools.partial(missing, closed, i), present(us), near)
+            for i, g in enumerate(found)
         ]
 
-    def guard(
-        moved: Sequence[Tangent], tangents: Sequence[Tangent], xs: Sequence[Tensor]
-    ) -> list[Tangent]:
-        near, ts = list(map(here, xs)), present(tangents)
+    def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
+        if unknown.is_ignored() or (tf.executing_eagerly() and not tapes.somebody_records()):
+            return rule.pull(*upstream)
+        us = [None if u is None else tf.identity(u) for u in upstream]  # not equal to an input
 
-        def lost() -> Lost:
-            cut = of_tangents.cut(tangents) if of_tangents else None
-            return check.lost_of_tangents(likes)._replace(by_upstream=cut)
+        def missing(closed: Sequence[Tensor], i: int) -> Missing:
+            found = check.missing(closed, i)
+            # By upstream gradients the derivative is the other rule.
+            return found if of_jvp is None else found._replace(by_upstream=None)
 
-        return [None if t is None else _guard(t, lost, ts, near) for t in moved]
+        return all_guarded(lambda: rule.pull(*us), us, missing)
 
     def push(*tangents: Tangent) -> Sequence[Tangent]:
-        moved = rule.push(*tangents) if callable(rule.push) else transposed(rule, ys, tangents)
-        return moved if loud.is_off() else guard(moved, tangents, inputs)
+        def run() -> Sequence[Tangent]:
+            return rule.push(*tangents) if callable(rule.push) else transposed(rule, ys, tangents)
 
-    likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+        if unknown.is_ignored():
+            return run()
+        found_by = of_jvp or check
+        return all_guarded(run, tangents, lambda closed, _: found_by.missing(closed))
+
     is_known = rule.push is not None
     push_ = rule.push if isinstance(rule.push, str) else push
-    return Rule(rule.name, pull, push_, guard, transposes=not is_known)
+    return Rule(rule.name, pull, push_, transposes=not is_known)
 
 
 def _guard(
     gradient: Gradient,
-    lost: Callable[[], Lost],
+    missing: Callable[[], Missing],
     us: Sequence[Tensor],
     inputs: Sequence[Tensor],
     *,
@@ -185,7 +194,7 @@ def _guard(
 
     Args:
         gradient: What a rule has returned.
-        lost: Finds out what is lost of it.
+        missing: Finds out which of its derivatives are.
         us: The upstream gradients or tangents that the rule was called with.
         inputs: All else that it depends on.
         is_value: Whether it is a value instead, whose own derivatives come from a rule, and lack
@@ -195,21 +204,21 @@ def _guard(
 
     def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
         def pull(z: Tensor) -> list[Gradient]:
-            found = lost()
+            found = missing()
             by_us = _failures(xs[:n], found.by_upstream, z, xs)
             by_inputs = _failures(xs[n:], found.by_inputs, z, xs)
-            if found.by_inputs and not is_value:  # nor are those of what z is pulled back to known
-                z = _guard(z, lost, [], xs[n:])
+            if found.by_inputs and not is_value:  # what z becomes has unknown derivatives, too
+                z = _guard(z, missing, [], xs[n:])
             return [z, *by_us, *by_inputs]
 
         def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
-            found = tapes.apart(lost)
+            found = tapes.in_thread(missing)
             along = _unless_moving(found.by_upstream, part, along, tangents[:n], xs)
             along = _unless_moving(found.by_inputs, part, along, tangents[n:], xs)
             if along is None or is_value:
                 return [along]
             # The tangent lacks the same derivatives as the gradient.
-            return [_guard(along, lost, [], xs[n:])]
+            return [_guard(along, missing, [], xs[n:])]
 
         return pull, push
 
@@ -220,7 +229,7 @@ def _guard(
 def _failures(
     likes: Sequence[Tensor], why: str | None, z: Tensor, xs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    return loud.failures(likes, why, [z], xs) if why else [None] * len(likes)
+    return unknown.failures(likes, why, [z], xs) if why else [None] * len(likes)
 
 
 def _unless_moving(
@@ -234,7 +243,7 @@ def _unless_moving(
     if not (why and moving):
         return along
     along = tf.zeros_like(part) if along is None else along
-    return loud.unless_moving(why, [along], moving, xs)[0]
+    return unknown.unless_moving(why, [along], moving, xs)[0]
 
 
 def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
@@ -242,7 +251,7 @@ def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
 
     Its other derivatives are passed on, with derivatives of their own.
     """
-    known = Lost(by_inputs=message)
+    known = Missing(by_inputs=message)
     return _guard(y, lambda: known, [], xs, is_value=True) if xs else y
 
 
@@ -269,17 +278,17 @@ def unknown_by_closure(
     if used.has_lists:
         raise ValueError(LIST.format(name))
     arguments = list(map(graphs.outside, passed))
-    closed = [t for t in used.tensors if not connections.depends(graphs.outside(t), arguments)]
+    closed = [t for t in used.all_tensors if not connections.depends(graphs.outside(t), arguments)]
     if not closed:
         return list(ys)
     known = [*passed, *used.variables]
-    lost = Lost(by_inputs=_CLOSES_OVER.format(name, rule))
+    missing = Missing(by_inputs=_CLOSES_OVER.format(name, rule))
 
-    def unless_accounted_for() -> Lost:
+    def unless_accounted_for() -> Missing:
         # Nothing tells how an eager tensor was made. But who asks for arguments alone does not ask
         # for what else it was made of.
         is_known = tf.executing_eagerly() and tapes.asked_only_for(known)
-        return Lost() if is_known else lost
+        return Missing() if is_known else missing
 
     return [_guard(y, unless_accounted_for, [], closed, is_value=True) for y in ys]
 
@@ -305,17 +314,6 @@ def message(name: str) -> str:
         "was computed by a host call or by NumPy; or it was stopped, or does not depend on the "
         "point. If it really is a constant, add 0 * x to it. Otherwise compute it from TensorFlow "
         "ops, or give the host call its own gradient with one of sgtrick's functions."
-    )
-
-
-def cut_message(name: str) -> str:
-    """The error for a gradient that cannot be differentiated by the upstream gradients."""
-    return (
-        f"The gradient of {name} was differentiated again, with respect to the upstream gradient "
-        "(that of whatever was computed from the result), but TensorFlow does not see how the one "
-        "depends on the other: the gradient function passes it to a host call or to NumPy, or "
-        "stops it. Compute with it in TensorFlow ops, or give the host call its own gradient with "
-        "one of sgtrick's functions."
     )
 
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, embedding, loud, value_form
-from sgtrick._core._tensorflow.graphs import here
+from sgtrick._arguments import value_form
+from sgtrick._arguments.structures import Leaf
+from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._core import adjoint, embedding, unknown
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._core.structures import Leaf
-from sgtrick._core.tensors import TENSORFLOW
-from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._tensorflow.graphs import here
+from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 _THIRD = (
     "{0} was asked for a third derivative, but only its value, gradient and Hessian are known. "
@@ -41,11 +42,11 @@ def symmetric(
         at, xs = [here(t) for t in at], [here(x) for x in xs]
 
         def pull(*z: Tensor) -> list[Gradient]:
-            return [*product(at, xs, z), *loud.failures(xs, _THIRD.format(name), z, vs)]
+            return [*product(at, xs, z), *unknown.failures(xs, _THIRD.format(name), z, vs)]
 
         def push(*tangents: Tensor) -> list[Tangent]:
             pushed, points = product(at, xs, tangents[: len(xs)]), tangents[len(xs) :]
-            return loud.unless_moving(_THIRD.format(name), pushed, points, xs)
+            return unknown.unless_moving(_THIRD.format(name), pushed, points, xs)
 
         inputs = [*vs, *xs]
         return keep(times(at, vs), inputs, Rule(name, pull, push))
@@ -135,11 +136,7 @@ class Product(value_form.Product):
         ws = adjoint.probes(products)
         pulled = tape.gradient(products, v, output_gradients=ws)
         fits = adjoint.holds(ws, self.times(tested), pulled, tested)
-        zero = loud.zero_if(fits, self.not_connected, z)
-        return [
-            (tf.zeros_like(v_i) if g is None else g) + tf.cast(zero, v_i.dtype)
-            for g, v_i in zip(found, v, strict=True)
-        ]
+        return unknown.known_if(fits, self.not_connected, found, v, z)
 
     def _third(self) -> str:
         return _THIRD.format(self._name)

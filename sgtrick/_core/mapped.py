@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import loud, structures
-from sgtrick._core._tensorflow import mapping, tapes, tracing
-from sgtrick._core.absent import Dense, present
+from sgtrick._arguments import structures
+from sgtrick._arguments.nones import TensorsOnly, present
+from sgtrick._core import unknown
 from sgtrick._core.rule import Rule
 from sgtrick._core.running import running
-from sgtrick._core.types import Gradient, Tensor
+from sgtrick._tensorflow import mapping, tapes, tracing
+from sgtrick._types import Gradient, Tensor
 
 
 def of_batch(
@@ -31,9 +32,9 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    dense = Dense(rule.pull, live)
+    dense = TensorsOnly(rule.pull, live)
     # Accumulators cannot follow functions that are carried from graph to graph.
-    with loud.not_raising(), running("tapes" if tapes.somebody_pushes() else "graph"):
+    with unknown.not_raising(), running("tapes" if tapes.somebody_pushes() else "graph"):
         member = tracing.Traced(dense, tracing.specs_of(present(live)), batch.graph)
     try:
         captured = [batch.take(t) for t in member.captured]
@@ -42,7 +43,7 @@ def of_batch(
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
-        with loud.not_raising():
+        with unknown.not_raising():
             mapped = mapping.over_members(member, us, captured)
         gradients = dense.restored(mapped)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, inputs, strict=True)):
@@ -53,7 +54,7 @@ def of_batch(
         return list(gradients)
 
     push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push, rule.guard)
+    return ys, xs, Rule(rule.name, pull, push)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
@@ -66,6 +67,6 @@ def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
     )
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:
-        return loud.failures(xs, message, present(upstream))
+        return unknown.failures(xs, message, present(upstream))
 
     return Rule(name, pull, message)

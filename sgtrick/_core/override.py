@@ -14,15 +14,17 @@ from contextvars import ContextVar
 
 import tensorflow as tf
 
-from sgtrick._core import apart, devices, loud, mapped, structures
-from sgtrick._core._tensorflow import mapping, overrides, tapes, tracing
-from sgtrick._core._tensorflow.autograph import unconverted
-from sgtrick._core._tensorflow.graphs import here
-from sgtrick._core.absent import Dense, present
-from sgtrick._core.rule import Rule
+from sgtrick._arguments import devices, structures
+from sgtrick._arguments.nones import TensorsOnly, present, spread
+from sgtrick._arguments.scopes import scope
+from sgtrick._core import jvp_call, mapped, unknown
+from sgtrick._core.rule import Rule, in_addition
 from sgtrick._core.running import is_for_graph, running
 from sgtrick._core.transposition import checked, transposed
-from sgtrick._core.types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._tensorflow import mapping, overrides, tapes, tracing
+from sgtrick._tensorflow.autograph import unconverted
+from sgtrick._tensorflow.graphs import here
+from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
 @unconverted
@@ -38,7 +40,8 @@ def keep(
 
     Args:
         ys: Tensors. Nothing else that they depend on gets a gradient: to keep the derivatives of
-            `ys` themselves, pass them among `xs` too.
+            `ys` themselves, pass them among `xs` too. If no `xs` have derivatives, or if nobody
+            records, they are returned as they are.
         xs: Tensors.
         rule: The derivatives.
         natural: The same values, by operations whose own derivatives are right to first order, for
@@ -57,14 +60,15 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
+        elsewhere = rule
         if _DEPTH.get() < 2 and (tracing.is_soon_closed() or is_for_graph()):
-            rule = _carried(rule, ys)
-        outputs = _outputs(ys, xs, rule, natural, in_graph)
+            elsewhere = _carried(rule, ys)
+        outputs = _outputs(ys, xs, rule, elsewhere, natural, in_graph)
     tapes.record_override(
         outputs,
         xs,
         lambda *upstream: _pull(rule, ys, upstream),
-        lambda *tangents: _push(rule, ys, xs, tangents),
+        lambda *tangents: _push(rule, ys, tangents),
     )
     return outputs
 
@@ -74,38 +78,64 @@ def keep(
 _DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
 
 
+def with_transpose(rule: Rule, push: Pushforward) -> Rule:
+    """The same rule with a pushforward, which is also the derivative by upstream gradients.
+
+    Around a function, and around `tf.vectorized_map`, forward mode is that derivative.
+    """
+
+    def pull(*upstream: Tensor | None) -> list[Gradient]:
+        us = present(upstream)
+        found = list(rule.pull(*spread(list(map(tf.stop_gradient, us)), upstream)))
+        gradients = list(map(tf.convert_to_tensor, present(found)))  # not slices
+
+        def pull_back(*zs: Tensor) -> list[Gradient]:
+            moved = push(*spread(zs, found))
+            return [t for t, u in zip(moved, upstream, strict=True) if u is not None]
+
+        def push_on(*ts: Tensor) -> list[Tangent]:
+            return present(rule.pull(*spread(ts, upstream)))
+
+        transpose = in_addition(Rule(rule.name, pull_back, push_on), len(gradients))
+        return spread(keep(gradients, [*gradients, *us], transpose), found)
+
+    return rule._replace(pull=pull, push=push)
+
+
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     """The same rule, whose pullback captures nothing more when it is called."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    dense = Dense(rule.pull, live)
-    token = _DEPTH.set(_DEPTH.get() + 1)
-    try:
-        with loud.not_raising():
-            pull = tracing.carried(dense, tracing.specs_of(present(live)))
-    finally:
-        _DEPTH.reset(token)
-    return rule._replace(pull=lambda *us: dense.restored(pull(*_zeros_for_none(us, live))))
+    dense = TensorsOnly(rule.pull, live)
+    with scope(_DEPTH, _DEPTH.get() + 1), unknown.not_raising():
+        pull = tracing.carried(dense, tracing.specs_of(present(live)))
 
+    def pulled(*us: Tensor | None) -> list[Gradient]:
+        pairs = zip(us, live, strict=True)
+        # In loops of TensorFlow 1, an upstream gradient may be missing.
+        given = [tf.zeros_like(y) if u is None else u for u, y in pairs if y is not None]
+        return dense.restored(pull(*given))
 
-def _zeros_for_none(us: Sequence[Tensor | None], live: Sequence[Tensor | None]) -> list[Tensor]:
-    pairs = zip(us, live, strict=True)
-    return [tf.zeros_like(y) if u is None else u for u, y in pairs if y is not None]
+    return rule._replace(pull=pulled)
 
 
 def _outputs(
     ys: list[Tensor],
     xs: list[Tensor],
     rule: Rule,
+    elsewhere: Rule,
     natural: Sequence[Tensor] | None,
     in_graph: bool,
 ) -> list[Tensor]:
-    """The outputs in a graph, not recorded by any tape."""
+    """The outputs in a graph, not recorded by any tape.
+
+    `elsewhere` is the rule for other graphs.
+    """
     if not in_graph:
         with tapes.not_recording():
             return [tf.identity(y) for y in natural or ys]
     meaning = overrides.Override(
-        lambda *upstream: _pull_for_graph(rule, ys, upstream),
-        lambda batch: _vectorized(rule, len(ys), batch),
+        lambda *upstream: _pull_for_graph(rule, elsewhere, ys, upstream),
+        lambda batch: _vectorized(elsewhere, len(ys), batch),
     )
     dropped = _DROPPED.format(rule.name)
     natural = natural or [
@@ -148,38 +178,38 @@ def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | 
 
 
 def _pull_for_graph(
-    rule: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]
+    rule: Rule, elsewhere: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]
 ) -> list[Gradient]:
-    """The same for the gradient of a function as a whole, which TensorFlow may transpose."""
+    """The same for `tf.gradients`, and for the gradient of a function, a branch or a loop.
+
+    The latter is of all arguments, whether or not somebody asked for it, so it raises no errors.
+    TensorFlow may transpose it.
+    """
+    if ys[0].graph is tf.compat.v1.get_default_graph():
+        return _pull(rule, ys, upstream)
 
     def pull() -> list[Gradient]:
-        with running("graph"), loud.not_raising(), devices.of(ys[0]):
+        with running("graph"), unknown.not_raising(), devices.of(ys[0]):
             us = _dense(ys, upstream)
-            gradients = list(rule.pull(*us))
+            gradients = list(elsewhere.pull(*us))
             if callable(rule.push) and not rule.transposes:
                 return gradients
-            return checked(rule, gradients, us, pass_on)
+            return checked(elsewhere, gradients, us, pass_on)
 
-    return tapes.apart(pull) if tapes.tapes_are_silenced() else pull()
+    return tapes.in_thread(pull) if tapes.tapes_are_silenced() else pull()
 
 
-def _push(
-    rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], tangents: Sequence[Tangent]
-) -> list[Tangent]:
+def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:
     """The tangents of the outputs."""
     if isinstance(rule.push, str):
         raise NotImplementedError(rule.push)
 
     def run(*ts: Tangent) -> Sequence[Tangent]:
         with running("tapes"):  # in another thread
-            if callable(rule.push):
-                return rule.push(*ts)
-            moved = transposed(rule, ys, ts)
-            return rule.guard(moved, ts, xs) if rule.guard else moved
+            return rule.push(*ts) if callable(rule.push) else transposed(rule, ys, ts)
 
-    dense = Dense(run, tangents)
     with devices.of(ys[0]):
-        return dense.restored(apart.call(dense, present(tangents)))
+        return jvp_call.call(run, tangents)
 
 
 Derivatives = Callable[[Tensor, Sequence[Tensor]], tuple[Pullback, Pushforward]]
@@ -187,6 +217,9 @@ Derivatives = Callable[[Tensor, Sequence[Tensor]], tuple[Pullback, Pushforward]]
 
 def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Tensor:
     """The same tensor, with derivatives with respect to itself and to `xs`.
+
+    Unlike those of `keep`, the derivatives are functions of `part` and `xs`. So for a batch they
+    are computed anew, and not by mapping a trace.
 
     Args:
         part: The tensor.
@@ -210,7 +243,7 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
     def quietly(*upstream: Tensor) -> Sequence[Gradient]:
         # The gradient of a function as a whole: nobody may have asked for all of it.
         is_of_function = part.graph is not tf.compat.v1.get_default_graph()
-        with loud.not_raising() if is_of_function else contextlib.nullcontext():
+        with unknown.not_raising() if is_of_function else contextlib.nullcontext():
             return pull(*upstream)
 
     (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
@@ -220,5 +253,7 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
 
 def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tensor]:
     """The outputs for all members of a batch, as a kept override again."""
+    if rule.batched is not None:
+        return list(rule.batched(batch.inputs[count:]))
     ys, xs, rule = mapped.of_batch(rule, count, batch)
     return keep(ys, xs, rule, natural=ys)

@@ -1,9 +1,9 @@
 """The derivative of outputs with respect to inputs, as a form defines it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sgtrick._core.types import Pullback, Pushforward, Tangent
+from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
 class Rule(NamedTuple):
@@ -15,13 +15,31 @@ class Rule(NamedTuple):
             gradient or None for each input.
         push: From one tangent for each input to one tangent for each output; or the message of the
             error in forward mode; or None to transpose `pull`, with a test.
-        guard: Adds errors to tangents that were obtained by transposing, given the tangents of the
-            inputs, and the inputs.
         transposes: Whether `push` transposes `pull`.
+        batched: Under `tf.vectorized_map`, from the inputs for all members, and whether each has a
+            batch dimension, to the outputs with their derivatives; None to map `pull`.
     """
 
     name: str
     pull: Pullback
     push: Pushforward | str | None = None
-    guard: Callable[..., list[Tangent]] | None = None
     transposes: bool = False
+    batched: Callable[[Sequence[tuple[Tensor, bool]]], Sequence[Tensor]] | None = None
+
+
+def in_addition(rule: Rule, count: int = 1) -> Rule:
+    """The rule of `count` values that keep their own derivatives in addition to those of `rule`."""
+
+    def pull(*upstream: Tensor) -> list[Gradient]:
+        return [*upstream, *rule.pull(*upstream)]
+
+    def push(*tangents: Tangent) -> list[Tangent]:
+        assert callable(rule.push)
+        return plus(tangents[:count], rule.push(*tangents[count:]))
+
+    return rule._replace(pull=pull, push=push)
+
+
+def plus(a: Sequence[Tangent], b: Sequence[Tangent]) -> list[Tangent]:
+    """Sums of tangents, where None is zero."""
+    return [q if p is None else p if q is None else p + q for p, q in zip(a, b, strict=True)]

@@ -1,8 +1,9 @@
 """Whether a rule is being run, and for what."""
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
+
+from sgtrick._arguments.scopes import scope
 
 _FOR: ContextVar[str | None] = ContextVar("_FOR", default=None)
 
@@ -17,11 +18,6 @@ def is_for_graph() -> bool:
     return _FOR.get() == "graph"
 
 
-@contextlib.contextmanager
-def running(what: str) -> Iterator[None]:
+def running(what: str) -> contextlib.AbstractContextManager[None]:
     """A scope in which a rule is run for "tapes", or for the gradient of a "graph"."""
-    token = _FOR.set(what)
-    try:
-        yield
-    finally:
-        _FOR.reset(token)
+    return scope(_FOR, what)

@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import adjoint, loud, structures
-from sgtrick._core._tensorflow import graphs, tapes, tracing
-from sgtrick._core.absent import present, spread
+from sgtrick._arguments import structures
+from sgtrick._arguments.nones import present, spread
+from sgtrick._core import adjoint, unknown
+from sgtrick._core.adjoint import Paired, paired
 from sgtrick._core.rule import Rule
-from sgtrick._core.types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
-
-# Tensors, and as many others of the same dtypes.
-Paired = tuple[list[Tensor], list[Tensor]]
+from sgtrick._tensorflow import graphs, tapes, tracing
+from sgtrick._types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
 
 
 def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:
@@ -23,13 +22,15 @@ def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) ->
 
     found, fits, (gs, ts) = transpose(pull, present(likes))
     # Not of what is far, which may overflow.
-    zero = loud.zero_if(fits, _MESSAGE.format(rule.name), [*gs, *ts])
-    return spread([t + tf.cast(zero, t.dtype) for t in found], likes)
+    of = [*gs, *ts]
+    return spread(
+        unknown.known_if(fits, _MESSAGE.format(rule.name), found, present(likes), of), likes
+    )
 
 
 def transpose(
     pull: Callable[[Sequence[Tensor]], Paired], likes: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, Paired]:
+) -> tuple[list[Gradient], Tensor, Paired]:
     """The transpose of a linear function, and whether it is one.
 
     Args:
@@ -37,17 +38,16 @@ def transpose(
         likes: Tensors like its arguments.
 
     Returns:
-        The transpose; whether the dot-product test holds; what `pull` returned in the test.
+        The transpose, None where it is zero; whether the dot-product test holds; what `pull`
+        returned in the test.
     """
     us, far = adjoint.probes(likes), adjoint.far_probes(likes)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(far)
         gs, ts = pull(far)
-    gradients = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
-    pairs = zip(gradients, us, strict=True)
-    found = [tf.zeros_like(u) if g is None else tf.convert_to_tensor(g) for g, u in pairs]
+    found = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
     gs, ts = pull(us)
-    return found, adjoint.holds(gs, ts, found, us), (gs, ts)
+    return found, adjoint.holds(ts, gs, us, found), (gs, ts)
 
 
 def checked(
@@ -75,7 +75,7 @@ def checked(
                     fits, message = tf.constant(False), rule.push
                 else:
                     fits, message = _fits(rule, i, upstream, part.graph, z), _MESSAGE
-                zero = loud.zero_if(fits, message.format(rule.name), [z, *at])
+                zero = unknown.zero_if(fits, message.format(rule.name), [z, *at])
                 return [z, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at)]
 
             return pull, lambda along, *_: [along]
@@ -93,13 +93,13 @@ def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z
             gradient = rule.pull(*spread(us, upstream))[i]
             return paired([None if gradient is None else values_of(gradient)], [z])
 
-        with loud.not_raising():
+        with unknown.not_raising():
             _, holds, _ = transpose(pull, present(upstream))
         return [holds]
 
     # What the rule uses is only known in its graph, to which nothing may be added any more: as long
     # as that happens, TensorFlow differentiates it anew.
-    traced = tapes.apart(lambda: tracing.Traced(fits, tracing.specs_of([z]), graph))
+    traced = tapes.in_thread(lambda: tracing.Traced(fits, tracing.specs_of([z]), graph))
     with graph.as_default():
         captured = list(map(graphs.as_used, traced.captured))
     with tapes.not_recording():
@@ -121,19 +121,9 @@ def with_values(gradient: Gradient, part: Tensor) -> Gradient:
     return part
 
 
-def paired(some: Sequence[Gradient], others: Sequence[Tensor | None]) -> Paired:
-    """The pairs without None, as tensors of one dtype: such as gradients and tangents."""
-    pairs = [
-        (tf.convert_to_tensor(a), b)  # IndexedSlices, for a table that is gathered from
-        for a, b in zip(some, others, strict=True)
-        if a is not None and b is not None
-    ]
-    return [a for a, _ in pairs], [tf.cast(b, a.dtype) for a, b in pairs]
-
-
 _MESSAGE = (
     "Forward mode transposes the gradient function of {0} by differentiating it with respect to "
     "the upstream gradient, and the result is not the transpose: a part of it is a host call, is "
-    "stopped, or is not linear in the upstream gradient. Use sgtrick.custom_jvp, whose rule serves "
-    "forward mode, or use reverse mode (tf.GradientTape)."
+    "stopped, or is not linear in the upstream gradient. Add a JVP rule, by defjvp of custom_vjp; "
+    "or use sgtrick.custom_jvp, whose rule serves both modes, or reverse mode (tf.GradientTape)."
 )

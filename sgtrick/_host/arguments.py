@@ -7,9 +7,28 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import shapes, structures
-from sgtrick._core.types import DType, DTypeLike, Structure, Tensor
+from sgtrick._arguments import shapes, structures
 from sgtrick._host.contract import too_few_dimensions
+from sgtrick._types import DType, DTypeLike, Structure, Tensor
+
+
+def event_ndims_of(stated: Structure, names: Sequence[str], count: int) -> Sequence[Structure]:
+    """`event_ndims`, one for each argument.
+
+    Args:
+        stated: As the caller stated it.
+        names: The names of the arguments.
+        count: How many parameters there are. Omitted arguments have defaults and are the last ones.
+    """
+    if not isinstance(stated, (tuple, list)):
+        return [stated] * len(names)
+    left_out = len(names) < len(stated) <= count
+    if len(stated) != len(names) and not left_out:
+        raise ValueError(
+            f"event_ndims must be an int, or have one entry for each of the {len(names)} "
+            f"arguments ({', '.join(names)}), got {stated}."
+        )
+    return stated[: len(names)]
 
 
 def with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple[str, Any, int]]:

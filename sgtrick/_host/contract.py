@@ -1,5 +1,7 @@
 """What an engine is called with and must return, and the errors if it does not."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,63 +9,77 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import shapes
-from sgtrick._core.types import Args, Array, DTypeLike, Structure
+from sgtrick._arguments import shapes
+from sgtrick._host.value_shape import ValueShape
+from sgtrick._types import Args, Array, DTypeLike, Structure
 
 Shape = tuple[int, ...]
 # The arrays that make up an answer, such as the value and each gradient; None for unknown ones.
 Parts = list[Any]
 
 
+@dataclasses.dataclass(frozen=True)
 class CallSpec:
     """How flat arrays form the arguments of an engine, and what it must return.
 
     Attributes:
         name: The engine's name in error messages.
+        args: The arguments, with None as their leaves.
         paths: The names of the leaves of the arguments, such as "x['a']".
         event_ndims: The number of event dimensions of each leaf.
         dtypes: The gradient dtype of each leaf; None for a leaf without derivatives.
-        has_aux: Whether the engine returns aux beside the value.
-        places: The indices of the leaves that have derivatives.
-        gradient_dtypes: The gradient dtypes of those leaves.
+        value: The shape or shapes of the value of one batch member.
+        value_dtype: The dtype of the value for TensorFlow.
+        aux_dtype: That of aux; None if the engine returns no aux.
+        aux_shape: The shape of aux of one batch member, as far as it is known.
+        has_gradient: Whether the engine returns the gradient with the value.
         tells_failures: Whether the results tell for which batch members the engine failed.
-        outputs: The dtypes of the results: value, gradients of leaves with derivatives, whether the
-            engine failed, aux.
     """
 
-    def __init__(
-        self,
-        name: str,
-        args: Args,
-        paths: Sequence[str],
-        event_ndims: Sequence[int],
-        dtypes: Sequence[DTypeLike | None],
-        value_dtype: DTypeLike,
-        aux_dtype: DTypeLike | None,
-        *,
-        tells_failures: bool,
-    ) -> None:
-        self.name, self.paths, self.event_ndims = name, paths, event_ndims
-        self.dtypes, self.has_aux = dtypes, aux_dtype is not None
-        self.tells_failures = tells_failures
-        self.places = [k for k, dtype in enumerate(dtypes) if dtype is not None]
-        self._without = [k for k, dtype in enumerate(dtypes) if dtype is None]
-        self.gradient_dtypes = [np.dtype(dtypes[k]) for k in self.places]
-        self.outputs = [np.dtype(value_dtype), *self.gradient_dtypes]
-        if tells_failures:
-            self.outputs.append(np.dtype(bool))
-        if aux_dtype is not None:
-            self.outputs.append(np.dtype(aux_dtype))
-        # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.
-        self._args = tf.nest.map_structure(lambda _: None, args)
-        self._nested = any(map(tf.nest.is_nested, args))
-        self.has_derivatives = bool(self.gradient_dtypes)
+    name: str
+    args: Args
+    paths: Sequence[str]
+    event_ndims: Sequence[int]
+    dtypes: Sequence[DTypeLike | None]
+    value: ValueShape
+    value_dtype: DTypeLike
+    aux_dtype: DTypeLike | None
+    has_gradient: bool
+    tells_failures: bool
+    aux_shape: Shape | None = None
 
-    def pack(self, leaves: Sequence[Array]) -> Sequence[Structure]:
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """The indices of the leaves that have derivatives."""
+        return [k for k, dtype in enumerate(self.dtypes) if dtype is not None]
+
+    @functools.cached_property
+    def _without(self) -> list[int]:
+        """The indices of the others."""
+        return [k for k, dtype in enumerate(self.dtypes) if dtype is None]
+
+    @functools.cached_property
+    def gradient_dtypes(self) -> list[np.dtype[Any]]:
+        """The gradient dtypes of those leaves."""
+        return [np.dtype(self.dtypes[k]) for k in self.places]
+
+    @functools.cached_property
+    def outputs(self) -> list[np.dtype[Any]]:
+        """The dtypes of the values, of their gradients, of whether it failed, and of aux."""
+        values = [np.dtype(self.value_dtype)] * len(self.value.shapes)
+        gradients = self.gradient_dtypes * len(values) if self.has_gradient else []
+        aux = [] if self.aux_dtype is None else [np.dtype(self.aux_dtype)]
+        return [*values, *gradients, *[np.dtype(bool)] * self.tells_failures, *aux]
+
+    @functools.cached_property
+    def _nested(self) -> bool:
+        return any(map(tf.nest.is_nested, self.args))
+
+    def pack(self, leaves: Sequence[Any]) -> Sequence[Structure]:
         """Packs leaves into the arguments of the engine."""
         if not self._nested:
             return leaves
-        return tf.nest.pack_sequence_as(self._args, leaves)  # type: ignore[no-any-return]
+        return tf.nest.pack_sequence_as(self.args, leaves)  # type: ignore[no-any-return]
 
     def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
         """Copies for the engine, which may modify and keep them; the originals are TensorFlow's.
@@ -88,14 +104,51 @@ class CallSpec:
             leaves.append(leaf)
         return leaves
 
+    def values(
+        self,
+        value: Structure,
+        batch: Shape,
+        events: Sequence[Shape] = (),
+        what: str = "the value",
+    ) -> list[Array]:
+        """The checked leaves of a value, or of its tangent.
+
+        Args:
+            value: What the engine returned.
+            batch: The batch shape of the call.
+            events: The shapes of the leaves of the arguments, for errors that name a likely cause.
+            what: What error messages call the value.
+
+        Raises:
+            TypeError: A leaf is not an array of real numbers.
+            ValueError: The shape or structure is wrong.
+        """
+        if self.value.like is None:  # a fast path for the usual case
+            return [self.checked(value, batch + self.value.shapes[0], what, events=events)]
+        return [
+            self.checked(leaf, (*batch, *shape), what + path, events=events)
+            for leaf, path, shape in zip(
+                split(value, self.value.like, f"{what} of {self.name}"),
+                self.value.paths,
+                self.value.shapes,
+                strict=True,
+            )
+        ]
+
+    def rows(self, jacobian: Structure) -> list[Structure]:
+        """The gradients of the leaves of the value."""
+        if self.value.like is None or jacobian is None:  # no argument has derivatives
+            return [jacobian] * len(self.value.shapes)
+        return list(split(jacobian, self.value.like, f"the gradient of {self.name}"))
+
     def gradients(
-        self, gradient: Structure, batch: Shape, events: Sequence[Shape], what: str = "the gradient"
+        self, gradient: Structure, front: Shape, events: Sequence[Shape], what: str = "the gradient"
     ) -> Parts:
         """The checked gradients of the leaves that have derivatives; None for unknown ones.
 
         Args:
             gradient: The gradient that the engine returned.
-            batch: The batch shape of the call.
+            front: The batch shape of the call and, of a Jacobian, the shape of the value.
             events: The shapes of the leaves, without batch.
             what: What error messages call the gradient.
 
@@ -108,7 +161,7 @@ class CallSpec:
         found = [
             None
             if parts[k] is None
-            else self.checked(parts[k], batch + events[k], what, self.paths[k])
+            else self.checked(parts[k], front + events[k], what, self.paths[k])
             for k in self.places
         ]
         for k in self._without:
@@ -125,7 +178,7 @@ class CallSpec:
         Raises:
             ValueError: It has a different structure.
         """
-        like: Structure = self._args
+        like: Structure = self.args
         if gradient is None:  # no argument has derivatives
             return [None] * len(self.paths)
         if len(like) == 1:
@@ -133,17 +186,17 @@ class CallSpec:
                 is_tuple = isinstance(gradient, tuple) and len(gradient) == 1
                 return gradient if is_tuple else (gradient,)
             (like,) = like
-        return list(_split(gradient, like, f"{what} of {self.name}"))
+        return list(split(gradient, like, f"{what} of {self.name}"))
 
     def checked(
         self,
         value: object,
-        shape: Shape | None,
+        shape: shapes.Shape | None,
         what: str,
         by: str | None = None,
         events: Sequence[Shape] = (),
     ) -> Array:
-        """`value` as an array of real numbers, NaN where masked, of shape `shape` unless None.
+        """`value` as an array of real numbers, NaN where masked, of this shape if it is known.
 
         Given `events`, the shapes of the leaves, errors name the likely cause of a wrong shape.
         """
@@ -158,33 +211,51 @@ class CallSpec:
             raise TypeError(f"{self._named(what, by)} must be real numbers, got {show(value)}.")
         if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             array = np.where(np.ma.getmaskarray(value), np.nan, array)
-        if shape is not None and array.shape != shape:
-            # A number in R is a vector of length one.
-            if type(value) in (int, float) and math.prod(shape) == 1:
-                return array.reshape(shape)
+        if shape is not None and array.shape != shape and not _fits(array.shape, shape):
+            # A number in R is a vector of length one; solvers return [value] or [[value]].
+            is_number = type(value) in (int, float) or (by is None and array.ndim > len(shape))
+            known = [1 if n is None else n for n in shape]
+            if is_number and array.size == math.prod(known) == 1:
+                return array.reshape(known)
             raise ValueError(
                 f"{self._named(what, by)} must have the shape {shapes.show(shape)}, got "
-                f"{shapes.show(array.shape)}.{_usual_cause(array.shape, shape, events)}"
+                f"{shapes.show(array.shape)}.{self._usual_cause(array.shape, shape, events)}"
             )
         return array
 
     def _named(self, what: str, by: str | None) -> str:
         return f"{what} of {self.name}" + (f" with respect to {by}" if by else "")
 
+    def _usual_cause(self, came: Shape, expected: shapes.Shape, events: Sequence[Shape]) -> str:
+        """The most likely cause of a wrong shape of a value that is one array."""
+        if self.value.is_of_first:
+            return " All members of a batch must have values of the same shape."
+        if not events or len(self.value.shapes) > 1:
+            return ""
+        (value,) = self.value.shapes
+        batch = expected[: len(expected) - len(value)]
+        if batch and _fits(came, value):
+            return (
+                " The engine is called for the whole batch, so it must return one value for each "
+                "batch member: sum only over the event dimensions, for example with axis=-1, or "
+                "leave out vectorized=True."
+            )
+        if any(came == batch + event for event in events):
+            return (
+                " That is the shape of the point. If the value is an array, pass its shape, "
+                f"value_shape={came[len(batch) :]}; if it is one number, sum over the point; if "
+                "each number is a point of its own, pass event_ndims=0."
+            )
+        if came[: len(batch)] == batch:
+            return f" If the value is an array, pass its shape, value_shape={came[len(batch) :]}."
+        return ""
 
-def _usual_cause(came: Shape, batch: Shape, events: Sequence[Shape]) -> str:
-    """The most likely cause of a wrong value shape."""
-    if events and batch and came == ():
-        return (
-            " The engine is vectorized, so it must return one value for each batch member: sum "
-            "only over the event dimensions, for example with axis=-1, or remove vectorized=True."
-        )
-    if any(came == batch + event for event in events):
-        return (
-            " That is the shape of the point: sum over it, or pass event_ndims=0 if each number "
-            "is a point of its own."
-        )
-    return ""
+
+def _fits(shape: Shape, expected: shapes.Shape) -> bool:
+    """Whether a shape is the expected one, in which None stands for any dimension."""
+    return len(shape) == len(expected) and all(
+        n in (None, m) for m, n in zip(shape, expected, strict=True)
+    )
 
 
 def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError:
@@ -197,18 +268,18 @@ def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError
     )
 
 
-def _split(value: Structure, like: Structure, what: str) -> Iterator[Structure]:
+def split(value: Structure, like: Structure, what: str) -> Iterator[Structure]:
     """The parts of `value` at the leaves of `like`."""
     if isinstance(like, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(like):
             raise ValueError(f"{what} must be a dict of {sorted(like)}, got {show(value)}.")
         for key in sorted(like):
-            yield from _split(value[key], like[key], f"{what}[{key!r}]")
+            yield from split(value[key], like[key], f"{what}[{key!r}]")
     elif isinstance(like, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
             raise ValueError(f"{what} must be a tuple of {len(like)}, got {show(value)}.")
         for i, (v, child) in enumerate(zip(value, like, strict=True)):
-            yield from _split(v, child, f"{what}[{i}]")
+            yield from split(v, child, f"{what}[{i}]")
     elif tf.nest.is_nested(like):  # attrs classes, dataclasses
         tf.nest.assert_same_structure(like, value)
         yield from tf.nest.flatten(value)

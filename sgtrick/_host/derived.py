@@ -1,14 +1,14 @@
 """Engines made of functions that another framework differentiates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core import calls, structures
-from sgtrick._core.types import Args, Function, Structure
-from sgtrick._host.engine import WrongUseError
+from sgtrick._arguments import calls, shapes, structures
+from sgtrick._host.engine import Functions, WrongUseError
+from sgtrick._types import Args, Function, Structure
 
 Leaves = Sequence[Any]  # arrays of NumPy, or tensors of the framework
 # The leaves to map over: for each batch dimension in order, for each group of leaves, the axis.
@@ -16,59 +16,109 @@ Dims = tuple[tuple[tuple[int | None, ...], ...], ...]
 
 
 class Framework(Protocol):
-    """What a framework must provide. Functions take groups of leaves: points, constants, vectors.
+    """What a framework must provide: its arrays, here called tensors, are leaves of structures."""
 
-    `f(points, constants)` returns a scalar, or `(scalar, aux)`, for one batch member.
-    """
+    def vjp(self, f: Function, points: Leaves, *, has_aux: bool = False) -> Any:
+        """`(f(points), pullback)`, or `(value, pullback, aux)`, as `jax.vjp` returns them."""
 
-    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
-        """The mapped function `(points, constants) -> (value or (value, aux), gradients)`."""
-        ...
+    def jvp(self, f: Function, points: tuple[Leaves], tangents: tuple[Leaves]) -> Any:
+        """`(f(points), tangent)`, as `jax.jvp` returns them."""
 
-    def hessian_times(self, f: Function, dims: Dims) -> Function:
-        """The mapped function `(points, constants, vs) -> Hessian times vs`."""
-        ...
+    def symmetric(self, gradient: Function, points: Leaves, vs: Leaves) -> Leaves:
+        """The derivative of a gradient at these points times `vs`."""
 
-    def why_no_scalar(self, value: Structure) -> str | None:
-        """Why the value that `f` returned is not a scalar; None if it is one."""
-        ...
+    def like(self, u: Any, y: Any) -> Any:
+        """A tensor, or a number for all entries, as a tensor of the shape and dtype of `y`."""
+
+    def compiled(self, f: Function, dims: Dims) -> Function:
+        """A function of groups of tensors, mapped over these axes, as one of arrays."""
+
+    def shapes(self, f: Function, leaves: Sequence[tuple[shapes.Shape, Any]]) -> Structure:
+        """The shapes that `f` returns for tensors of these shapes and dtypes."""
+
+    def refusal(self, value: Any) -> str | None:
+        """Why what `f` returned is not a tensor that has derivatives; None if it is one."""
 
     def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
         """Whether `f(points, constants)` reads point `k` but is not differentiable through it."""
-        ...
 
     def advice(self, error: Exception) -> str | None:
         """What to do about an error that the function raises at every point; None if unknown."""
-        ...
 
 
 class _Split(NamedTuple):
-    """The leaves of a call: points, which are differentiated, and constants, all others."""
+    """How points, which are differentiated, and constants, all others, form the arguments."""
 
-    args: Args
-    leaves: Leaves
+    args: Args  # with None as its leaves
     places: tuple[int, ...]  # of the points
+    size: int  # of all leaves
 
-    def groups(self) -> list[Leaves]:
-        """Points and constants."""
-        others = (leaf for k, leaf in enumerate(self.leaves) if k not in self.places)
-        return [[self.leaves[k] for k in self.places], list(others)]
-
-    def joined(self, points: Leaves, constants: Leaves) -> Structure:
+    def joined(self, points: Leaves, constants: Leaves) -> Args:
         """The arguments with these leaves."""
         own, rest = dict(zip(self.places, points, strict=True)), iter(constants)
-        flat = [own[k] if k in own else next(rest) for k in range(len(self.leaves))]
-        return tf.nest.pack_sequence_as(self.args, flat)
+        flat = [own[k] if k in own else next(rest) for k in range(self.size)]
+        return tf.nest.pack_sequence_as(self.args, flat)  # type: ignore[no-any-return]
 
     def packed(self, parts: Leaves) -> Structure:
         """One part for each point, in the structure that `from_numpy` expects of a gradient."""
         own = dict(zip(self.places, parts, strict=True))
-        packed = tf.nest.pack_sequence_as(self.args, [own.get(k) for k in range(len(self.leaves))])
+        packed = tf.nest.pack_sequence_as(self.args, [own.get(k) for k in range(self.size)])
         return packed[0] if len(packed) == 1 else packed
 
 
+def _split(args: Args) -> tuple[_Split, list[Leaves]]:
+    """How the leaves are split, and the groups: points and constants."""
+    leaves = tf.nest.flatten(args)
+    places = tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f")
+    split = _Split(tf.nest.map_structure(lambda _: None, args), places, len(leaves))
+    constants = [leaf for k, leaf in enumerate(leaves) if k not in places]
+    return split, [[leaves[k] for k in places], constants]
+
+
+def _present(vs: Structure) -> Leaves:
+    """The leaves of a vector like the arguments, in which None stands for those of constants."""
+    return [v for v in tf.nest.flatten(vs) if v is not None]
+
+
+def _zero(gradients: Leaves) -> list[int]:
+    """Which gradients are zero."""
+    return [k for k, g in enumerate(gradients) if g.size and not g.any()]
+
+
+def _filled(shape: shapes.Shape, size: int) -> tuple[int, ...]:
+    """The shape, with a size in place of unknown dimensions."""
+    return tuple(size if n is None else n for n in shape)
+
+
+def _common(a: Structure, b: Structure) -> Structure:
+    """Shapes as in two structures of shapes, None for dimensions that differ."""
+    if isinstance(a, Mapping):
+        return {key: _common(a[key], b[key]) for key in a}
+    if a and not all(isinstance(n, int) for n in a):
+        return getattr(a, "_make", type(a))(map(_common, a, b))
+    return tuple(n if n == m else None for n, m in zip(a, b, strict=True))
+
+
+def checked(returned: Structure, framework: Framework, name: str, *, has_aux: bool) -> Args:
+    """What a function returned, as `(value,)` or `(value, aux)`."""
+    value: Structure = returned
+    aux: Args = ()
+    if has_aux:
+        if not structures.is_pair(returned):
+            raise WrongUseError(
+                f"{name} must return (value, aux), got {type(returned).__name__}. Return both, or "
+                "remove has_aux=True."
+            )
+        value, aux = returned[0], (returned[1],)
+    for leaf in tf.nest.flatten(value):
+        why = framework.refusal(leaf)
+        if why is not None:
+            raise WrongUseError(f"{name} must return a value with derivatives, {why}")
+    return value, *aux
+
+
 class Derived:
-    """The engine `(value, gradient)` and the `hessp` of a function of one batch member.
+    """The functions of an engine, from a function of one batch member and a framework.
 
     Arguments that members share have batch dimensions of size 1, and are not mapped over.
     """
@@ -83,44 +133,187 @@ class Derived:
     ) -> None:
         self._fn, self._framework, self._has_aux = fn, framework, has_aux
         self._event_ndims, self._name = event_ndims, name
-        self._transformed: dict[Any, Function] = {}
+        self._compiled: dict[Any, Function] = {}
+        self._shapes: dict[Any, Structure] = {}
 
-    def evaluate(self, *args: Structure) -> Structure:
-        """The value (or value and aux) and the gradients of a batch."""
-        split = _split(args)
+    def functions(self, *, of_number: bool) -> Functions:
+        """The functions for a value that is one number, or for any other."""
+        if of_number:
+            return Functions(self.value_and_gradient, hessp=self.hessian_times)
+        return Functions(self.value, vjp=self.vjp, jvp=self.jvp, hessp=self.hessian_of_sum_times)
+
+    def value_shape(self, args: Args, leaves: Sequence[tuple[shapes.Shape, Any]]) -> Structure:
+        """The shapes of the value of one member.
+
+        Args:
+            args: The structure of the arguments.
+            leaves: The event shapes of their leaves, and the dtypes.
+        """
+        key = *leaves, repr(args)
+        if key not in self._shapes:
+
+            def f(*given: Any) -> Structure:
+                return self._checked(self._fn(*tf.nest.pack_sequence_as(args, given)))[0]
+
+            if all(None not in shape for shape, _ in leaves):
+                self._shapes[key] = self._traced_shapes(f, leaves)
+            else:
+                self._shapes[key] = self._common_shapes(f, leaves)
+        return self._shapes[key]
+
+    def _traced_shapes(self, f: Function, leaves: Sequence[tuple[shapes.Shape, Any]]) -> Structure:
+        try:
+            return self._advised(self._framework.shapes, f, leaves)
+        except WrongUseError:
+            raise
+        except Exception as error:
+            given = ", ".join(shapes.show(shape) for shape, _ in leaves)
+            raise WrongUseError(
+                f"{self._name} raised {type(error).__name__}: {error}\n"
+                f"It was traced for arguments of the shapes {given}, those of one member. If that "
+                "is not what it takes, check event_ndims."
+            ) from error
+
+    def _common_shapes(self, f: Function, leaves: Sequence[tuple[shapes.Shape, Any]]) -> Structure:
+        """The shapes where some dimensions are unknown: two sizes tell on which they depend."""
+        try:
+            first, second = (
+                self._framework.shapes(f, [(_filled(shape, n), dtype) for shape, dtype in leaves])
+                for n in (2, 3)
+            )
+        except WrongUseError:
+            raise
+        except (TypeError, ValueError):  # JAX's, of shapes that do not fit: it takes neither size
+            return ()  # one number, unless the caller states a shape
+        return _common(first, second)
+
+    def value_and_gradient(self, *args: Structure) -> Structure:
+        """The value (or value and aux) and the gradients of a batch, of one number each."""
+        split, groups = _split(args)
         if not split.places:
             raise WrongUseError(
                 f"{self._name} has no argument of a floating dtype, so it has no gradient. Pass an "
                 "argument as a float, or call the function itself."
             )
-        groups, dims = self._mapped(split, split.groups())
-        value, gradients = self._run("gradient", split, groups, dims)
-        for k, gradient in zip(split.places, gradients, strict=True):
-            if gradient.size and not gradient.any():
-                self._check_connection(split, groups, dims, k)
+
+        def run(points: Leaves, constants: Leaves) -> Structure:
+            f = self._function(split, constants, with_aux=self._has_aux)
+            value, pull, *aux = self._framework.vjp(f, points, has_aux=self._has_aux)
+            if tf.nest.is_nested(value):
+                raise WrongUseError(
+                    f"{self._name} must return one number, got {type(value).__name__}. The "
+                    "gradient is computed by autodiff: use from_numpy for a function that returns "
+                    "its gradient, has_aux=True for one that returns (value, aux), and "
+                    "value_shape= for one with several results."
+                )
+            (gradients,) = pull(self._framework.like(1.0, value))
+            return (value, *aux) if aux else value, gradients
+
+        value, gradients = self._run(run, "gradient", split, groups)
+        self._check_connection(split, groups, _zero(gradients))
         return value, split.packed(gradients)
 
-    def hessian_times(self, *args_and_v: Structure) -> Structure:
-        """The Hessian of each member of a batch times `v`."""
-        *args, v = args_and_v
-        split = _split(tuple(args))
-        vs = [leaf for leaf in tf.nest.flatten(v) if leaf is not None]
-        groups, dims = self._mapped(split, [*split.groups(), vs])
-        return split.packed(self._run("hessian_times", split, groups, dims))
+    def value(self, *args: Structure) -> Structure:
+        """The value, or value and aux, of a batch."""
+        split, groups = _split(args)
 
-    def _mapped(self, split: _Split, groups: Sequence[Leaves]) -> tuple[Sequence[Leaves], Dims]:
+        def run(points: Leaves, constants: Leaves) -> Structure:
+            return self._function(split, constants, with_aux=self._has_aux)(points)
+
+        return self._run(run, "value", split, groups)
+
+    def vjp(self, *args_and_u: Structure) -> Structure:
+        """The gradients of the sum of `u * value`."""
+        *args, u = args_and_u
+        split, groups = _split(tuple(args))
+
+        def run(points: Leaves, constants: Leaves, us: Leaves) -> Leaves:
+            return self._gradient(split, constants, us)(points)
+
+        gradients = self._run(run, "vjp", split, [*groups, tf.nest.flatten(u)])
+        self._check_connection(split, groups, _zero(gradients))
+        return split.packed(gradients)
+
+    def jvp(self, *args_and_t: Structure) -> Structure:
+        """The tangent of the value."""
+        *args, t = args_and_t
+        split, groups = _split(tuple(args))
+
+        def run(points: Leaves, constants: Leaves, ts: Leaves) -> Structure:
+            f = self._function(split, constants)
+            return self._framework.jvp(f, (points,), (ts,))[1]
+
+        ts = _present(t)
+        moved = self._run(run, "jvp", split, [*groups, ts])
+        if not any(part.any() for part in tf.nest.flatten(moved)):
+            self._check_connection(split, groups, [k for k, t in enumerate(ts) if t.any()])
+        return moved
+
+    def hessian_times(self, *args_and_v: Structure) -> Structure:
+        """The Hessian of each member of a batch, one number each, times `v`."""
+        *args, v = args_and_v
+        split, groups = _split(tuple(args))
+
+        def run(points: Leaves, constants: Leaves, vs: Leaves) -> Leaves:
+            return self._framework.symmetric(self._gradient(split, constants, [1.0]), points, vs)
+
+        return split.packed(self._run(run, "hessian", split, [*groups, _present(v)]))
+
+    def hessian_of_sum_times(self, *args_u_and_v: Structure) -> Structure:
+        """The Hessian of the sum of `u * value` times `v`."""
+        *args, u, v = args_u_and_v
+        split, groups = _split(tuple(args))
+
+        def run(points: Leaves, constants: Leaves, us: Leaves, vs: Leaves) -> Leaves:
+            return self._framework.symmetric(self._gradient(split, constants, us), points, vs)
+
+        groups += [tf.nest.flatten(u), _present(v)]
+        return split.packed(self._run(run, "hessian of sum", split, groups))
+
+    def _function(
+        self, split: _Split, constants: Leaves, *, with_aux: bool = False
+    ) -> Callable[[Leaves], Structure]:
+        """The user's function as one of the points, with its result checked."""
+
+        def f(points: Leaves) -> Structure:
+            value, *aux = self._checked(self._fn(*split.joined(points, constants)))
+            return (value, *aux) if with_aux else value
+
+        return f
+
+    def _gradient(self, split: _Split, constants: Leaves, us: Leaves) -> Callable[[Leaves], Leaves]:
+        """The gradients of the sum of `u * value`, as a function of the points."""
+        f, framework = self._function(split, constants), self._framework
+
+        def gradient(points: Leaves) -> Leaves:
+            ys, pull = framework.vjp(lambda points: tf.nest.flatten(f(points)), points)
+            (gradients,) = pull(list(map(framework.like, us, ys)))
+            return gradients  # type: ignore[no-any-return]
+
+        return gradient
+
+    def _checked(self, returned: Structure) -> Args:
+        return checked(returned, self._framework, self._name, has_aux=self._has_aux)
+
+    def _run(self, run: Function, what: str, split: _Split, groups: Sequence[Leaves]) -> Structure:
+        """Calls a function of groups, which is compiled once for each structure of arguments."""
+        groups, dims = self._mapped(split, groups)
+        key = what, split.places, dims, repr(split.args)
+        if key not in self._compiled:
+            self._compiled[key] = self._framework.compiled(run, dims)
+        return self._advised(self._compiled[key], *groups)
+
+    def _mapped(self, split: _Split, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
         """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
-        ndims = _Split(split.args, self._by_leaf(split.args), split.places).groups()
-        fronts = [
-            [leaf.shape[: leaf.ndim - n] for leaf, n in zip(group, own, strict=True)]
-            for group, own in zip(groups, [*ndims, ndims[0]], strict=False)
-        ]
+        first = groups[0 if 0 in split.places else 1][0]
+        count = first.ndim - tf.nest.flatten(self._event_ndims)[0]
+        fronts = [[leaf.shape[:count] for leaf in group] for group in groups]
         batch = np.broadcast_shapes(*(front for group in fronts for front in group))
         dims = tuple(
             tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
             for k, size in enumerate(batch)
         )
-        squeezed = [
+        squeezed: list[Leaves] = [
             tuple(
                 leaf.squeeze(tuple(k for k, size in enumerate(batch) if front[k] != size))
                 for leaf, front in zip(group, own, strict=True)
@@ -129,35 +322,7 @@ class Derived:
         ]
         return squeezed, dims
 
-    def _by_leaf(self, args: Args) -> list[int]:
-        """`event_ndims`, one for each leaf."""
-        stated = self._event_ndims
-        by_argument = stated if isinstance(stated, (tuple, list)) else [stated] * len(args)
-        return [
-            n
-            for arg, ndims in zip(args, by_argument, strict=False)  # defaults may be omitted
-            for n in (
-                tf.nest.flatten(ndims)
-                if tf.nest.is_nested(ndims)
-                else [ndims] * len(tf.nest.flatten(arg))
-            )
-        ]
-
-    def _run(self, what: str, split: _Split, groups: Sequence[Leaves], dims: Dims) -> Structure:
-        """Calls the transformed function, which is made once for each structure of arguments."""
-        key = what, split.places, dims, repr(tf.nest.map_structure(lambda _: 0, split.args))
-        if key not in self._transformed:
-            like = split._replace(leaves=[None] * len(split.leaves))  # keeps no arrays
-            like = like._replace(args=tf.nest.map_structure(lambda _: None, split.args))
-            if what == "gradient":
-                f = self._function(like, self._has_aux)
-                self._transformed[key] = self._framework.gradient(f, self._has_aux, dims)
-            else:
-                f = self._function(like, has_aux=False)
-                self._transformed[key] = self._framework.hessian_times(f, dims)
-        return self._advised(self._transformed[key], *groups)
-
-    def _advised(self, f: Function, *args: Leaves) -> Structure:
+    def _advised(self, f: Function, *args: Any) -> Structure:
         """`f(*args)`, with advice added to the framework's errors."""
         try:
             return f(*args)
@@ -170,59 +335,32 @@ class Derived:
             said = f"{type(error).__name__}: {error}"
             raise WrongUseError(f"{self._name} {advice}\n{said}") from error
 
-    def _function(self, split: _Split, has_aux: bool) -> Function:
-        """The user's function as one of `(points, constants)`, with its result checked."""
-
-        def f(points: Leaves, constants: Leaves) -> Structure:
-            returned = self._fn(*split.joined(points, constants))
-            if structures.is_pair(returned) != self._has_aux:
-                wanted = "(value, aux)" if self._has_aux else "only the value"
-                raise WrongUseError(
-                    f"{self._name} must return {wanted}, got {type(returned).__name__}. The "
-                    "gradient is computed by autodiff: use from_numpy for a function that returns "
-                    "its gradient, and has_aux=True for one that returns (value, aux)."
-                )
-            value = returned[0] if self._has_aux else returned
-            why = self._framework.why_no_scalar(value)
-            if why is not None:
-                raise WrongUseError(f"{self._name} must return a scalar, {why}")
-            return (value, returned[1]) if has_aux else value
-
-        return f
-
     def _check_connection(
-        self, split: _Split, groups: Sequence[Leaves], dims: Dims, place: int
+        self, split: _Split, groups: Sequence[Leaves], suspects: Sequence[int]
     ) -> None:
-        """Raises if a gradient is zero because the value was detached from the point."""
-        first = [list(group) for group in groups]
-        for level in dims:
-            for group, own in zip(first, level, strict=True):
-                group[:] = [a if d is None else a[0, ...] for a, d in zip(group, own, strict=True)]
-        points, constants = first
-        k = split.places.index(place)
-        f = self._function(split, self._has_aux)
-        if self._framework.is_cut_off(f, points, constants, k):
-            raise WrongUseError(
-                f"{self._name} uses {self._path(split.args, place)}, but its value is cut off from "
-                "it, so that the gradient would be zero. The usual causes are .item(), float(), "
-                ".detach(), .numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
-                "integers. Remove them. If the argument is a constant, pass it as integers; if the "
-                "derivative really is zero, add 0 * x.sum() to the value."
-            )
+        """Raises if a derivative by one of these points is zero because the value was detached."""
+        for k in suspects:
+            first, dims = self._mapped(split, groups[:2])
+            for level in dims:
+                first = [
+                    [a if d is None else a[0, ...] for a, d in zip(group, own, strict=True)]
+                    for group, own in zip(first, level, strict=True)
+                ]
+            points, constants = first
+            f = lambda points, constants: self._function(split, constants)(points)  # noqa: E731
+            if self._framework.is_cut_off(f, points, constants, k):
+                path = self._path(split, split.places[k])
+                raise WrongUseError(
+                    f"{self._name} uses {path}, but its value is cut off from it, so that the "
+                    "gradient would be zero. The usual causes are .item(), float(), .detach(), "
+                    ".numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
+                    "integers. Remove them. If the argument is a constant, pass it as integers; if "
+                    "the derivative really is zero, add 0 * x.sum() to the value."
+                )
 
-    def _path(self, args: Args, place: int) -> str:
+    def _path(self, split: _Split, place: int) -> str:
         """The name of a leaf, such as "p['loc']"."""
-        signature = calls.signature_of(self._fn)
-        names = list(signature.parameters) if signature else []
-        named = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
-        paths = [
-            path
-            for name, arg in zip(named, args, strict=True)
-            for path, _ in structures.flatten(arg, name)
-        ]
+        args = list(split.args)
+        named = zip(calls.Callee(self._fn).names(calls.Call(args)), args, strict=True)
+        paths = [path for name, arg in named for path, _ in structures.flatten(arg, name)]
         return paths[place]
-
-
-def _split(args: Args) -> _Split:
-    leaves = tf.nest.flatten(args)
-    return _Split(args, leaves, tuple(k for k, leaf in enumerate(leaves) if leaf.dtype.kind == "f"))

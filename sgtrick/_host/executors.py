@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from sgtrick._core.types import Args, Function, Kwargs
 from sgtrick._host import reticulate
+from sgtrick._types import Args, Function, Kwargs
 
 T = TypeVar("T")
 

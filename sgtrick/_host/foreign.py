@@ -6,7 +6,7 @@ Nothing here imports Keras, JAX or PyTorch.
 import sys
 from typing import Any
 
-from sgtrick._core import structures
+from sgtrick._arguments import structures
 
 _TENSORS = {"jax": "Array", "torch": "Tensor"}
 _CALLS = {

@@ -4,17 +4,21 @@ import importlib
 import sys
 from concurrent.futures import Executor
 
-from sgtrick._core import calls
-from sgtrick._core.types import Decorated, DTypeLike, Function, Structure
+from sgtrick._arguments import calls
 from sgtrick._host.derived import Derived, Framework
-from sgtrick._host.host_function import Derivatives, HostFunction, Options
+from sgtrick._host.engine import Functions
+from sgtrick._host.host_function import HostFunction, Options
+from sgtrick._host.value_shape import ValueShape
+from sgtrick._tensorflow import autograph
+from sgtrick._types import Decorated, DTypeLike, Function, Structure
 
 
 def from_torch(
     fn: Function | None = None,
     *,
+    value_shape: Structure = (),
     event_ndims: int | Structure = 1,
-    vectorized: bool = True,
+    vmap: bool = True,
     has_aux: bool = False,
     dtype: DTypeLike = "float64",
     executor: Executor | None = None,
@@ -32,11 +36,12 @@ def from_torch(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: Takes PyTorch tensors without batch dimensions and returns a scalar tensor, or
-            `(scalar, aux)`. The tensors are on the CPU; `fn` may move them. Without `fn`, a
-            decorator is returned.
+        fn: Takes PyTorch tensors without batch dimensions and returns a tensor, a structure of
+            tensors, or `(value, aux)`. The tensors are on the CPU; `fn` may move them. Without
+            `fn`, a decorator is returned.
+        value_shape: As in `from_numpy`: by default, the value is one number.
         event_ndims: As in `from_numpy`.
-        vectorized: Whether a batch is evaluated in one call, by `torch.func.vmap`. Pass False for
+        vmap: Whether a batch is evaluated in one call, by `torch.func.vmap`. Pass False for
             functions that cannot be mapped, for example because their control flow depends on
             values: they are called once for each member. An argument that all members share is not
             copied.
@@ -48,23 +53,26 @@ def from_torch(
         name: As in `from_numpy`.
 
     Returns:
-        What `from_numpy` returns. Leaves that are not floating are constants for PyTorch.
-        Hessian-vector products are exact, and computed only when requested.
+        What `from_numpy` returns. Leaves that are not floating are constants for PyTorch. The
+        gradient of one number comes with it. For any other value, products with the Jacobian are
+        computed when they are requested, as are second derivatives. All are exact.
 
     Raises:
         ImportError: PyTorch is not installed; the message contains the command that installs it.
 
     All errors of `from_numpy` apply. Functions that cannot work at any point raise a `TypeError`
-    whatever `on_error` is: those that do not return a scalar tensor, and those that cut the value
+    whatever `on_error` is: those that do not return floating tensors, and those that cut the value
     off from an argument (`.item()`, `.detach()`, `torch.no_grad()`). Value and gradient come from
-    one pass of `torch.func.grad_and_value`; only arrays cross the boundary.
+    one pass of `torch.func.vjp`; only arrays cross the boundary.
     """
     _import("torch", "PyTorch", "from_torch")
+    ValueShape(value_shape)  # not None: only JAX finds it
     from sgtrick._host.torch import Torch
 
     options = Options(
-        vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,
-        event_ndims=event_ndims, has_aux=has_aux, name=name, broadcasts=True,
+        vectorized=vmap, dtype=dtype, executor=executor, on_error=on_error,
+        event_ndims=event_ndims, has_aux=has_aux, name=name,
+        value_shape=value_shape,
     )  # fmt: skip
     return _form(fn, Torch(), options)
 
@@ -72,13 +80,15 @@ def from_torch(
 def from_jax(
     fn: Function | None = None,
     *,
+    value_shape: Structure = None,
     event_ndims: int | Structure = 1,
-    vectorized: bool = True,
+    vmap: bool = True,
     has_aux: bool = False,
     dtype: DTypeLike = "float64",
     executor: Executor | None = None,
     on_error: str | float = "raise",
     jit: bool = True,
+    native: bool = False,
     name: str | None = None,
 ) -> Decorated:
     """Turns a JAX function into a TensorFlow function, with its gradient from JAX.
@@ -92,10 +102,13 @@ def from_jax(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: Takes JAX arrays without batch dimensions and returns a scalar, or `(scalar, aux)`. It
-            is compiled by `jax.jit`, once for each shape. Without `fn`, a decorator is returned.
+        fn: Takes JAX arrays without batch dimensions and returns an array, a structure of arrays,
+            or `(value, aux)`. It is compiled by `jax.jit`, once for each shape. Without `fn`, a
+            decorator is returned.
+        value_shape: As in `from_numpy`. If None, `jax.eval_shape` finds it; without `jit`, the
+            value is then one number.
         event_ndims: As in `from_numpy`.
-        vectorized: Whether a batch is evaluated in one call, by `jax.vmap`. If False, `fn` is
+        vmap: Whether a batch is evaluated in one call, by `jax.vmap`. If False, `fn` is
             called once for each member. An argument that all members share is not copied.
         has_aux: As in `from_numpy`.
         dtype: The floating dtype of the arrays that `fn` gets. JAX's 64-bit mode is on while `fn`
@@ -103,41 +116,79 @@ def from_jax(
         executor: As in `from_numpy`, but threads only.
         on_error: As in `from_numpy`.
         jit: Whether `fn` is compiled by `jax.jit`. Pass False for functions that cannot be traced,
-            for example because an `if` depends on a value; they also need `vectorized=False`.
+            for example because an `if` depends on a value; they also need `vmap=False`.
+        native: Whether `fn` becomes operations of the graph, by `jax.experimental.jax2tf`, instead
+            of a call of the host. They compile under XLA, run on the device of the graph, can be
+            stored in SavedModels, and have derivatives of every order. `executor`, `on_error`,
+            `vmap`, `jit` and `value_shape` do not apply. An argument without batch dimensions is
+            shared by all members; its rank must be known.
         name: As in `from_numpy`.
 
     Returns:
-        What `from_numpy` returns. Leaves that are not floating are constants for JAX.
-        Hessian-vector products are exact (forward over reverse), and computed only when requested.
+        What `from_numpy` returns. Leaves that are not floating are constants for JAX. The gradient
+        of one number comes with it. For any other value, products with the Jacobian are computed
+        when they are requested, as are second derivatives (forward over reverse). All are exact. If
+        `native`, a plain function, without counters.
 
     Raises:
-        ImportError: JAX is not installed; the message contains the command that installs it.
+        ImportError: JAX is not installed; the message contains the command that installs it. Or, if
+            `native`, it has no `jax2tf`.
+        TypeError: An option was given that does not apply if `native`.
 
-    All errors of `from_numpy` apply. Functions that cannot be traced or do not return a scalar
-    raise a `TypeError`, whatever `on_error` is. Value and gradient come from one pass of
-    `jax.value_and_grad`; only arrays cross the boundary.
+    All errors of `from_numpy` apply. Functions that cannot be traced or do not return floating
+    arrays raise a `TypeError`, whatever `on_error` is. Value and gradient come from one pass of
+    `jax.vjp`; only arrays cross the boundary.
     """
     _import("jax", "JAX", "from_jax")
+    if native:
+        given = {"executor": executor, "on_error": on_error, "vmap": vmap, "jit": jit}
+        usual = {"executor": None, "on_error": "raise", "vmap": True, "jit": True}
+        given["value_shape"], usual["value_shape"] = value_shape, None
+        for key, value in given.items():
+            if value != usual[key]:
+                raise TypeError(
+                    f"from_jax(native=True) has no {key}: the function becomes operations of the "
+                    f"graph, which do not call the host. Leave out {key}, or native."
+                )
+        return _native(fn, event_ndims, has_aux, dtype, name)
     from sgtrick._host.jax import Jax
 
     options = Options(
-        vectorized=vectorized, dtype=dtype, executor=executor, on_error=on_error,
-        event_ndims=event_ndims, has_aux=has_aux, name=name, broadcasts=True,
+        vectorized=vmap, dtype=dtype, executor=executor, on_error=on_error,
+        event_ndims=event_ndims, has_aux=has_aux, name=name,
+        value_shape=() if value_shape is None and not jit else value_shape,
     )  # fmt: skip
     return _form(fn, Jax(jit=jit), options)
+
+
+def _native(
+    fn: Function | None,
+    event_ndims: int | Structure,
+    has_aux: bool,
+    dtype: DTypeLike,
+    name: str | None,
+) -> Decorated:
+    """The function as operations of the graph, or a decorator if `fn` is None."""
+    if fn is None:
+        return lambda fn: _native(fn, event_ndims, has_aux, dtype, name)
+    from sgtrick._host.native import Native
+
+    def make(function: calls.Callee) -> Function:
+        call = Native(function, event_ndims, has_aux, dtype, name)
+        return autograph.form(lambda _, args, kwargs: call(args, kwargs))
+
+    return calls.as_form(fn, make)
 
 
 def _form(fn: Function | None, framework: Framework, options: Options) -> Decorated:
     """The host function, or a decorator if `fn` is None."""
 
-    def make(functions: Derivatives) -> Derivatives:
-        name = options.name or calls.name_of(functions.fn)
-        derived = Derived(functions.fn, framework, options.event_ndims, options.has_aux, name)
-        return Derivatives(derived.evaluate, hessp=derived.hessian_times)
+    def derive(fn: Function, name: str) -> Derived:
+        return Derived(fn, framework, options.event_ndims, options.has_aux, name)
 
     if fn is None:
-        return lambda fn: HostFunction(Derivatives(fn), options, make)
-    return HostFunction(Derivatives(fn), options, make)
+        return lambda fn: HostFunction(Functions(fn), options, derive)
+    return HostFunction(Functions(fn), options, derive)
 
 
 def _import(package: str, framework: str, form: str) -> None:

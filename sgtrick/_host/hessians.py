@@ -1,75 +1,35 @@
-"""The Hessian of an engine times a vector, from `hessp` or `hess` (SciPy's names)."""
+"""The Hessian of an engine times a vector, from the whole Hessian that `hess` returns."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from sgtrick._core.types import Array, DTypeLike, Structure
-from sgtrick._host.contract import CallSpec, Parts, Shape, copy
+from sgtrick._host.contract import Parts, Shape
+from sgtrick._host.replies import Product
+from sgtrick._types import Array, Structure
 
 Blocks = dict[tuple[int, int], Array | None]  # by two leaves
 
 
-class HessianTimes:
-    """The reply `H v` of a function `hessp(*arrays, v)`, or `H` of a function `hess(*arrays)`.
-
-    The leaves of a call are those of the arguments, followed by those of `v`, one for each argument
-    leaf that has derivatives.
-    """
-
-    has_aux = False
-
-    def __init__(self, spec: CallSpec, *, whole: bool) -> None:
-        self._spec, self._whole, self.name = spec, whole, spec.name
-        self.paths: Sequence[str] = [
-            *spec.paths,
-            *(f"v of {spec.paths[k]}" for k in spec.places),
-        ]
-        own = (spec.event_ndims[k] for k in spec.places)
-        self.event_ndims: Sequence[int] = [*spec.event_ndims, *own]
-
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
-        """Copies of the leaves for the engine."""
-        n = len(self._spec.paths)
-        leaves = self._spec.incoming(arrays[:n], dtype)
-        return [*leaves, *(copy(v, dtype) for v in arrays[n:])]
+class WholeHessian(Product):
+    """The reply `H` of a function `hess(*arrays)`, whose product with `v` is returned."""
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
-        """The arguments of `hess` or `hessp`; `v` has the structure of the engine's arguments."""
-        n = len(self._spec.paths)
-        arguments = self._spec.pack(leaves[:n])
-        if self._whole:
-            return arguments
-        flat: Parts = [None] * n
-        for k, v in zip(self._spec.places, leaves[n:], strict=True):
-            flat[k] = v
-        packed = self._spec.pack(flat)
-        return [*arguments, packed[0] if len(packed) == 1 else tuple(packed)]
-
-    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """The shapes of the products, one for each leaf that has derivatives."""
-        return [batch + events[k] for k in self._spec.places]
+        """The arguments of `hess`, without `v`."""
+        return self.spec.pack(leaves[: len(self.spec.paths)])
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> Parts:
-        """The products, one for each leaf that has derivatives; None for unknown ones.
+        """The products, one for each leaf that has derivatives.
 
         Raises:
-            TypeError: The engine returned something other than real numbers.
-            ValueError: The shape or structure is wrong, or a whole Hessian is not symmetric.
+            TypeError: The function returned something other than real numbers.
+            ValueError: The shape or structure is wrong, or the Hessian is not symmetric.
         """
-        n = len(self._spec.paths)
-        events = events[:n]
-        if not self._whole:
-            if returned is None:
-                raise TypeError(
-                    f"hessp of {self.name} must return the Hessian times v, in the structure of "
-                    "the arguments, got None."
-                )
-            return self._spec.gradients(returned, batch, events, "the Hessian times v")
-        rows, places = self._rows(returned), self._spec.places
+        n = len(self.spec.paths)
+        rows, places = self._rows(returned), self.spec.places
         blocks = self._symmetric(
             {(i, j): self._block(rows[i][j], batch, events, i, j) for i in places for j in places}
         )
@@ -86,18 +46,9 @@ class HessianTimes:
             for i in places
         ]
 
-    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
-        """NaN for a failed call, because the value may be valid there and have a slope."""
-        del value
-        return [np.full(shape, np.nan) for shape in self.shapes(batch, events)]
-
-    def outgoing(self, parts: Parts) -> list[Array]:
-        """Copies for TensorFlow, in its dtypes."""
-        return list(map(copy, parts, self._spec.gradient_dtypes))
-
     def _rows(self, hessian: Structure) -> list[Sequence[Structure]]:
         """The blocks, by two leaves, of the structure of structures that `jax.hessian` returns."""
-        spec, n = self._spec, len(self._spec.paths)
+        spec, n = self.spec, len(self.spec.paths)
         if hessian is None:
             raise TypeError(f"hess of {self.name} must return the Hessian, got None.")
         rows = spec.split(hessian, "the Hessian")
@@ -112,7 +63,7 @@ class HessianTimes:
         """A checked block as matrices `[batch..., rows, columns]`; None if it is unknown."""
         if block is None:
             return None
-        h = self._spec.checked(block, batch + events[i] + events[j], "the Hessian", self._by(i, j))
+        h = self.spec.checked(block, batch + events[i] + events[j], "the Hessian", self._by(i, j))
         # Not of unsigned integers, whose differences would wrap around.
         return h.astype(np.float64).reshape((*batch, math.prod(events[i]), math.prod(events[j])))
 
@@ -142,7 +93,7 @@ class HessianTimes:
         return means
 
     def _by(self, i: int, j: int) -> str:
-        return " and ".join(self._spec.paths[k] for k in (i, j))
+        return " and ".join(self.spec.paths[k] for k in (i, j))
 
 
 # Relative to the largest entry: solvers are not exact, and float16 has three digits.

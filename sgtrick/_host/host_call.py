@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core._tensorflow import graphs, host_calls
-from sgtrick._core.types import Array, DTypeLike, Function, Tensor
+from sgtrick._host import differences
 from sgtrick._host.contract import CallSpec, Parts
 from sgtrick._host.engine import Engine
-from sgtrick._host.hessians import HessianTimes
-from sgtrick._host.replies import ValueAndGradient
+from sgtrick._host.hessians import WholeHessian
+from sgtrick._host.replies import Evaluation, Product
+from sgtrick._tensorflow import graphs, host_calls
+from sgtrick._types import Array, DTypeLike, Function, Tensor
 
 
 class HostCall:
@@ -21,15 +22,18 @@ class HostCall:
     dimensions, which are broadcast against each other.
 
     Attributes:
+        engine: The engine.
         spec: The names, structure and dtypes of the leaves.
     """
 
     def __init__(self, engine: Engine, spec: CallSpec) -> None:
-        self._engine, self.spec = engine, spec
+        self.engine, self.spec = engine, spec
 
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The value, the gradients of the leaves that have derivatives, failures and aux if any."""
-        evaluate = functools.partial(self._engine.evaluate, ValueAndGradient(self.spec))
+        """The values, and what the call tells of: their gradients, failures, aux."""
+        evaluate = functools.partial(self.engine.evaluate, Evaluation(self.spec))
+        if "grad" in self.engine.schemes:
+            evaluate = functools.partial(differences.evaluate, self.engine, self.spec)
         outputs = self._call(evaluate, xs, self.spec.outputs)
         # Second derivatives come with a value, and forward mode over forward mode traces them where
         # TensorFlow allows no new captures.
@@ -37,7 +41,9 @@ class HostCall:
             host_calls.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
         return outputs
 
-    def hessian_times(self, at: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
+    def hessian_times(
+        self, at: Sequence[Tensor], vs: Sequence[Tensor], us: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         """The Hessian of each batch member times a vector.
 
         Args:
@@ -45,24 +51,59 @@ class HostCall:
                 value is constant, but the Hessian would be that of the engine, so it is NaN.
             vs: The vector: for each leaf that has derivatives, a tensor of its event shape with the
                 batch dimensions of the value.
+            us: Tensors like the values, unless the value is one number: the Hessian is that of the
+                sum of `u * value`.
 
         Returns:
             `sum_j H_ij v_j` for each leaf `i` that has derivatives, with the shape of `v_i` and the
             dtype of the leaf.
         """
-        reply = HessianTimes(self.spec, whole=self._engine.has_whole_hessian)
-        product = functools.partial(self._engine.hessian_times, reply)
+        engine, spec = self.engine, self.spec
+        argument = "hess" if engine.gives("hess") else "hessp"
+        kind = WholeHessian if argument == "hess" else Product
+        reply = kind(spec, "the Hessian times v", "uv" if us else "v")
+        callback = functools.partial(engine.product, argument, reply)
+        if "hess" in engine.schemes:
+            callback = functools.partial(differences.hessian_times, engine, spec)
+        return self._product(callback, at, [*us, *vs], vs, np.nan)
+
+    def vjp(
+        self, at: Sequence[Tensor], us: Sequence[Tensor], likes: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The gradients of the sum of `u * value` by the leaves with derivatives, like these.
+
+        They are zero where `evaluate` failed; so are tangents.
+        """
+        reply = Product(self.spec, "the VJP", "u")
+        callback = functools.partial(self.engine.product, "vjp", reply)
+        return self._product(callback, at, us, likes, 0)
+
+    def jvp(
+        self, at: Sequence[Tensor], ts: Sequence[Tensor], likes: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The tangents of the values along tangents of these leaves, tensors like the values."""
+        reply = Product(self.spec, "the JVP", "t", to_value=True)
+        callback = functools.partial(self.engine.product, "jvp", reply)
+        return self._product(callback, at, ts, likes, 0)
+
+    def _product(
+        self,
+        callback: Function,
+        at: Sequence[Tensor],
+        ws: Sequence[Tensor],
+        likes: Sequence[Tensor],
+        where_failed: float,
+    ) -> list[Tensor]:
+        """Tensors like `likes`, with a number where the value is not the engine's."""
         n = len(self.spec.paths)
         xs, failures = at[:n], at[n:]
-        outputs = self._call(product, [*xs, *vs], self.spec.gradient_dtypes)
-        for output, v in zip(outputs, vs, strict=True):
-            output.set_shape(v.shape)
+        outputs = self._call(callback, [*xs, *ws], [like.dtype for like in likes])
         for failed in failures:
-            event_ndims = (self.spec.event_ndims[k] for k in self.spec.places)
             outputs = [
-                tf.where(failed[(..., *[tf.newaxis] * ndims)], tf.constant(np.nan, y.dtype), y)
-                for y, ndims in zip(outputs, event_ndims, strict=True)
+                tf.where(as_high(failed, y), tf.constant(where_failed, y.dtype), y) for y in outputs
             ]
+        for output, like in zip(outputs, likes, strict=True):
+            output.set_shape(like.shape)
         return outputs
 
     def _call(
@@ -74,7 +115,8 @@ class HostCall:
             raise NotImplementedError(
                 f"{self.spec.name} calls the host, which XLA cannot compile. Remove "
                 "jit_compile=True, or use it only on functions that do not call the engine; for a "
-                "Keras model, compile(jit_compile=False)."
+                "Keras model, compile(jit_compile=False). A JAX function can be part of the graph: "
+                "from_jax(native=True)."
             )
         # Forward accumulators cannot trace the host call, and need not: it has no derivative.
         xs = [tf.stop_gradient(x) for x in xs]
@@ -101,6 +143,12 @@ _UNSAVABLE = (
     "A host engine (from_numpy, from_torch, from_jax) cannot be stored in a SavedModel: it is "
     "Python code of this process. Store the parameters, and create it again where they are loaded."
 )
+
+
+def as_high(t: Tensor, like: Tensor) -> Tensor:
+    """A tensor with dimensions of size 1 behind, as many as another one has more."""
+    ones = tf.ones([tf.rank(like) - tf.rank(t)], tf.int32)
+    return tf.reshape(t, tf.concat([tf.shape(t), ones], 0))
 
 
 def _at_leisure(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A host engine as a function of tensors."""
 
+import contextlib
 import copy
-import functools
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -9,36 +9,25 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import tensorflow as tf
 
-from sgtrick._core import calls, embedding, structures
-from sgtrick._core._tensorflow.autograph import unconverted
-from sgtrick._core._tensorflow.graphs import here
-from sgtrick._core.hessian import symmetric
-from sgtrick._core.types import Args, DTypeLike, Kwargs, Structure, Tensor
-from sgtrick._host import foreign
-from sgtrick._host.arguments import broadcast_batches, padded, tensors_of, with_event_ndims
+from sgtrick._arguments import calls, shapes, structures
+from sgtrick._core import embedding
+from sgtrick._host import derivatives, foreign
+from sgtrick._host.arguments import (
+    broadcast_batches,
+    event_ndims_of,
+    padded,
+    tensors_of,
+    with_event_ndims,
+)
 from sgtrick._host.contract import CallSpec
-from sgtrick._host.engine import Engine
+from sgtrick._host.derived import Derived
+from sgtrick._host.engine import Engine, Functions
 from sgtrick._host.host_call import HostCall
-
-
-class Derivatives(NamedTuple):
-    """A function of arrays and its derivatives; None for those that are not given."""
-
-    fn: Any  # a class or static method cannot be called, so it is no Function
-    grad: Any = None
-    hessp: Any = None
-    hess: Any = None
-
-    def of(self, instance: object, owner: type | None) -> "Derivatives":
-        """The functions bound to `instance`; for class methods, `instance` is `owner`."""
-
-        def bind(f: Any) -> Any:
-            # Ask the type: a bound method instance exposes the __get__ of its function. Python
-            # 3.13 warns that partials will become methods; here they remain what they are.
-            binds = hasattr(type(f), "__get__") and not isinstance(f, functools.partial)
-            return f.__get__(instance, owner) if binds else f
-
-        return Derivatives(*map(bind, self))
+from sgtrick._host.progress import progress
+from sgtrick._host.value_shape import ValueShape
+from sgtrick._tensorflow.autograph import unconverted
+from sgtrick._tensorflow.graphs import here
+from sgtrick._types import Args, DTypeLike, Function, Kwargs, Structure, Tensor
 
 
 class Options(NamedTuple):
@@ -51,7 +40,7 @@ class Options(NamedTuple):
     event_ndims: int | Structure
     has_aux: bool
     name: str | None
-    broadcasts: bool = False  # see Engine
+    value_shape: Structure = ()  # None if the framework finds it
 
 
 class HostFunction:
@@ -59,22 +48,23 @@ class HostFunction:
 
     def __init__(
         self,
-        functions: Derivatives,
+        functions: Functions,
         options: Options,
-        make: Callable[[Derivatives], Derivatives] = lambda functions: functions,
+        derive: Callable[[Function, str], Derived] | None = None,
         bound_to: tuple[object, str] | None = None,
     ) -> None:
         """See `from_numpy`.
 
-        `make` turns the caller's functions into functions of arrays. `bound_to` is for methods: the
-        object, and the name of the attribute in its class.
+        `derive` is for functions that a framework differentiates: from the function and its name to
+        those of an engine. `bound_to` is for methods: the object, and the name of the attribute in
+        its class.
         """
         if isinstance(functions.fn, staticmethod):
             functions = functions._replace(fn=functions.fn.__func__)
             self._is_method = False
         else:
             self._is_method = bound_to is None
-        self._functions, self._options, self._make = functions, options, make
+        self._functions, self._options, self._derive = functions, options, derive
         self._bound_to, self._of_classes = bound_to, dict[type, HostFunction]()
         fn = functions.fn.__func__ if isinstance(functions.fn, classmethod) else functions.fn
         calls.imitate(self, fn)
@@ -84,17 +74,29 @@ class HostFunction:
         self._signature = calls.signature_of(fn)
         self._event_ndims, self._has_aux = options.event_ndims, options.has_aux
         self._name = options.name or calls.name_of(fn)
-        made = make(functions._replace(fn=fn))
-        self._engine = Engine(
-            *(made.fn, made.grad),
-            hessp=made.hessp,
-            hess=made.hess,
-            vectorized=options.vectorized,
-            broadcasts=options.broadcasts,
-            dtype=options.dtype,
-            executor=options.executor,
-            on_error=options.on_error,
-        )
+        self._derived = derive(fn, self._name) if derive else None
+        self._given = functions._replace(fn=fn)
+        self._engines: dict[bool, Engine] = {}  # by whether the value is one number
+        is_found = options.value_shape is None and derive is not None
+        self._value = None if is_found else ValueShape(options.value_shape)
+        self._engine = self._engine_for(self._value or ValueShape(()))
+
+    def _engine_for(self, value: ValueShape) -> Engine:
+        """The engine for a value of this shape."""
+        options, functions, key = self._options, self._given, value.is_number
+        if key not in self._engines:
+            if self._derived is not None:
+                functions = self._derived.functions(of_number=key)
+            _check_value_shape(value, functions, options.on_error)
+            self._engines[key] = Engine(
+                functions,
+                vectorized=options.vectorized,
+                broadcasts=self._derived is not None,
+                dtype=options.dtype,
+                executor=options.executor,
+                on_error=options.on_error,
+            )
+        return self._engines[key]
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Stores the class and the attribute to which the function was assigned."""
@@ -121,7 +123,7 @@ class HostFunction:
             if functions.fn is self._functions.fn:
                 return self  # a callable that is not a descriptor does not become a method
             bound_to = instance, self._attribute
-            found = cache[key] = HostFunction(functions, self._options, self._make, bound_to)
+            found = cache[key] = HostFunction(functions, self._options, self._derive, bound_to)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostFunction":
@@ -129,8 +131,8 @@ class HostFunction:
         if self._bound_to is not None:
             instance, attribute = self._bound_to
             return getattr(copy.deepcopy(instance, memo), attribute)  # type: ignore[no-any-return]
-        functions = Derivatives(*copy.deepcopy(tuple(self._functions), memo))
-        return HostFunction(functions, self._options, self._make)
+        functions = Functions(*copy.deepcopy(tuple(self._functions), memo))
+        return HostFunction(functions, self._options, self._derive)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Args | str:
         """Methods are pickled by name, like Python's, so that objects holding them pickle too."""
@@ -142,6 +144,16 @@ class HostFunction:
     def calls(self) -> int:
         """Number of calls of the engine, one for each batch member, or one in all if vectorized."""
         return int(self._counted("calls"))
+
+    @property
+    def vjp_calls(self) -> int:
+        """Number of calls of `vjp`."""
+        return int(self._counted("vjp_calls"))
+
+    @property
+    def jvp_calls(self) -> int:
+        """Number of calls of `jvp`."""
+        return int(self._counted("jvp_calls"))
 
     @property
     def hess_calls(self) -> int:
@@ -170,24 +182,53 @@ class HostFunction:
         """Total wall time of all evaluations in seconds, including waiting for an executor."""
         return self._counted("seconds")
 
+    def progress(
+        self, total: int | None = None, desc: str | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A scope that shows the calls made in it as a bar, while a compiled sampler runs.
+
+        The bar, of tqdm (`pip install sgtrick[progress]`), has the number of calls, calls a second
+        and, if there are any, failures. Where there is neither a terminal nor a notebook, nothing
+        is shown.
+
+            with log_prob.progress(total=1000, desc="warm-up"):
+                sample()
+
+        Args:
+            total: How many calls are expected, if that is known: then the bar fills up.
+            desc: What stands before the bar, by default the name of the engine.
+
+        Raises:
+            ImportError: tqdm is not installed.
+        """
+        return progress(lambda: (self.calls, self.failures), total, desc or self._name)
+
     def _counted(self, name: str) -> float:
         # Since Python 3.13, what a classmethod returns has the counters of the function in it.
-        engines = [f._engine for f in (self, *self._of_classes.values())]
-        return float(sum(getattr(engine, name) for engine in engines))
+        functions = (self, *self._of_classes.values())
+        return float(sum(getattr(e, name) for f in functions for e in f._engines.values()))
 
     def __repr__(self) -> str:
         """The name, the options that differ from their defaults, and the counters."""
-        usual = Options(False, "float64", None, "raise", 1, False, None)
+        usual = Options(self._derive is not None, "float64", None, "raise", 1, False, None)
         stated = [
-            f"{key}={value!r}"
+            f"{'vmap' if self._derive and key == 'vectorized' else key}={value!r}"
             for key, value in self._options._asdict().items()
-            if value is not getattr(usual, key) and value != getattr(usual, key)
+            if value is not None and value != getattr(usual, key)
         ]
         given = self._functions._asdict()
-        stated += [key for key in ("grad", "hessp", "hess") if given[key] is not None]
+        del given["fn"]
+        for key, f in given.items():
+            if f is not None:
+                stated.append(f"{key}={f!r}" if isinstance(f, (str, bool)) else key)
+        products = "".join(
+            f"{n} of {key}, "
+            for key, n in (("vjp", self.vjp_calls), ("jvp", self.jvp_calls))
+            if given[key] is not None
+        )
         counts = (
-            f"{self.calls} calls, {self.hess_calls} for second derivatives, {self.failures} "
-            f"failures, {self.nonfinite} not finite, {self.seconds:.3g} s"
+            f"{self.calls} calls, {products}{self.hess_calls} for second derivatives, "
+            f"{self.failures} failures, {self.nonfinite} not finite, {self.seconds:.3g} s"
         )
         return f"<host engine {', '.join([self._name, *stated])}: {counts}>"
 
@@ -198,7 +239,7 @@ class HostFunction:
 
     @unconverted
     def _evaluate(self, args: Args, kwargs: Kwargs) -> Structure:
-        if self._callee.own(args):  # a method called on its class, or under a classmethod
+        if self._callee.receivers(args):  # a method called on its class, or under a classmethod
             method = self.__get__(args[0], type(args[0]))
             if method is not self:
                 return method(*args[1:], **kwargs)
@@ -211,28 +252,30 @@ class HostFunction:
             # In a branch of tf.cond, gradients reach only tensors that belong to the branch.
             xs, hosted = list(map(here, xs)), list(map(here, hosted))
             spec = call.spec
-            value, *gradients = call.evaluate(hosted)
-            value.set_shape(batch)
+            told = call.evaluate(hosted)
+            aux = told.pop() if self._has_aux else None
+            n, points = len(spec.value.shapes), [xs[k] for k in spec.places]
+            values, told = told[:n], told[n:]
+            for value, shape in zip(values, spec.value.shapes, strict=True):
+                value.set_shape(batch.concatenate(shape))
             if not tf.executing_eagerly():
-                value = tf.identity(value)  # on the caller's device; the call is on the CPU
-            aux = gradients.pop() if self._has_aux else None
-            leaves = []
-            for x, path, ndims, dtype in zip(
-                xs, spec.paths, spec.event_ndims, spec.dtypes, strict=True
-            ):
-                if dtype is not None:
-                    gx = gradients.pop(0)
-                    gx.set_shape(x.shape)
-                    batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
-                    leaves.append(structures.Leaf(path, x, gx, batch_ndims))
-            failures = gradients  # what is left, if the call tells them
+                # On the caller's device; the call is on the CPU.
+                values = list(map(tf.identity, values))
+            count = n * len(points) if spec.has_gradient else 0
+            gradients, failures = told[:count], told[count:]
             for failed in failures:
                 failed.set_shape(batch)
-            hessian: Structure = _NO_HESSIAN.format(self._name)
-            points = [leaf.x for leaf in leaves]
-            if self._engine.has_hessian:
-                hessian = symmetric(self._name, call.hessian_times, [*hosted, *failures], points)
-            y = embedding.embed_constant(self._name, value, leaves, hessian)
+            at = [*hosted, *failures]
+            if gradients:
+                rows = [gradients[i : i + len(points)] for i in range(0, count, len(points))]
+                jacobians = [
+                    _leaves(spec, batch.concatenate(shape), batch, points, row)
+                    for shape, row in zip(spec.value.shapes, rows, strict=True)
+                ]
+                values = derivatives.with_gradients(call, at, values, jacobians)
+            else:
+                values = derivatives.by_products(call, at, points, values)
+            y = spec.value.pack(values)
             if aux is None:
                 return y
             return y, embedding.auxiliary(self._name, aux, points)
@@ -249,27 +292,41 @@ class HostFunction:
         The points have the batch shape of the value. Leaves that all members share are sent to the
         host once, which broadcasts them itself.
         """
+        count = len(self._signature.parameters) if self._signature else 0
+        by_argument = event_ndims_of(self._event_ndims, names, count)
         flat = [
             leaf
-            for name, arg, ndims in zip(names, args, self._by_argument(names), strict=True)
+            for name, arg, ndims in zip(names, args, by_argument, strict=True)
             for leaf in with_event_ndims(name, arg, ndims)
         ]
         paths, event_ndims = [path for path, _, _ in flat], [ndims for _, _, ndims in flat]
-        xs, dtypes, value_dtype = tensors_of(flat, self._engine.dtype)
+        engine, value = self._engine, self._value
+        xs, dtypes, value_dtype = tensors_of(flat, engine.dtype)
         points, batch = broadcast_batches(xs, event_ndims, paths)
-        aux_dtype = self._engine.dtype if self._has_aux else None
+        # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.
+        like = tf.nest.map_structure(lambda _: None, args)
+        if value is None:
+            assert self._derived is not None
+            events = [
+                (_event_shape(x, n), x.dtype.as_numpy_dtype if dtype is None else engine.dtype)
+                for x, n, dtype in zip(xs, event_ndims, dtypes, strict=True)
+            ]
+            value = ValueShape(self._derived.value_shape(like, events))
+            engine = self._engine_for(value)
         spec = CallSpec(
             self._name,
-            args,
+            like,
             paths,
             event_ndims,
             dtypes,
+            value,
             value_dtype,
-            aux_dtype,
-            tells_failures=self._engine.tells_failures,
+            aux_dtype=engine.dtype if self._has_aux else None,
+            has_gradient=engine.gives_gradient,
+            tells_failures=engine.tells_failures,
         )
         hosted = points if batch.rank is None else padded(xs, event_ndims, batch.rank)
-        return HostCall(self._engine, spec), points, hosted, batch
+        return HostCall(engine, spec), points, hosted, batch
 
     def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, list[str]]:
         """The arguments by position, and their names."""
@@ -297,24 +354,38 @@ class HostFunction:
         names = [*positional, *(f"args[{i}]" for i in range(len(positional), len(bound.args)))]
         return bound.args, names[: len(bound.args)]
 
-    def _by_argument(self, names: Sequence[str]) -> Sequence[Structure]:
-        """`event_ndims`, one for each argument."""
-        stated = self._event_ndims
-        if not isinstance(stated, (tuple, list)):
-            return [stated] * len(names)
-        parameters = self._signature.parameters if self._signature else ()
-        # Omitted arguments have defaults and are the last ones.
-        left_out = len(names) < len(stated) <= len(parameters)
-        if len(stated) != len(names) and not left_out:
-            raise ValueError(
-                f"event_ndims must be an int, or have one entry for each of the {len(names)} "
-                f"arguments ({', '.join(names)}), got {stated}."
-            )
-        return stated[: len(names)]
+
+def _check_value_shape(value: ValueShape, functions: Functions, on_error: str | float) -> None:
+    if not value.is_number and callable(functions.hess):
+        raise TypeError(
+            "hess is the Hessian of one number, but value_shape is not (). Pass hessp, a function "
+            "of (*arrays, u, v) that returns the Hessian of the sum of u * value times v."
+        )
+    if not value.is_known and on_error != "raise":
+        raise ValueError(
+            f"on_error={on_error!r} fills the value, so its shape must be known, but value_shape "
+            f"is {value.pack(value.shapes)}. Pass all dimensions, or leave on_error out."
+        )
 
 
-_NO_HESSIAN = (
-    "{0} was asked for a second derivative, but its engine gives only a value and a gradient. "
-    "Pass hessp=, a function of (*arrays, v) that returns the Hessian times v, or hess=, a "
-    "function of (*arrays) that returns the Hessian; from_jax and from_torch compute it themselves."
-)
+def _leaves(
+    spec: CallSpec,
+    front: tf.TensorShape,
+    batch: tf.TensorShape,
+    points: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> list[structures.Leaf]:
+    """The points with the gradients or Jacobians of a value of the shape `front`."""
+    leaves = []
+    for k, x, gx in zip(spec.places, points, gradients, strict=True):
+        ndims = spec.event_ndims[k]
+        gx.set_shape(front.concatenate(_event_shape(x, ndims)))
+        batch_ndims = tf.rank(x) - ndims if batch.rank is None else batch.rank
+        leaves.append(structures.Leaf(spec.paths[k], x, gx, batch_ndims))
+    return leaves
+
+
+def _event_shape(x: Tensor, ndims: int) -> shapes.Shape:
+    """The last dimensions, as far as they are known."""
+    shape = structures.static_shape(x)
+    return (None,) * ndims if shape is None else shape[len(shape) - ndims :]

@@ -1,14 +1,18 @@
-"""JAX: gradients and Hessian-vector products."""
+"""JAX as a framework that differentiates functions."""
 
 import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.experimental
+import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._core.types import Function, Structure
+from sgtrick._arguments.shapes import Shape
 from sgtrick._host.derived import Dims, Leaves
+from sgtrick._types import Function, Structure
 
 # In jax since 0.8, in jax.experimental before.
 _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
@@ -20,26 +24,30 @@ class Jax:
     def __init__(self, *, jit: bool) -> None:
         self._jit = jax.jit if jit else lambda f: f
 
-    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
+    vjp = staticmethod(jax.vjp)
+    jvp = staticmethod(jax.jvp)
+
+    def symmetric(self, gradient: Function, points: Leaves, vs: Leaves) -> Leaves:
         """See `Framework`."""
-        return self._of_arrays(jax.value_and_grad(f, has_aux=has_aux), dims)
+        return jax.jvp(gradient, (points,), (vs,))[1]  # type: ignore[no-any-return]
 
-    def hessian_times(self, f: Function, dims: Dims) -> Function:
+    def like(self, u: Any, y: Any) -> Any:
         """See `Framework`."""
+        return jnp.broadcast_to(jnp.asarray(u, jnp.result_type(y)), jnp.shape(y))
 
-        def product(points: Leaves, constants: Leaves, vs: Leaves) -> Structure:
-            return jax.jvp(lambda p: jax.grad(f)(p, constants), (points,), (vs,))[1]
-
-        return self._of_arrays(product, dims)
-
-    def why_no_scalar(self, value: Structure) -> str | None:
+    def shapes(self, f: Function, leaves: Sequence[tuple[Shape, Any]]) -> Structure:
         """See `Framework`."""
-        if not np.shape(value):
-            return None
-        return (
-            f"got an array of shape {list(np.shape(value))}: sum over the point, or pass "
-            "event_ndims=0 if each number is a point of its own."
-        )
+        specs = [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]
+        with wide(leaf.dtype for leaf in specs):
+            return tf.nest.map_structure(jnp.shape, jax.eval_shape(f, *specs))
+
+    def refusal(self, value: Any) -> str | None:
+        """See `Framework`."""
+        if value is None:
+            return "got None."
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            return f"got {jnp.result_type(value)}: cast it to a float."
+        return None
 
     def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
         """Never: JAX itself raises where a value is cut off."""
@@ -62,23 +70,30 @@ class Jax:
         if isinstance(error, errors):
             return (
                 "has an if, a loop or an index that depends on values, which cannot be traced. "
-                "Pass jit=False and vectorized=False, or use jax.lax.cond and jnp.where. Code that "
+                "Pass jit=False and vmap=False, or use jax.lax.cond and jnp.where. Code that "
                 "turns an array into a number, as float() does, cannot be differentiated."
             )
         return None
 
-    def _of_arrays(self, f: Function, dims: Dims) -> Function:
+    def compiled(self, f: Function, dims: Dims) -> Function:
+        """See `Framework`."""
         for in_axes in reversed(dims):
             f = jax.vmap(f, in_axes=in_axes)
         f = self._jit(f)
 
         def of_arrays(*groups: Leaves) -> Structure:
-            # Otherwise JAX would truncate 64-bit arrays, integers too. The mode is left alone for
-            # arrays of 32 bits.
-            wide = any(a.dtype.itemsize == 8 for group in groups for a in group)
-            with _enable_x64(True) if wide else contextlib.nullcontext():
+            with wide(a.dtype for group in groups for a in group):
                 if self._jit is not jax.jit:
-                    groups = tf.nest.map_structure(jax.numpy.asarray, groups)
+                    groups = tf.nest.map_structure(jnp.asarray, groups)
                 return tf.nest.map_structure(np.asarray, f(*groups))
 
         return of_arrays
+
+
+def wide(dtypes: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """A scope for arrays of these dtypes: JAX would truncate those of 64 bits, integers too.
+
+    The mode is left alone for arrays of 32 bits.
+    """
+    is_wide = any(dtype.itemsize == 8 for dtype in dtypes)
+    return _enable_x64(True) if is_wide else contextlib.nullcontext()

@@ -1,78 +1,117 @@
-"""What an engine is given and must return: the contract of host calls, and its errors."""
+"""What the functions of an engine are called with, and what they must return."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
-from sgtrick._core import shapes, structures
-from sgtrick._core.types import Array, DTypeLike, Structure
+from sgtrick._arguments import shapes, structures
 from sgtrick._host.contract import CallSpec, Parts, Shape, copy, show
+from sgtrick._types import Array, DTypeLike, Structure
 
 
-class Reply(Protocol):
-    """What is requested of an engine, and what it must return: arrays, here called parts.
+class Reply:
+    """The reply of a function of an engine: arrays, here called parts.
 
-    A call evaluates one member or, if vectorized, a batch; arrays then have the batch shape in
-    front.
+    A call is for one member or, if vectorized, a batch; arrays then have the batch shape in front.
+    Each reply is a class with `shapes`, `parts` and `instead`.
+
+    Attributes:
+        spec: How the leaves form the arguments.
+        name: The name of the engine.
+        paths: The names of the leaves that the function is called with.
+        event_ndims: Their numbers of event dimensions.
+        dtypes: The dtypes of the parts for TensorFlow.
+        value_count: How many parts, the first ones, have the shapes of the value.
+        has_aux: Whether the last part is aux.
+        counts_nonfinite: Whether parts that are not finite are counted.
     """
 
-    name: str
-    has_aux: bool
-    paths: Sequence[str]
-    event_ndims: Sequence[int]
+    def __init__(self, spec: CallSpec, dtypes: Sequence[DTypeLike], value_count: int) -> None:
+        self.spec, self.name = spec, spec.name
+        self.dtypes, self.value_count = dtypes, value_count
+        self.paths, self.event_ndims = spec.paths, spec.event_ndims
+        self.has_aux, self.counts_nonfinite = False, True
 
     def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
-        """Copies of the leaves for the engine."""
-        ...
+        """Copies of the leaves for the function."""
+        n = len(self.spec.paths)
+        return [*self.spec.incoming(arrays[:n], dtype), *(copy(a, dtype) for a in arrays[n:])]
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
-        """The arguments of the engine."""
-        ...
+        """The arguments of the function."""
+        return self.spec.pack(leaves)
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """The shapes of the parts, except aux, whose shape only the engine knows."""
-        ...
+        """The shapes of the parts; unknown dimensions count as zero."""
+        raise NotImplementedError
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> Parts:
-        """The checked parts of what an engine returned for `leaves`; None for unknown ones."""
-        ...
+        """The checked parts of what the function returned for `leaves`; None for unknown ones."""
+        raise NotImplementedError
 
-    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
-        """The parts for a failed call, with `value` in place of the engine's value."""
-        ...
+    def instead(self, value: float) -> list[float]:
+        """What the parts of a failed call are filled with, `value` in place of the value."""
+        raise NotImplementedError
+
+    def settled(self, parts: Parts, batch_ndims: int) -> "Reply":
+        """The same reply, with the shapes that only these parts tell."""
+        spec = self.spec
+        if self.has_aux:
+            spec = dataclasses.replace(spec, aux_shape=np.shape(parts[-1])[batch_ndims:])
+        if self.value_count and not spec.value.is_known:
+            known = [part.shape[batch_ndims:] for part in parts[: self.value_count]]
+            spec = dataclasses.replace(spec, value=spec.value.of(known))
+        return self if spec is self.spec else self._with(spec)
+
+    def _with(self, spec: CallSpec) -> "Reply":
+        raise NotImplementedError
 
     def outgoing(self, parts: Parts) -> list[Array]:
         """Copies for TensorFlow, in its dtypes; engines may return the same buffer each time."""
-        ...
+        return list(map(copy, parts, self.dtypes))
 
 
-class ValueAndGradient:
-    """The reply `(value, gradient)` or `((value, aux), gradient)`."""
+class Evaluation(Reply):
+    """The reply `(value, gradient)` or `((value, aux), gradient)`, or the value, or value and aux.
+
+    For a value that is an array, the gradient is its Jacobian.
+    """
 
     def __init__(self, spec: CallSpec) -> None:
-        self._spec, self.name, self.has_aux = spec, spec.name, spec.has_aux
-        self.paths, self.event_ndims = spec.paths, spec.event_ndims
+        super().__init__(spec, spec.outputs, len(spec.value.shapes))
+        self.has_aux = spec.aux_dtype is not None
+        self._gradients = [  # in errors
+            f"the gradient of value{path}" if path else "the gradient" for path in spec.value.paths
+        ]
 
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
-        """Copies of the leaves for the engine."""
-        return self._spec.incoming(arrays, dtype)
-
-    def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
-        """The arguments of the engine."""
-        return self._spec.pack(leaves)
+    def _with(self, spec: CallSpec) -> Reply:
+        return Evaluation(spec)
 
     def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """The shapes of the value, the gradients, and whether the engine failed."""
-        failed = [batch] * self._spec.tells_failures
-        return [batch, *(batch + events[k] for k in self._spec.places), *failed]
+        """The shapes of the values, the gradients, whether the engine failed, and aux."""
+        spec, values = self.spec, [batch + shape for shape in self.spec.value.least]
+        gradients = [value + events[k] for value in values for k in spec.places]
+        return [
+            *values,
+            *(gradients if spec.has_gradient else []),
+            *[batch] * spec.tells_failures,
+            *[batch + (spec.aux_shape or ())] * self.has_aux,
+        ]
+
+    def instead(self, value: float) -> list[float]:
+        """`value`, zero gradients, the failure, and NaN for aux."""
+        spec = self.spec
+        zeros = [0.0] * (self.value_count * len(spec.places) * spec.has_gradient)
+        failed, aux = [1.0] * spec.tells_failures, [np.nan] * self.has_aux
+        return [*[value] * self.value_count, *zeros, *failed, *aux]
 
     def parts(
         self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
     ) -> Parts:
-        """The value, the gradients of leaves that have derivatives, no failure, and aux if any.
+        """The values, their gradients by leaves that have derivatives, no failure, and aux if any.
 
         Raises:
             TypeError: The engine did not return `(value, gradient)`, or `((value, aux), gradient)`,
@@ -80,128 +119,117 @@ class ValueAndGradient:
             ValueError: The shape or structure is wrong.
         """
         del leaves
-        spec, name = self._spec, self.name
-        if not structures.is_pair(returned) or (returned[1] is None and spec.has_derivatives):
+        spec, name = self.spec, self.name
+        if not spec.has_gradient:
+            returned = returned, None
+        elif not structures.is_pair(returned) or (returned[1] is None and spec.places):
             raise TypeError(
                 f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "
-                "gradient. Return both; or pass a function for the gradient as grad=; or write the "
-                "function in PyTorch or JAX, and let from_torch or from_jax compute its gradient."
+                "gradient. Return both; or pass a function for the gradient, as grad= or vjp=; or "
+                "write the function in PyTorch or JAX, and let from_torch or from_jax compute its "
+                'gradient; or pass grad="3-point" for finite differences; or, for a sampler that '
+                "needs no gradient, return the value alone and pass grad=False."
             )
         value, gradient = returned
         aux = []
-        if spec.has_aux:
+        if self.has_aux:
             if not structures.is_pair(value):
                 raise TypeError(
                     f"{name} must return {self._wanted()}, got {show(value)} in place of "
                     "(value, aux). Return both, or remove has_aux=True."
                 )
-            value, aux = value[0], [np.array(spec.checked(value[1], None, "aux"))]
-            if aux[0].shape[: len(batch)] != batch:
-                raise ValueError(
-                    f"aux of {name} must have the batch shape {shapes.show(batch)} in front, "
-                    f"got {shapes.show(aux[0].shape)}."
-                )
-        value = spec.checked(value, batch, "the value", events=events)
+            value, aux = value[0], [self._aux(value[1], batch)]
+        values = spec.values(value, batch, events)
+        gradients = []
+        if spec.has_gradient:
+            for row, what, y in zip(spec.rows(gradient), self._gradients, values, strict=True):
+                gradients += spec.gradients(row, y.shape, events, what)
         failed = [np.zeros(batch)] * spec.tells_failures
-        return [value, *spec.gradients(gradient, batch, events), *failed, *aux]
+        return [*values, *gradients, *failed, *aux]
+
+    def _aux(self, given: object, batch: Shape) -> Array:
+        aux = np.array(self.spec.checked(given, None, "aux"))
+        front, shape = aux.shape[: len(batch)], aux.shape[len(batch) :]
+        if front != batch:
+            raise ValueError(
+                f"aux of {self.name} must have the batch shape {shapes.show(batch)} in front, "
+                f"got {shapes.show(aux.shape)}."
+            )
+        expected = self.spec.aux_shape
+        if expected not in (None, shape):
+            raise ValueError(
+                f"aux of {self.name} must have the same shape for all members of a batch, "
+                f"got {shapes.show(expected)} and {shapes.show(shape)}."
+            )
+        return aux
 
     def _wanted(self) -> str:
-        return "((value, aux), gradient)" if self.has_aux else "(value, gradient)"
-
-    def instead(self, value: float, batch: Shape, events: Sequence[Shape]) -> Parts:
-        """The parts for a failed call: `value`, zero gradients, the failure, and NaN for aux."""
-        parts = [np.zeros(shape) for shape in self.shapes(batch, events)]
-        parts[0][...] = value
-        if self._spec.tells_failures:
-            parts[-1][...] = True
-        return [*parts, np.full(batch, np.nan)] if self._spec.has_aux else parts
-
-    def outgoing(self, parts: Parts) -> list[Array]:
-        """Copies for TensorFlow, in its dtypes."""
-        return list(map(copy, parts, self._spec.outputs))
+        value = "(value, aux)" if self.has_aux else "value"
+        return f"({value}, gradient)" if self.spec.has_gradient else value
 
 
-class Results:
-    """The parts of several replies, each in one array.
+class Product(Reply):
+    """The product of a derivative with vectors, the reply of a function `(*arrays, *vectors)`.
 
-    `ones` is the number of leading dimensions of size 1 in each reply.
+    A vector is like the value if it is called "u", and like the arguments if not, with None for
+    leaves without derivatives. The product is like one of these, too. The leaves of a call are
+    those of the arguments, followed by those of the vectors.
     """
 
-    def __init__(self, reply: Reply, batch: Shape, events: Sequence[Shape], ones: int) -> None:
-        self._ones = ones
-        self._name, self._has_aux, self._batch = reply.name, reply.has_aux, batch
-        # float64 holds results of any dtype until all have arrived.
-        self._columns = [np.empty(shape) for shape in reply.shapes(batch, events)]
-        self._auxes: Parts = []
-        self._failed: list[Shape] = []
-        self._unknown: set[int] = set()
+    def __init__(self, spec: CallSpec, what: str, vectors: str, *, to_value: bool = False) -> None:
+        """For errors, `what` is the product. `vectors` has one letter for each vector."""
+        m = len(spec.value.shapes)
+        dtypes = spec.outputs[:m] if to_value else spec.gradient_dtypes
+        super().__init__(spec, dtypes, m if to_value else 0)
+        self._what, self._vectors, self._to_value = what, vectors, to_value
+        of_value = [len(shape) for shape in spec.value.shapes]
+        of_points = [spec.event_ndims[k] for k in spec.places]
+        self.paths, self.event_ndims = [*spec.paths], [*spec.event_ndims]
+        for w in vectors:
+            points = [f"{w} of {spec.paths[k]}" for k in spec.places]
+            self.paths += [f"u{path}" for path in spec.value.paths] if w == "u" else points
+            self.event_ndims += of_value if w == "u" else of_points
 
-    def put(self, i: Shape, parts: Parts, *, failed: bool = False) -> None:
-        """Stores the parts of member `i`; members arrive in order."""
-        if self._ones:
-            parts = [p if p is None else p.reshape(p.shape[self._ones :]) for p in parts]
-        for k, column in enumerate(self._columns):
-            part = parts[k]
-            if part is None:
-                self._unknown.add(k)
-                part = np.nan
-            column[i] = part
-        if self._has_aux:
-            self._auxes.append(parts[-1])
-        if failed:
-            self._failed.append(i)
+    def _with(self, spec: CallSpec) -> Reply:
+        return type(self)(spec, self._what, self._vectors, to_value=self._to_value)
 
-    def nonfinite(self) -> int:
-        """The number of members that did not fail but have a known part that is not finite."""
-        known = [None if k in self._unknown else c for k, c in enumerate(self._columns)]
-        return count_nonfinite(known, self._batch, self._failed)
+    def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
+        """The arguments of the engine, and each vector in its structure."""
+        spec, n = self.spec, len(self.spec.paths)
+        arguments, rest = list(spec.pack(leaves[:n])), iter(leaves[n:])
+        for w in self._vectors:
+            if w == "u":
+                arguments.append(spec.value.pack([next(rest) for _ in spec.value.shapes]))
+            else:
+                flat = [next(rest) if k in spec.places else None for k in range(n)]
+                packed = spec.pack(flat)
+                arguments.append(packed[0] if len(packed) == 1 else tuple(packed))
+        return arguments
 
-    def joined(self) -> Parts:
-        """The joined arrays."""
-        return [*self._columns, self._stacked_auxes()] if self._has_aux else self._columns
+    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+        """The shapes of the product: those of the value, or of the leaves with derivatives."""
+        if self._to_value:
+            return [batch + shape for shape in self.spec.value.least]
+        return [batch + events[k] for k in self.spec.places]
 
-    def _stacked_auxes(self) -> Array:
-        """All aux stacked; a single NaN, as of a failed call, is broadcast to the common shape."""
-        seen = {aux.shape for aux in self._auxes if aux.shape or not np.isnan(aux)}
-        if len(seen) > 1:
-            raise ValueError(
-                f"aux of {self._name} must have the same shape for all members of a batch, "
-                f"got {' and '.join(map(shapes.show, sorted(seen)))}."
-            )
-        shape = seen.pop() if seen else ()
-        auxes = [np.broadcast_to(aux, shape) for aux in self._auxes]
-        return np.reshape(auxes, self._batch + shape)
+    def instead(self, value: float) -> list[float]:
+        """NaN, because the value may be valid there and have a slope."""
+        del value
+        return [np.nan] * len(self.dtypes)
 
+    def parts(
+        self, returned: Structure, batch: Shape, events: Sequence[Shape], leaves: Sequence[Array]
+    ) -> Parts:
+        """The leaves of the product; None for unknown ones.
 
-def count_nonfinite(parts: Sequence[Array | None], batch: Shape, but: Sequence[Shape] = ()) -> int:
-    """The number of batch members for which a known part is not finite.
-
-    Args:
-        parts: Arrays; None for unknown ones.
-        batch: The batch shape.
-        but: Members that are not counted.
-    """
-    bad: Array | None = None
-    for part in parts:
-        if part is not None:
-            finite = np.isfinite(part)
-            if np.count_nonzero(finite) < finite.size:
-                bad = np.zeros(batch, bool) if bad is None else bad
-                bad |= ~finite.reshape((*batch, -1)).all(-1)
-    if bad is None:
-        return 0
-    for i in but:
-        bad[i] = False
-    return int(np.count_nonzero(bad))
-
-
-def split_shapes(leaves: Sequence[Array], event_ndims: Sequence[int]) -> tuple[Shape, list[Shape]]:
-    """The batch shape to which the leaves broadcast, and their shapes without batch."""
-    fronts, events = [], []
-    for a, n in zip(leaves, event_ndims, strict=True):
-        front = a.ndim - n
-        fronts.append(a.shape[:front])
-        events.append(a.shape[front:])
-    if not fronts or all(shape == fronts[0] for shape in fronts[1:]):
-        return fronts[0] if fronts else (), events
-    return np.broadcast_shapes(*fronts), events
+        Raises:
+            TypeError: The function returned something other than real numbers.
+            ValueError: The shape or structure is wrong.
+        """
+        del leaves
+        if returned is None:
+            like = "like the value" if self._to_value else "like the arguments"
+            raise TypeError(f"{self._what} of {self.name} must be {like}, got None.")
+        if self._to_value:
+            return list(self.spec.values(returned, batch, what=self._what))
+        return self.spec.gradients(returned, batch, events, self._what)

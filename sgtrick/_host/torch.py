@@ -1,4 +1,4 @@
-"""PyTorch: gradients and Hessian-vector products by `torch.func`."""
+"""PyTorch as a framework that differentiates functions, by `torch.func`."""
 
 import re
 from collections.abc import Sequence
@@ -7,40 +7,40 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from sgtrick._core.types import Args, Array, Function, Kwargs, Structure
+from sgtrick._arguments.shapes import Shape
 from sgtrick._host.derived import Dims, Leaves
+from sgtrick._types import Args, Array, Function, Kwargs, Structure
 
 
 class Torch:
     """The `Framework` of functions of tensors of PyTorch."""
 
-    def gradient(self, f: Function, has_aux: bool, dims: Dims) -> Function:
+    vjp = staticmethod(torch.func.vjp)
+    jvp = staticmethod(torch.func.jvp)
+
+    def symmetric(self, gradient: Function, points: Leaves, vs: Leaves) -> Leaves:
         """See `Framework`."""
-        g = _mapped(torch.func.grad_and_value(f, has_aux=has_aux), dims)
-        return _of_arrays(lambda *groups: g(*groups)[::-1])
+        # Reverse over reverse works for everything that torch can differentiate twice. It gives the
+        # transpose of the Hessian, which is symmetric.
+        return torch.func.vjp(gradient, points)[1](vs)[0]  # type: ignore[no-any-return]
 
-    def hessian_times(self, f: Function, dims: Dims) -> Function:
+    def like(self, u: Any, y: Any) -> Any:
         """See `Framework`."""
+        return torch.as_tensor(u, dtype=y.dtype, device=y.device).expand(y.shape)
 
-        def product(points: Leaves, constants: Leaves, vs: Leaves) -> Structure:
-            # Reverse over reverse works for everything that torch can differentiate twice. It gives
-            # the transpose of the Hessian, which is symmetric.
-            return torch.func.vjp(lambda p: torch.func.grad(f)(p, constants), points)[1](vs)[0]
+    def shapes(self, f: Function, leaves: Sequence[tuple[Shape, Any]]) -> Structure:
+        """Never called: the caller states the shape."""
+        raise NotImplementedError
 
-        return _of_arrays(_mapped(product, dims))
-
-    def why_no_scalar(self, value: object) -> str | None:
+    def refusal(self, value: object) -> str | None:
         """See `Framework`."""
         if not isinstance(value, torch.Tensor):
             return (
                 f"got {type(value).__name__}. A torch.Tensor that was computed from the arguments "
                 "has a gradient; a Python number or a NumPy array has none."
             )
-        if value.shape:
-            return (
-                f"got a tensor of shape {list(value.shape)}: sum over the point, or pass "
-                "event_ndims=0 if each number is a point of its own."
-            )
+        if not value.is_floating_point():
+            return f"got {value.dtype}: cast it to a float."
         return None
 
     def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
@@ -49,9 +49,19 @@ class Torch:
         # A clone is not a leaf of torch's graph, so the function may modify it in place.
         points[k] = points[k].requires_grad_().clone()
         with _Uses(points[k]) as uses:
-            returned = f(points, constants)
-        value = returned[0] if isinstance(returned, tuple) else returned
-        return uses.seen and not value.requires_grad
+            values = tf.nest.flatten(f(points, constants))
+        return uses.seen and not any(value.requires_grad for value in values)
+
+    def compiled(self, f: Function, dims: Dims) -> Function:
+        """See `Framework`."""
+        for in_dims in reversed(dims):
+            f = torch.func.vmap(f, in_dims=in_dims)
+
+        def of_arrays(*groups: Sequence[Array]) -> Structure:
+            returned = f(*map(_tensors, groups))
+            return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)
+
+        return of_arrays
 
     def advice(self, error: Exception) -> str | None:
         """See `Framework`."""
@@ -95,7 +105,7 @@ _ADVICE = [
     (
         r"vmap: .*(item\(\)|data-dependent)",
         "has an if or a loop that depends on values, .item() or the like, which torch.func.vmap "
-        "cannot map. Pass vectorized=False, or use torch.where.",
+        "cannot map. Pass vmap=False, or use torch.where.",
     ),
     (
         r"Can't call numpy\(\)|__array__",
@@ -105,19 +115,5 @@ _ADVICE = [
 ]
 
 
-def _mapped(f: Function, dims: Dims) -> Function:
-    for in_dims in reversed(dims):
-        f = torch.func.vmap(f, in_dims=in_dims)
-    return f
-
-
 def _tensors(arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.from_numpy, arrays))
-
-
-def _of_arrays(f: Function) -> Function:
-    def of_arrays(*groups: Sequence[Array]) -> Structure:
-        returned = f(*map(_tensors, groups))
-        return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)
-
-    return of_arrays

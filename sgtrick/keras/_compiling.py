@@ -2,7 +2,7 @@
 
 import keras
 
-from sgtrick._core.types import Function
+from sgtrick._types import Function
 
 
 def is_compiling() -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from sgtrick._core import calls, dtypes, vjp_protocol
-from sgtrick._core.types import Args, Function, Kwargs, Structure
+from sgtrick._arguments import calls, dtypes, vjp_protocol
 from sgtrick._host import reticulate
+from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras import _compiling, _structures
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
@@ -24,15 +24,13 @@ class Rule:
 
     def __init__(self, function: calls.Callee, args: Args, kwargs: Kwargs) -> None:
         call = function.bind(args, kwargs)
-        own = 0 if args and ops.is_tensor(args[0]) else function.own(args)
-        names = function.names(call)[own:]
-        self._owner = call.args[:own]  # self of a method has no gradient
-        args, kwargs = call.args[own:], call.kwargs
-        values = [*args, *kwargs.values()]
-        self._arguments = vjp_protocol.arguments_of(names, values, call.defaults)
+        own = 0 if args and ops.is_tensor(args[0]) else function.receivers(args)
+        self._owner = call.values[:own]  # self of a method has no gradient
+        positional = tuple(call.values[own : call.positional])
+        self._arguments = vjp_protocol.arguments_of(call, function.names(call), own)
         self.__name__, self._grad = function.name, f"grad of {function.name}"
-        self._f, self._keywords = function.f, list(kwargs)
-        self._call = (args, list(kwargs.values()))
+        self._f, self._keywords = function.f, call.keywords
+        self._call = (positional, list(call.values[call.positional :]))
         self._leaves = [_value_of(leaf) for a in self._arguments for leaf in a.leaves]
         self._primals = [leaf if _is_input(leaf) else None for leaf in self._leaves]
         self.inputs = [x for x in self._primals if x is not None]

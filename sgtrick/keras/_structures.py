@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from sgtrick._core import structures
-from sgtrick._core.types import Structure
+from sgtrick._arguments import structures
+from sgtrick._types import Structure
 from sgtrick.keras._types import Tensor
 
 

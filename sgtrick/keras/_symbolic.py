@@ -4,8 +4,8 @@ import dataclasses
 
 import keras
 
-from sgtrick._core import structures
-from sgtrick._core.types import Structure
+from sgtrick._arguments import structures
+from sgtrick._types import Structure
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import TensorLike
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import sgtrick
-from sgtrick._core.types import Function, Tensor
+from sgtrick._types import Function, Tensor
 
 
 def with_vjp(f: Function, xs: Sequence[Tensor], refusal: Exception) -> Sequence[Tensor]:

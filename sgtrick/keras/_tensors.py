@@ -5,9 +5,9 @@ import operator
 
 from keras import backend, ops
 
-from sgtrick._core import shapes, structures
-from sgtrick._core.backend import Backend
-from sgtrick._core.types import Ndims
+from sgtrick._arguments import shapes, structures
+from sgtrick._arguments.backend import Backend
+from sgtrick._types import Ndims
 from sgtrick.keras import _products, _structures
 from sgtrick.keras._types import Tensor, TensorLike
 

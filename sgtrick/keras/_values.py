@@ -6,9 +6,9 @@ import keras
 from keras import ops
 
 import sgtrick
-from sgtrick._core import value_form
-from sgtrick._core.structures import Leaf
-from sgtrick._core.types import Kwargs, Structure
+from sgtrick._arguments import value_form
+from sgtrick._arguments.structures import Leaf
+from sgtrick._types import Kwargs, Structure
 from sgtrick.keras import _backends, _products
 from sgtrick.keras._symbolic import SYMBOLIC, any_symbolic
 from sgtrick.keras._tensors import KERAS

@@ -3,8 +3,8 @@
 import keras
 import tensorflow as tf
 
-from sgtrick._core import calls
-from sgtrick._core.types import Function, Kwargs, Structure
+from sgtrick._arguments import calls
+from sgtrick._types import Function, Kwargs, Structure
 from sgtrick.keras import _backends, _compiling
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._symbolic import any_symbolic

@@ -94,6 +94,43 @@ def test_hmc(take_turns, name, vectorized):
     take_turns(f"{LEAPFROGS} leapfrogs, {name}, {calls}", rivals, (X,), 10_000)
 
 
+def forward_model(x):
+    """A value that is an array, `[chain, 500]`."""
+    return np.tanh(x @ COVARIATES)
+
+
+def vjp_of_forward_model(x, u):
+    return (u * (1 - np.tanh(x @ COVARIATES) ** 2)) @ COVARIATES.T
+
+
+@sgtrick.custom_vjp
+def forward_model_by_hand(x):
+    y = tf.numpy_function(forward_model, [x], x.dtype)
+    y.set_shape([CHAINS, 500])
+
+    def grad_fn(u):
+        g = tf.numpy_function(vjp_of_forward_model, [x, u], x.dtype)
+        g.set_shape(x.shape)
+        return g
+
+    return y, grad_fn
+
+
+def test_hmc_of_an_array(take_turns):
+    from_numpy = sgtrick.from_numpy(
+        forward_model, vjp=vjp_of_forward_model, value_shape=(500,), vectorized=True
+    )
+
+    def posterior(f):
+        return lambda x: -tf.reduce_sum((f(x) - OUTCOMES) ** 2, -1) - tf.reduce_sum(x**2, -1)
+
+    rivals = {
+        "by hand": hmc(posterior(forward_model_by_hand)),
+        "from_numpy": hmc(posterior(from_numpy)),
+    }
+    take_turns(f"{LEAPFROGS} leapfrogs, an array of 500, one call", rivals, (X,), 10_000)
+
+
 def test_one_call(take_turns):
     h = sgtrick.from_numpy(nothing, vectorized=True)
     x = X.numpy()

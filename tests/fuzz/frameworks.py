@@ -134,7 +134,8 @@ class Foreign(Call):
         return FORMS[self.framework](
             named(self.foreign, "xyz"[: len(self.arguments)]),
             event_ndims=self.event_ndims,
-            vectorized=self.vectorized,
+            value_shape=(),
+            vmap=self.vectorized,
             has_aux=self.has_aux,
             dtype=self.dtype,
             executor=executor,

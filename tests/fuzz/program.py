@@ -137,7 +137,7 @@ class Program:
         wide = "complex128" if self.is_complex else "float64"
         return "\n\n".join(
             [
-                "import concurrent.futures\nimport functools\nimport tempfile\n\nimport numpy as np\n"
+                "import functools\nimport tempfile\n\nimport numpy as np\n"
                 "import tensorflow as tf\n\nimport sgtrick\n\n"
                 "ONE, SCALE = tf.Variable(1.0, trainable=False), tf.Variable(1.0)",
                 *texts.values(),

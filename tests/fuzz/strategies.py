@@ -36,8 +36,6 @@ def programs(draw, longest=4):
         rules = [rule for rule in rules if rule is not pieces.stopped]
     if steps.count(pieces.accumulator) > 2:  # which takes minutes to store
         steps = tuple(step for step in steps if "saved_model" not in step.__name__)
-    if steps.count(pieces.batch_jacobian_by_a_loop) > 1:  # which takes minutes
-        steps = tuple(step for step in steps if step is not pieces.batch_jacobian_by_a_loop)
     sizes = st.sampled_from([2, 3, 1, 2, 3, 0])
     return Program(
         function,

@@ -444,19 +444,6 @@ class TestProtocol:
 
             check(REVERSE, form, lambda x, b, a: x + 2 * b + 3 * a, [POINTS, POINTS, POINTS])
 
-    def test_methods_and_attributes(self):
-        class Scale:
-            factor = 3.0
-
-            @custom_vjp
-            def times(self, x):
-                """Scales."""
-                return misled(self.factor * x), lambda u: u * self.factor
-
-        assert Scale.times.__doc__ == "Scales."
-        check(REVERSE, Scale().times, lambda x: 3 * x, [POINTS])
-        check(REVERSE, lambda x: Scale().times(x=x), lambda x: 3 * x, [POINTS])
-
     def test_a_static_method_of_an_instance_of_its_own_class(self):
         """Its first argument is no `self`, which would get no gradient."""
 
@@ -484,37 +471,6 @@ class TestProtocol:
                     return f(of(x, y))
 
                 check(REVERSE, form, lambda x, y: x * y, [POINTS, POINTS + 1])
-
-    def test_methods_whose_first_parameter_has_another_name(self):
-        def outside(*args):
-            this, x = args
-            return misled(this.factor * x), lambda u: u * this.factor
-
-        class Scale(NamedTuple):
-            factor: keras.KerasTensor
-
-            @custom_vjp
-            def inside(this, x):  # noqa: N805
-                return misled(this.factor * x), lambda u: u * this.factor
-
-            of_classes = custom_vjp(classmethod(lambda this, x: (misled(3 * x), lambda u: 3 * u)))
-
-        Scale.assigned = custom_vjp(outside)
-        for name in ("inside", "of_classes", "assigned"):
-            check(REVERSE, getattr(Scale(tensor(3.0)), name), lambda x: 3 * x, [POINTS])
-
-    def test_a_function_of_an_object_whose_class_holds_what_is_decorated(self):
-        """No class holds the function itself, so the object is an argument."""
-
-        class Pair(NamedTuple):
-            a: keras.KerasTensor
-            b: keras.KerasTensor
-
-            def times(self):
-                return misled(self.a * self.b), lambda u: (u * self.b, u * self.a)
-
-        times = custom_vjp(Pair.times)
-        check(REVERSE, lambda x, y: times(Pair(x, y)), lambda x, y: x * y, [POINTS, POINTS + 1])
 
     def test_methods_of_every_kind(self):
         def rule(factor, x):

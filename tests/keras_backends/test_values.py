@@ -432,16 +432,6 @@ class TestSecondOrder:
         with pytest.raises(LookupError, match="third derivative"):
             THIRD[transformation](form, tensor(POINTS[0]))
 
-    @pytest.mark.parametrize("transformation", THIRD)
-    def test_third_derivatives_of_a_constant_product_are_refused(self, transformation):
-        """What hx says of one point does not say that it holds everywhere."""
-
-        def form(x):
-            return embed(constant(scalar(x)), scalar_gradient(x), x, hx=lambda v: 2.0 * v)
-
-        with pytest.raises(LookupError, match="third derivative"):
-            THIRD[transformation](form, tensor(POINTS[0]))
-
     def test_a_product_is_computed_only_for_a_second_derivative(self):
         calls = []
 

@@ -7,7 +7,7 @@ eager tape per member. `complaint` compares the two, for the tests as for the ta
 
 from matrix.cells import CELLS, Cell, judge, promised
 from matrix.pairs import pairs, spread
-from matrix.problem import Case, Problem, complaint, configure
+from matrix.problem import Case, Problem, complaint, configure, traced
 
 __all__ = [
     "CELLS",
@@ -20,4 +20,5 @@ __all__ = [
     "pairs",
     "promised",
     "spread",
+    "traced",
 ]

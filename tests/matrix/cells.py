@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from matrix.problem import SLIPS, Case, Function, Outcome, Problem, as_list, complaint, is_loud
+from matrix.problem import (
+    SLIPS,
+    Case,
+    Function,
+    Outcome,
+    Problem,
+    as_list,
+    complaint,
+    is_loud,
+    traced,
+)
 
 
 @dataclass(frozen=True)
@@ -114,12 +124,12 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("tape in XLA", "tapes")
 def _(f: Function, p: Problem) -> Outcome:
-    return _reverse(*tf.function(tape, jit_compile=True)(f, _tensors(p.args), p.upstream))
+    return _reverse(*traced(tape, jit_compile=True)(f, _tensors(p.args), p.upstream))
 
 
 @cell("tape around XLA", "tapes")
 def _(f: Function, p: Problem) -> Outcome:
-    return _reverse(*tape(tf.function(f, jit_compile=True), _tensors(p.args), p.upstream))
+    return _reverse(*tape(traced(f, jit_compile=True), _tensors(p.args), p.upstream))
 
 
 def _with_unknown_shapes(f: Function, p: Problem, known_rank: bool, **options: Any) -> Outcome:
@@ -128,7 +138,7 @@ def _with_unknown_shapes(f: Function, p: Problem, known_rank: bool, **options: A
 
     arrays = [*p.args, p.upstream]
     signature = [tf.TensorSpec([None] * a.ndim if known_rank else None, tf.float64) for a in arrays]
-    run = tf.function(run, input_signature=signature, **options)
+    run = traced(run, input_signature=signature, **options)
     return _reverse(*run(*_tensors(arrays)))
 
 
@@ -166,7 +176,7 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("`tf.recompute_grad` in `tf.function`", "tapes")
 def _(f: Function, p: Problem) -> Outcome:
-    return _reverse(*tf.function(tape)(tf.recompute_grad(f), _tensors(p.args), p.upstream))
+    return _reverse(*traced(tape)(tf.recompute_grad(f), _tensors(p.args), p.upstream))
 
 
 def _jacobian(f: Function, args: Any, pfor: bool = True) -> Any:
@@ -200,13 +210,13 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("`tape.jacobian` in `tf.function`", "Jacobians")
 def _(f: Function, p: Problem) -> Outcome:
-    run = tf.function(_jacobian)
+    run = traced(_jacobian)
     return {"jacobian": _numpy(run(f, _tensors(p.args)))}
 
 
 @cell("`tape.jacobian` in XLA", "Jacobians")
 def _(f: Function, p: Problem) -> Outcome:
-    run = tf.function(_jacobian, jit_compile=True)
+    run = traced(_jacobian, jit_compile=True)
     return {"jacobian": _numpy(run(f, _tensors(p.args)))}
 
 
@@ -238,12 +248,12 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("tape around `vectorized_map`, all in `tf.function`", "mapping", takes_members=True)
 def _(f: Function, p: Problem) -> Outcome:
-    return _reverse(*tf.function(tape)(_vectorized(f), _tensors(p.args), p.upstream))
+    return _reverse(*traced(tape)(_vectorized(f), _tensors(p.args), p.upstream))
 
 
 @cell("tape around `vectorized_map` in XLA", "mapping", takes_members=True)
 def _(f: Function, p: Problem) -> Outcome:
-    run = tf.function(tape, jit_compile=True)
+    run = traced(tape, jit_compile=True)
     return _reverse(*run(_vectorized(f), _tensors(p.args), p.upstream))
 
 
@@ -262,7 +272,7 @@ def _(f: Function, p: Problem) -> Outcome:
     def mapped(*args: Any) -> Any:
         return tf.map_fn(lambda m: f(*m), args, fn_output_signature=tf.float64)
 
-    return _reverse(*tf.function(tape)(mapped, _tensors(p.args), p.upstream))
+    return _reverse(*traced(tape)(mapped, _tensors(p.args), p.upstream))
 
 
 @cell("`tf.scan`", "mapping", takes_members=True)
@@ -273,7 +283,7 @@ def _(f: Function, p: Problem) -> Outcome:
         total = tf.scan(lambda s, m: s + f(*m), args, initializer=start)
         return total - tf.concat([start[tf.newaxis], total[:-1]], 0)
 
-    return _reverse(*tf.function(tape)(scanned, _tensors(p.args), p.upstream))
+    return _reverse(*traced(tape)(scanned, _tensors(p.args), p.upstream))
 
 
 @cell("`tf.while_loop`", "control flow")
@@ -285,12 +295,12 @@ def _(f: Function, p: Problem) -> Outcome:
         start = tf.zeros(p.upstream.shape, tf.float64)
         return tf.while_loop(lambda i, y: i < 3, body, (0, start))[1]
 
-    return _reverse(*tf.function(tape)(looped, _tensors(p.args), p.upstream))
+    return _reverse(*traced(tape)(looped, _tensors(p.args), p.upstream))
 
 
 @cell("tape around `tf.while_loop`", "control flow")
 def _(f: Function, p: Problem) -> Outcome:
-    @tf.function(autograph=True)
+    @tf.function
     def looped(*args: Any) -> Any:
         y = tf.zeros(p.upstream.shape, tf.float64)
         for _ in tf.range(3):
@@ -305,7 +315,7 @@ def _(f: Function, p: Problem) -> Outcome:
     def branched(*args: Any) -> Any:
         return tf.cond(tf.reduce_sum(args[0]) < np.inf, lambda: f(*args), lambda: 0 * f(*args))
 
-    return _reverse(*tf.function(tape)(branched, _tensors(p.args), p.upstream))
+    return _reverse(*traced(tape)(branched, _tensors(p.args), p.upstream))
 
 
 def _forward(f: Function, args: Any, tangents: Any) -> Any:
@@ -325,17 +335,17 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("`ForwardAccumulator` around `tf.function`", "forward mode")
 def _(f: Function, p: Problem) -> Outcome:
-    return _pushed(*_forward(tf.function(f), _tensors(p.args), _tensors(p.tangents)))
+    return _pushed(*_forward(traced(f), _tensors(p.args), _tensors(p.tangents)))
 
 
 @cell("`ForwardAccumulator` in `tf.function`", "forward mode")
 def _(f: Function, p: Problem) -> Outcome:
-    return _pushed(*tf.function(_forward)(f, _tensors(p.args), _tensors(p.tangents)))
+    return _pushed(*traced(_forward)(f, _tensors(p.args), _tensors(p.tangents)))
 
 
 @cell("`ForwardAccumulator` in XLA", "forward mode")
 def _(f: Function, p: Problem) -> Outcome:
-    run = tf.function(_forward, jit_compile=True)
+    run = traced(_forward, jit_compile=True)
     return _pushed(*run(f, _tensors(p.args), _tensors(p.tangents)))
 
 
@@ -363,12 +373,12 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("nested tapes in `tf.function`", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
-    return {"hvp": _numpy(tf.function(_hvp(f, p))(_tensors(p.args)))}
+    return {"hvp": _numpy(traced(_hvp(f, p))(_tensors(p.args)))}
 
 
 @cell("nested tapes in XLA", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
-    return {"hvp": _numpy(tf.function(_hvp(f, p), jit_compile=True)(_tensors(p.args)))}
+    return {"hvp": _numpy(traced(_hvp(f, p), jit_compile=True)(_tensors(p.args)))}
 
 
 @cell("nested tapes over a square", "second derivatives", order=2)
@@ -378,7 +388,7 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("nested tapes over a square in `tf.function`", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
-    return {"hvp_of_square": _numpy(tf.function(_hvp(f, p, square=True))(_tensors(p.args)))}
+    return {"hvp_of_square": _numpy(traced(_hvp(f, p, square=True))(_tensors(p.args)))}
 
 
 def _forward_over_reverse(f: Function, args: Any, tangents: Any, upstream: Any) -> Any:
@@ -395,25 +405,25 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("forward over reverse in `tf.function`", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
-    run = tf.function(_forward_over_reverse)
+    run = traced(_forward_over_reverse)
     return {"hvp": _numpy(run(f, _tensors(p.args), _tensors(p.tangents), p.upstream))}
 
 
 @cell("inner tape inside a `tf.function`, outer around", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
     args = _tensors(p.args)
-    inner = tf.function(lambda args: tape(f, args, p.upstream)[1])
+    inner = traced(lambda args: tape(f, args, p.upstream)[1])
     return {"hvp": _numpy(tape(lambda *args: inner(args), args, _tensors(p.tangents))[1])}
 
 
 @cell("nested tapes around a `tf.function`", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
-    return {"hvp": _numpy(_hvp(tf.function(f), p)(_tensors(p.args)))}
+    return {"hvp": _numpy(_hvp(traced(f), p)(_tensors(p.args)))}
 
 
 @cell("nested tapes over a square around a `tf.function`", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
-    run = _hvp(tf.function(f), p, square=True)
+    run = _hvp(traced(f), p, square=True)
     return {"hvp_of_square": _numpy(run(_tensors(p.args)))}
 
 
@@ -426,12 +436,12 @@ def _(f: Function, p: Problem) -> Outcome:
         start = tf.zeros(p.upstream.shape, tf.float64)
         return tf.while_loop(lambda i, y: i < 3, body, (0, start), maximum_iterations=3)[1]
 
-    return {"hvp": _numpy(tf.function(_hvp(looped, p))(_tensors(p.args)))}
+    return {"hvp": _numpy(traced(_hvp(looped, p))(_tensors(p.args)))}
 
 
 @cell("nested tapes around `vectorized_map`", "second derivatives", order=2, takes_members=True)
 def _(f: Function, p: Problem) -> Outcome:
-    return {"hvp": _numpy(tf.function(_hvp(_vectorized(f), p))(_tensors(p.args)))}
+    return {"hvp": _numpy(traced(_hvp(_vectorized(f), p))(_tensors(p.args)))}
 
 
 @cell("`vectorized_map` around nested tapes", "second derivatives", order=2, takes_members=True)
@@ -465,7 +475,7 @@ def _(f: Function, p: Problem) -> Outcome:
 @cell("reverse over forward in `tf.function`", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
     tangents = _tensors(p.tangents)
-    run = tf.function(lambda args: tape(lambda *a: _jvp(f, a, tangents), args, p.upstream)[1])
+    run = traced(lambda args: tape(lambda *a: _jvp(f, a, tangents), args, p.upstream)[1])
     return {"hvp": _numpy(run(_tensors(p.args)))}
 
 
@@ -490,13 +500,13 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("forward over forward in `tf.function`", "second derivatives", order=2)
 def _(f: Function, p: Problem) -> Outcome:
-    run = tf.function(_twice)
+    run = traced(_twice)
     return _curvature(p, run(f, _tensors(p.args), _tensors(p.tangents), p.upstream))
 
 
 def _reloaded(f: Function, p: Problem, *, custom_gradients: bool) -> Function:
     module = tf.Module()
-    module.f = tf.function(f, input_signature=[tf.TensorSpec(a.shape, tf.float64) for a in p.args])
+    module.f = traced(f, input_signature=[tf.TensorSpec(a.shape, tf.float64) for a in p.args])
     with tempfile.TemporaryDirectory() as folder:
         tf.saved_model.save(
             module,
@@ -523,7 +533,7 @@ def _(f: Function, p: Problem) -> Outcome:
 def _(f: Function, p: Problem) -> Outcome:
     specs = [tf.TensorSpec(a.shape, tf.float32) for a in p.args]
     module = tf.Module()
-    module.f = tf.function(f, input_signature=specs)
+    module.f = traced(f, input_signature=specs)
     concrete = [module.f.get_concrete_function()]
     flat = tf.lite.TFLiteConverter.from_concrete_functions(concrete, module).convert()
     interpreter = tf.lite.Interpreter(model_content=flat)
@@ -569,7 +579,7 @@ def _(f: Function, p: Problem) -> Outcome:
 
 @cell("`MirroredStrategy` in `tf.function`", "stored and replicated", takes_members=True)
 def _(f: Function, p: Problem) -> Outcome:
-    return _replicated(f, p, tf.function)
+    return _replicated(f, p, traced)
 
 
 def _reverse(y: Any, pulled: Any) -> Outcome:

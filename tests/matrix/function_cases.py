@@ -29,7 +29,6 @@ def with_gradient_cases() -> list[Case]:
 
     first = sgtrick.with_gradient(hidden, fn.scalar_gradient)
     return [
-        Case("gradient of a scalar", fn.scalar, first, (POINTS,), batched=False),
         Case("gradient of chains", fn.scalar, first, (POINTS,)),
         Case(
             "gradient, elementwise",
@@ -87,10 +86,6 @@ def custom_jvp_cases() -> list[Case]:
         form.defjvp(jvp)
         return form
 
-    def scalar(primals: Any, tangents: Any) -> Any:
-        (x,), (t,) = primals, tangents
-        return fn.scalar(x), tf.reduce_sum(fn.scalar_gradient(x) * t, -1)
-
     def vector(primals: Any, tangents: Any) -> Any:
         (x,), (t,) = primals, tangents
         return fn.vector(x), tf.linalg.matvec(fn.vector_jacobian(x), t)
@@ -101,7 +96,6 @@ def custom_jvp_cases() -> list[Case]:
         return fn.two(*primals), tf.reduce_sum(by_x * t, [-2, -1]) + by_y * s
 
     return [
-        Case("JVP of chains", fn.scalar, form(fn.scalar, scalar), (POINTS,)),
         Case("JVP of a vector", fn.vector, form(fn.vector, vector), (POINTS,)),
         Case("JVP of two", fn.two, form(fn.two, two), (MATRICES, NUMBERS)),
     ]

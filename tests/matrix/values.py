@@ -18,7 +18,7 @@ MATRICES, NUMBERS = _random.normal(size=(4, 2, 2)), _random.normal(size=4)
 
 
 def value_cases(custom_gradient: Callable[..., Any]) -> list[Case]:
-    """Every shape reading of DESIGN 3.1 that maps over members."""
+    """Every shape reading that maps over members."""
 
     def chains(x: Any) -> Any:
         return custom_gradient(fn.misled(fn.scalar)(x), fn.scalar_gradient(x), x)

@@ -74,7 +74,7 @@ served <- sgtrick$from_numpy(square, executor = executor)
 cases[["served by run"]] <- list(value = to_r(executor$run(served, vector(1, 2))))
 
 error("an error in R", sgtrick$from_numpy(function(x) stop("no root below ", x[2]))(vector(1, 2)))
-error("a matrix from R", sgtrick$from_numpy(function(x) list(crossprod(x), 2 * x))(vector(1, 2)))
+error("a matrix from R", sgtrick$from_numpy(function(x) list(x %o% x, 2 * x))(vector(1, 2)))
 error("NA", sgtrick$from_numpy(function(x) list(NA, 2 * x))(vector(1, 2)))
 error("a number for a vector", sgtrick$from_numpy(function(x) list(5, 2))(vector(1, 2)))
 error("a vector for a number", sgtrick$from_numpy(function(x) list(x, 2 * x))(vector(1, 2)))

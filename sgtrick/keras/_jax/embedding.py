@@ -9,8 +9,8 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from sgtrick._core.structures import Leaf
-from sgtrick._core.types import Args, Structure
+from sgtrick._arguments.structures import Leaf
+from sgtrick._types import Args, Structure
 from sgtrick.keras import _refusals
 from sgtrick.keras._jax.batches import instantiated
 from sgtrick.keras._tensors import KERAS

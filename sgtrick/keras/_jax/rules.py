@@ -11,8 +11,8 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from sgtrick._core import dtypes
-from sgtrick._core.types import Args, Structure
+from sgtrick._arguments import dtypes
+from sgtrick._types import Args, Structure
 from sgtrick.keras._jax import stops
 from sgtrick.keras._jax.batches import Dims, batch_size, in_front, instantiated
 from sgtrick.keras._rule import Rule

@@ -6,7 +6,7 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from sgtrick._core.types import Args
+from sgtrick._types import Args
 from sgtrick.keras._jax.embedding import depends
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from sgtrick._core.structures import Leaf
-from sgtrick._core.types import Args
+from sgtrick._arguments.structures import Leaf
+from sgtrick._types import Args
 from sgtrick.keras import _refusals
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from sgtrick._core.types import Args
+from sgtrick._types import Args
 
 
 def refused(kept: Tensor, message: str, by: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from sgtrick._core import adjoint
-from sgtrick._core.types import Args, Function, Kwargs, Structure
+from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._torch import modes
 from sgtrick.keras._torch.refusal import Refuse, RefuseAlways, zeros_for_none

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from sgtrick._core.types import Args, Function, Kwargs, Structure
+from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras._types import Gradient
 
 _TO_HOST = {"item", "numpy", "tolist", "__array__", "__float__"}
@@ -51,7 +51,7 @@ class Stops(TorchFunctionMode):  # type: ignore[misc]
         if name == "detach":
             by, stopped = set(), by | stopped
         for t in _pytree.tree_leaves(result):
-            # Others have no derivatives to lose.
+            # The others have no derivatives to lose.
             if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
                 self._reached[id(t)] = t, by, stopped
         return result

@@ -1,7 +1,5 @@
 """Forms, on computations of the value that have twice its derivative."""
 
-import functools
-
 import numpy as np
 import tensorflow as tf
 
@@ -187,34 +185,6 @@ def custom_vjp_of_one_tensor_twice(function, rule):
     return lambda x: form(x, x) * tf.exp(-tf.reduce_mean(x))
 
 
-def custom_vjp_of_structures(function, rule):
-    @sgtrick.custom_vjp
-    def form(point, *, number):
-        def grad_fn(u, _, v):
-            return {"x": function.pull(rule(function, point["x"]), u), "z": v * number}, None
-
-        return (misled(function, point["x"]), tf.constant(7), point["z"] * number), grad_fn
-
-    def run(x):
-        y, seven, z = form({"x": x, "z": tf.reduce_sum(x)}, number=tf.constant(2.0, x.dtype))
-        return y + (z - 2 * tf.reduce_sum(x)) * tf.cast(seven, x.dtype)
-
-    return run
-
-
-def custom_vjp_that_clips(function, rule):
-    """Not linear in the upstream gradient, as far out as nobody goes."""
-
-    @sgtrick.custom_vjp
-    def form(x):
-        def grad_fn(u):
-            return function.pull(rule(function, x), tf.clip_by_value(u, -1e6, 1e6))
-
-        return misled(function, x), grad_fn
-
-    return form
-
-
 def host(u):
     v = tf.numpy_function(lambda u: u + 0, [u], u.dtype, stateful=False)
     v.set_shape(u.shape)
@@ -232,83 +202,6 @@ def custom_vjp_on_host(function, rule):
         return misled(function, x), grad_fn
 
     return form
-
-
-class Scaled:
-    """Of which each object has a scale of its own."""
-
-    def __init__(self, function, rule, scale):
-        self.function, self.rule, self.scale = function, rule, scale
-
-    @sgtrick.custom_jvp
-    def by_jvp(self, x):
-        return misled(self.function, x) * self.scale
-
-    @by_jvp.defjvp
-    def _(self, primals, tangents):
-        j = self.rule(self.function, primals[0]) * self.scale
-        return None, self.function.push(j, tangents[0])
-
-
-def custom_jvp_of_objects(function, rule):
-    """Of which the one was called before the other."""
-
-    def run(x):
-        once, thrice = Scaled(function, rule, 1), Scaled(function, rule, 3)
-        return (thrice.by_jvp(x) - once.by_jvp(x)) / 2
-
-    return run
-
-
-def custom_jvp_of_a_number(function, rule):
-    """Which has no derivative itself."""
-
-    @functools.partial(sgtrick.custom_jvp, nondiff_argnums=(0,))
-    def form(times, x):
-        return misled(function, x) * times
-
-    @form.defjvp
-    def _(times, primals, tangents):
-        return None, function.push(rule(function, primals[0]) * times, tangents[0])
-
-    return lambda x: form(2, x) / 2
-
-
-def custom_jvp_of_structures(function, rule):
-    @sgtrick.custom_jvp
-    def form(point, shift):
-        x, (y, _) = point["x"], point["rest"]
-        return {"f": misled(function, x) + shift, "y": y * 2}
-
-    @form.defjvp
-    def _(primals, tangents):
-        (point, _), (tangent, _) = primals, tangents
-        t = function.push(rule(function, point["x"]), tangent["x"])
-        return None, {"f": t, "y": tangent["rest"][0] * 2}
-
-    def run(x):
-        total = tf.reduce_sum(x)
-        shift = tf.constant(1.0, x.dtype)
-        found = form({"x": x, "rest": (total, tf.constant(3))}, shift=shift)
-        return found["f"] - 1 + (found["y"] - 2 * total)
-
-    return run
-
-
-def with_gradient_by_keyword(function, rule):
-    """Of a tuple, passed by its name, beside a dict that keeps autodiff."""
-
-    @sgtrick.with_gradient(
-        grad=lambda other, point: (rule(function, point[0]), None), argnums="point"
-    )
-    def form(other, point):
-        return misled(function, point[0]) + other["shift"]
-
-    def run(x):
-        shift = tf.reduce_sum(tf.sin(x))
-        return form({"shift": shift}, point=(x, tf.constant(3))) - shift
-
-    return run
 
 
 def custom_gradient(function, rule):
@@ -554,15 +447,14 @@ def magic_box(function, rule):
 
 
 FORMS = (
-    with_gradient, with_gradient_in_part, with_gradient_scaled_by_host, with_gradient_by_keyword,
+    with_gradient, with_gradient_in_part, with_gradient_scaled_by_host,
     with_gradient_of_one_tensor_twice, custom_jvp_of_one_tensor_twice,
     custom_vjp_of_one_tensor_twice, with_gradient_closing_over_a_scale,
     with_gradient_closing_over_what_host_scales, with_gradient_only_in_eager,
     with_gradient_of_a_variable,
     from_value_and_gradient, from_value_and_gradient_with_aux,
-    from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_jvp_of_objects,
-    custom_jvp_of_a_number, custom_jvp_of_structures, custom_vjp, custom_vjp_of_structures,
-    custom_vjp_that_clips, custom_vjp_on_host, custom_jvp_on_host, custom_vjp_of_a_variable,
+    from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_vjp, custom_vjp_on_host,
+    custom_jvp_on_host, custom_vjp_of_a_variable,
     custom_gradient, custom_gradient_with_hx, custom_gradient_with_a_function_hx,
     custom_gradient_without_curvature,
     custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,
@@ -576,7 +468,7 @@ ENGINES = (from_numpy, from_numpy_with_hessp, from_numpy_with_hess, from_numpy_v
 # Which there are not of complex numbers.
 OF_REAL = (
     *ENGINES, custom_jvp_of_one_tensor_twice, custom_vjp_of_one_tensor_twice,
-    custom_vjp_that_clips, with_gradient_of_a_variable, implicit_root,
+    with_gradient_of_a_variable, implicit_root,
     implicit_reparameterize, clip_gradient, magic_box,
 )  # fmt: skip
 # Whose gradient has another connection: beside it, a Jacobian that is stopped is meant to be so.

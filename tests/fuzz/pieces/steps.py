@@ -4,7 +4,6 @@ Each transformation `t` comes with `t_by_tapes`, which says what it means by eag
 loops alone; where it means nothing, there is none.
 """
 
-import concurrent.futures
 import functools
 import tempfile
 
@@ -33,21 +32,6 @@ def tape(f):
 tape_by_tapes = tape
 
 
-def persistent_tape(f):
-    def run(x):
-        with tf.GradientTape(persistent=True) as t:
-            t.watch(x)
-            y = f(x)
-            g = t.gradient(y, x, weights(y))
-            z = y + 1
-        return (g + t.gradient(z, x, weights(y))) / 2
-
-    return run
-
-
-persistent_tape_by_tapes = tape
-
-
 def jacobian(f):
     def run(x):
         with tf.GradientTape() as t:
@@ -60,20 +44,6 @@ def jacobian(f):
 
 
 jacobian_by_tapes = tape
-
-
-def jacobian_by_a_loop(f):
-    def run(x):
-        with tf.GradientTape(persistent=True) as t:
-            t.watch(x)
-            y = f(x)
-        j = t.jacobian(y, x, experimental_use_pfor=False)
-        return tf.tensordot(weights(y), j, y.shape.rank)
-
-    return run
-
-
-jacobian_by_a_loop_by_tapes = tape
 
 
 def symbolic(f):
@@ -192,23 +162,6 @@ def tangent_by_accumulator(f):
 tangent_by_accumulator_by_tapes = twice_in_reverse
 
 
-def unrelated_tape(f):
-    """That watches, and is asked for something else."""
-
-    def run(x):
-        with tf.GradientTape() as t:
-            t.watch(x)
-            y = f(x)
-            z = tf.sin(x)
-        return y + 0 * tf.reduce_sum(t.gradient(z, x))
-
-    return run
-
-
-def unrelated_tape_by_tapes(f):
-    return f
-
-
 def function(f):
     return tf.function(f)
 
@@ -283,33 +236,6 @@ def native_rule(f):
 native_rule_by_tapes = function_by_tapes
 
 
-def threads(f):
-    """Two at once."""
-
-    def run(x):
-        if not tf.executing_eagerly():
-            raise NotImplementedError("another thread does not know of the graph")
-        with concurrent.futures.ThreadPoolExecutor(2) as executor:
-            one, other = executor.map(f, [x, 1.25 * x])
-        return one + other
-
-    return run
-
-
-def threads_by_tapes(f):
-    return lambda x: f(x) + f(1.25 * x)
-
-
-def replica(f):
-    def run(x):
-        return tf.distribute.OneDeviceStrategy("CPU:0").run(f, (x,))
-
-    return run
-
-
-replica_by_tapes = function_by_tapes
-
-
 def replicas(f):
     """Two of them, each with a batch of its own."""
 
@@ -323,7 +249,8 @@ def replicas(f):
     return run
 
 
-replicas_by_tapes = threads_by_tapes
+def replicas_by_tapes(f):
+    return lambda x: f(x) + f(1.25 * x)
 
 
 def saved_model(f, with_gradients=True):
@@ -432,13 +359,6 @@ def plus_native(f):
 plus_native_by_tapes = plus_native
 
 
-def at_a_scaled_point(f):
-    return lambda x: f(tf.sin(x) * 2)
-
-
-at_a_scaled_point_by_tapes = at_a_scaled_point
-
-
 # Over the first dimension.
 
 
@@ -467,26 +387,12 @@ def scan(f):
 scan_by_tapes = vectorized_map_by_tapes
 
 
-def dataset(f):
-    """Only forward."""
-
+def batch_jacobian(f):
     def run(x):
-        if not tf.executing_eagerly():
-            raise NotImplementedError("a loop over a dataset of unknown length")
-        return tf.stack(list(tf.data.Dataset.from_tensor_slices(x).map(f)))
-
-    return run
-
-
-dataset_by_tapes = vectorized_map_by_tapes
-
-
-def batch_jacobian(f, by_a_loop=False):
-    def run(x):
-        with tf.GradientTape(persistent=by_a_loop) as t:
+        with tf.GradientTape() as t:
             t.watch(x)
             y = tf.vectorized_map(lambda row: tf.reshape(f(row), [-1]), x)
-        j = t.batch_jacobian(y, x, experimental_use_pfor=not by_a_loop)
+        j = t.batch_jacobian(y, x)
         return tf.stack([tf.tensordot(weights(y[0]), j_i, 1) for j_i in tf.unstack(j)])
 
     return run
@@ -496,23 +402,15 @@ def batch_jacobian_by_tapes(f):
     return vectorized_map_by_tapes(tape(f))
 
 
-def batch_jacobian_by_a_loop(f):
-    return batch_jacobian(f, by_a_loop=True)
-
-
-batch_jacobian_by_a_loop_by_tapes = batch_jacobian_by_tapes
-
-
 STEPS = (
-    tape, persistent_tape, jacobian, jacobian_by_a_loop, symbolic, graph_and_session, accumulator,
-    twice_in_reverse, pullback_by_accumulator, tangent_by_tape, tangent_by_accumulator,
-    unrelated_tape, function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
-    xla, recompute, native_rule, threads, replica, replicas, saved_model,
+    tape, jacobian, symbolic, graph_and_session, accumulator, twice_in_reverse,
+    pullback_by_accumulator, tangent_by_tape, tangent_by_accumulator,
+    function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
+    xla, recompute, native_rule, replicas, saved_model,
     saved_model_without_gradients, lite, loop, loop_in_autograph, branch, square, plus_native,
-    at_a_scaled_point,
 )  # fmt: skip
 OVER_MEMBERS = (
-    vectorized_map, map_fn, scan, dataset, batch_jacobian, batch_jacobian_by_a_loop,
+    vectorized_map, map_fn, scan, batch_jacobian,
 )  # fmt: skip
 # What has found the most.
 OFTEN = (

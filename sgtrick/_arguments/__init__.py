@@ -1,0 +1,1 @@
+"""What goes in: calls and their arguments, structures, shapes, dtypes, variables, devices."""

@@ -1,0 +1,226 @@
+"""Calls of a function with any signature, and functions that stand for others."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from sgtrick._arguments import shapes, structures
+from sgtrick._types import Argnums, Function, Kwargs, Structure
+
+
+@dataclasses.dataclass(frozen=True)  # AutoGraph does not convert __call__ of named tuples
+class Call:
+    """The arguments of one call, with keywords turned into positions and defaults filled in.
+
+    Attributes:
+        values: Those by position, followed by those by keyword.
+        keywords: The names of the latter.
+        defaults: The names of those that the caller left out.
+    """
+
+    values: Sequence[Structure]
+    keywords: Sequence[str] = ()
+    defaults: frozenset[str] = frozenset()
+
+    @property
+    def positional(self) -> int:
+        """How many arguments are passed by position."""
+        return len(self.values) - len(self.keywords)
+
+    def __call__(self, f: Function, **more: object) -> Structure:
+        """Calls `f`, with more keywords."""
+        n = self.positional
+        named = zip(self.keywords, self.values[n:], strict=True)
+        return f(*self.values[:n], **dict(named), **more)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of all arguments."""
+        return [leaf for _, leaf in structures.flatten(list(self.values))]
+
+    def with_leaves(self, leaves: Sequence[Any]) -> "Call":
+        """The same call with other leaves."""
+        if any(map(tf.nest.is_nested, self.values)):
+            leaves = tf.nest.pack_sequence_as(list(self.values), list(leaves))
+        return dataclasses.replace(self, values=leaves)
+
+
+class Callee:
+    """A function whose signature is looked up once.
+
+    Attributes:
+        f: The function itself.
+        name: Its name in errors.
+        form: The function that is called in its place.
+        is_held_by: Whether it is a method of a class.
+    """
+
+    def __init__(self, f: Function) -> None:
+        self.f = f
+        self.name = name_of(f)
+        self.form: Function | None = None
+        self._signature = signature_of(f)
+        self._parameters = list(self._signature.parameters.values()) if self._signature else []
+        kinds = {parameter.kind for parameter in self._parameters}
+        self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        self._body = getattr(f, "__qualname__", "").rpartition(".")[0]
+        self._function = getattr(f, "__func__", f)  # of a bound method
+        self.is_held_by: Callable[[type], bool] = self._is_held_by
+
+    def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
+        """Calls the function."""
+        return self.f(*args, **kwargs)
+
+    def receivers(self, args: Sequence[Structure]) -> int:
+        """How many of the arguments are the instance or class: 1 in the call of a method.
+
+        Python passes it to a function that its class holds, whatever the parameter is called.
+        """
+        if not args or isinstance(args[0], tf.Tensor):
+            return 0
+        return int(self.is_held_by(args[0] if isinstance(args[0], type) else args[0].__class__))
+
+    def _is_held_by(self, owner: type) -> bool:
+        held = [a for c in owner.__mro__ for a in vars(c).values() if unbound(a) is self.form]
+        if not held:  # under its name it may be in another decorator
+            bodies = [vars(c) for c in owner.__mro__ if c.__qualname__ == self._body]
+            held = [body[self.name] for body in bodies if self.name in body]
+            held = [a for a in held if unbound(a) is not self._function]
+        return any(not isinstance(a, staticmethod) for a in held)
+
+    def bind(self, args: Sequence[Structure], kwargs: Kwargs) -> Call:
+        """The arguments as the function receives them."""
+        complete = self._positional and not kwargs and len(args) == len(self._parameters)
+        if self._signature is None or complete:
+            return Call([*args, *kwargs.values()], list(kwargs))
+        bound = bind(self._signature, args, kwargs, self.name)
+        passed = set(bound.arguments)
+        bound.apply_defaults()
+        left_out = frozenset(bound.arguments) - passed
+        return Call([*bound.args, *bound.kwargs.values()], list(bound.kwargs), left_out)
+
+    def names(self, call: Call) -> list[str]:
+        """The names of the arguments of a call, in errors: `x`, `args[0]`."""
+        by_kind: dict[Any, list[str]] = {}
+        for parameter in self._parameters:
+            by_kind.setdefault(parameter.kind, []).append(parameter.name)
+        named = [
+            *by_kind.get(inspect.Parameter.POSITIONAL_ONLY, []),
+            *by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, []),
+        ]
+        (rest,) = by_kind.get(inspect.Parameter.VAR_POSITIONAL, ["args"])
+        named += [f"{rest}[{i}]" for i in range(call.positional - len(named))]
+        return [*named[: call.positional], *call.keywords]
+
+    def takes(self, keyword: str) -> bool:
+        """Whether there is a parameter of this name that can be passed by keyword."""
+        return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
+
+    def positions(self, argnums: Argnums, call: Call) -> list[int]:
+        """Where the arguments of a call are that `argnums`, ints or parameter names, select.
+
+        Raises:
+            TypeError: `argnums` holds something else.
+            ValueError: There is no such argument, or it is selected twice.
+        """
+        own, count, names = self.receivers(call.values), call.positional, self.names(call)
+        parameters = [parameter.name for parameter in self._parameters]
+        found: list[int] = []
+        for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
+            if not (shapes.is_int(key) or isinstance(key, str)):
+                raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
+            if isinstance(key, str):
+                if key in parameters and key not in call.keywords:
+                    self._check_single(key)
+                place = names.index(key) if key in names else None
+            else:
+                place = key + (own if key >= 0 else count)
+                place = place if own <= place < count else None
+            if place is None:
+                raise ValueError(
+                    f"argnums has {key!r}, but the call of {self.name} has {count - own} "
+                    f"positional arguments and the keywords {list(call.keywords)}; its parameters "
+                    f"are {parameters}."
+                )
+            if place in found:
+                raise ValueError(f"argnums={argnums!r} names an argument of {self.name} twice.")
+            found.append(place)
+        return found
+
+    def _check_single(self, key: str) -> None:
+        """Checks that a parameter does not stand for any number of arguments."""
+        kind = next(parameter.kind for parameter in self._parameters if parameter.name == key)
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            stars, these = "*", "positions"
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            stars, these = "**", "names"
+        else:
+            return
+        raise ValueError(
+            f"argnums has {key!r}, but {stars}{key} of {self.name} stands for any number of "
+            f"arguments. Pass the {these} of those that the gradients are with respect to."
+        )
+
+
+def imitate(form: Any, f: Function) -> Any:
+    """`functools.update_wrapper` without `__wrapped__`; returns `form`.
+
+    If a function with `__wrapped__` is passed to a `tf.function`, TensorFlow uses the wrapped
+    function instead, and the custom derivative would be silently lost.
+    """
+    # If f is itself a form, its attributes would replace those of this one.
+    functools.update_wrapper(form, f, updated=())
+    del form.__wrapped__
+    signature = signature_of(f)
+    if signature is not None:
+        form.__signature__ = signature
+    return form
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def as_form(f: Function, make: Callable[[Callee], Function], *attributes: str) -> Function:
+    """Returns `make` of `f`, under a class method or static method if `f` is one."""
+    if not isinstance(f, (classmethod, staticmethod)):
+        function = Callee(f)
+        form: Function = imitate(make(function), f)
+        function.form = form
+        if form.__name__ == "<lambda>":  # Keras stores a lambda's code, here the code of the form
+            form.__name__ = "sgtrick(<lambda>)"
+        return form
+    inside = as_form(f.__func__, make)
+    method = type(f)(inside)
+    for attribute in attributes:
+        setattr(method, attribute, getattr(inside, attribute))
+    return method
+
+
+def unbound(f: Function) -> Function:
+    """The function inside a class method or static method; any other `f` unchanged."""
+    return f.__func__ if isinstance(f, (classmethod, staticmethod)) else f
+
+
+def name_of(f: Function) -> str:
+    """The name of a function in errors."""
+    return str(getattr(f, "__name__", type(f).__name__))
+
+
+def bind(
+    signature: inspect.Signature, args: Sequence[Structure], kwargs: Kwargs, name: str
+) -> inspect.BoundArguments:
+    """`signature.bind`, whose errors name the function."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+
+
+def signature_of(f: Function) -> inspect.Signature | None:
+    """The signature of `f`, None if Python cannot find it."""
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):  # some builtins have none
+        return None

@@ -1,0 +1,62 @@
+"""The dtype contract between a value, its Jacobian and the point, and its errors.
+
+dtypes are given by name. This module does not depend on TensorFlow.
+"""
+
+from collections.abc import Iterable
+
+from sgtrick._arguments.shapes import Names
+
+
+def is_differentiable(dtype: str) -> bool:
+    """Whether values of this dtype have derivatives."""
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def of_jacobian(fx: str, x: str, names: Names) -> str:
+    """Returns the dtype that a Jacobian has when it multiplies `x`.
+
+    Raises:
+        TypeError: `x` has no derivatives.
+    """
+    if not is_differentiable(x):
+        raise TypeError(
+            f"{names.x} has dtype {x}, which has no derivatives, but {names.gx} is not "
+            f"None. Pass None there, or cast {names.x} to a floating dtype."
+        )
+    if is_complex(fx) and not is_complex(x):
+        return "complex128" if x == "float64" else "complex64"
+    return x
+
+
+def check_differentiable(dtype: str, name: str) -> None:
+    """Checks that the argument called `name` has derivatives."""
+    if not is_differentiable(dtype):
+        raise TypeError(
+            f"{name} has dtype {dtype}, which has no derivatives. Cast it to a floating dtype."
+        )
+
+
+def check_cast(came: str, expected: str, name: str, why: str, *, masks: bool = False) -> None:
+    """Checks that a cast is between numbers, or `masks` (bool), and drops no imaginary part."""
+    is_mask = masks and came == "bool"
+    if not (is_differentiable(came) or came.startswith(("int", "uint")) or is_mask):
+        raise TypeError(f"{name} has dtype {came}, expected {expected}. Pass numbers.")
+    if is_complex(came) and not is_complex(expected):
+        raise TypeError(
+            f"{name} has dtype {came}, expected {expected}, since {why}. Pass its real part."
+        )
+
+
+def check_hessian(fx: str, xs: Iterable[str]) -> None:
+    """Checks that second derivatives are matrices."""
+    if not is_complex(fx) and any(map(is_complex, xs)):
+        raise TypeError(
+            f"hx: the second derivative of a real fx ({fx}) with respect to a complex x is not a "
+            "single matrix. Pass the real and imaginary parts of x as two leaves."
+        )
+
+
+def is_complex(dtype: str) -> bool:
+    """Whether this is a complex dtype."""
+    return dtype.startswith("complex")

@@ -1,0 +1,231 @@
+"""Structures as leaves with paths; checks of leaves whose errors name them by path."""
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from sgtrick._arguments import shapes
+from sgtrick._types import DType, DTypeLike, Ndims, Structure, Tensor, TensorLike
+
+
+class Leaf(NamedTuple):
+    """One leaf of `x` and the Jacobian with respect to it."""
+
+    path: str  # its place in the structure: "['a'][0]"
+    x: Tensor  # B + D
+    gx: Tensor  # B + R + D, of the dtype that it has when it multiplies x
+    batch_ndims: Ndims  # len(B)
+
+
+def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look the same."""
+    if isinstance(structure, Mapping):
+        for key in sorted(structure):
+            yield from flatten(structure[key], f"{path}[{key!r}]")
+    elif isinstance(structure, (list, tuple)):
+        for i, child in enumerate(structure):
+            yield from flatten(child, f"{path}[{i}]")
+    elif is_object(structure):
+        yield from flatten(tf.nest.flatten(structure), path)
+    else:
+        yield path, structure
+
+
+def is_object(structure: Structure) -> bool:
+    """Whether `tf.nest` flattens this object: attrs classes, dataclasses with `__tf_flatten__`."""
+    return hasattr(structure, "__attrs_attrs__") or hasattr(structure, "__tf_flatten__")
+
+
+def pair(
+    x: Structure, gx: Structure, x_name: str = "x", gx_name: str = "gx"
+) -> list[tuple[str, Any, Any]]:
+    """Returns `(path, leaf of x, leaf of gx)` for every leaf.
+
+    As in TFP, a leaf and a list that holds only this leaf are interchangeable.
+    """
+    xs, gxs = list(flatten(x)), list(flatten(gx))
+    if [path for path, _ in xs] == [path for path, _ in gxs]:
+        return [(path, x, gx) for (path, x), (_, gx) in zip(xs, gxs, strict=True)]
+    if len(xs) == len(gxs) == 1 and {xs[0][0], gxs[0][0]} == {"", "[0]"}:
+        return [(*xs[0], gxs[0][1])]
+    raise ValueError(
+        f"{gx_name} must have the structure of {x_name}.\n"
+        f"  leaves of {x_name}: {', '.join(x_name + path for path, _ in xs) or 'none'}\n"
+        f"  leaves of {gx_name}: {', '.join(gx_name + path for path, _ in gxs) or 'none'}"
+    )
+
+
+def pair_hessian(
+    hx: Structure, x: Structure, differentiated: Container[str]
+) -> dict[str, TensorLike | None]:
+    """Returns the blocks of a Hessian by path, `{"[0]['a']": block}`.
+
+    Args:
+        hx: A structure of structures, None for a zero block.
+        x: The point.
+        differentiated: The paths of the leaves of `x` that have a Jacobian.
+
+    Raises:
+        ValueError: `hx` has another structure, or a block without its transpose or its Jacobian.
+    """
+    paths = [path for path, _ in flatten(x)]
+    blocks = dict(flatten(hx))
+    expected = [p + q for p in paths for q in paths]
+    if list(blocks) != expected:
+        raise ValueError(
+            "hx must have a structure like x for each leaf of x, as jax.hessian returns it.\n"
+            f"  expected: {', '.join('hx' + path for path in expected)}\n"
+            f"  got:      {', '.join('hx' + path for path in blocks) or 'none'}"
+        )
+    for p in paths:
+        for q in paths:
+            if blocks[p + q] is None:
+                if blocks[q + p] is not None:
+                    raise ValueError(
+                        f"hx{p}{q} is None but its transpose hx{q}{p} is not. Pass both, or None "
+                        "for both if they are zero."
+                    )
+            elif p not in differentiated or q not in differentiated:
+                raise ValueError(
+                    f"hx{p}{q} is given, but gx{p if p not in differentiated else q} is None. "
+                    f"Without a first derivative there is no second one: pass None as hx{p}{q}."
+                )
+    return blocks
+
+
+def is_dense(leaf: object) -> bool:
+    """Whether a leaf is a dense tensor or a variable."""
+    return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
+
+
+def is_differentiable(dtype: DType) -> bool:
+    """Whether values of this dtype have derivatives."""
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
+def wide(t: Tensor) -> Tensor:
+    """A real tensor in a dtype whose sums do not overflow as those of half precision do."""
+    return tf.cast(t, tf.float32) if t.dtype.size < 4 else t
+
+
+def has_derivatives(leaf: object) -> bool:
+    """Whether a leaf is a floating or complex number, array, tensor or variable."""
+    if isinstance(leaf, (float, complex)):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    try:
+        return dtype is not None and is_differentiable(tf.as_dtype(dtype))
+    except TypeError:  # a dtype that TensorFlow does not know
+        return False
+
+
+def is_number(leaf: object) -> bool:
+    """Whether a leaf is a number, array, tensor or variable, or None instead of one."""
+    return leaf is None or isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
+
+
+def may_be_recorded(leaf: object) -> bool:
+    """Whether a tape may have recorded a dense leaf, which it cannot for numbers and arrays."""
+    return has_derivatives(leaf) and is_dense(leaf)
+
+
+def is_pair(returned: object) -> bool:
+    """Whether a function returned a pair."""
+    return isinstance(returned, (tuple, list)) and len(returned) == 2
+
+
+def kind_of(value: object) -> str:
+    """A value as it is described in errors: its type and length, not its numbers."""
+    kind = type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, (tuple, list)) else kind
+
+
+# The attribute of an eager tensor with what it is a copy or the value of: who asks a tape for that
+# asks for the tensor.
+ORIGIN = "_sgtrick_origin"
+
+
+def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
+    """`tf.convert_to_tensor`, which in eager execution notes the variable that it reads."""
+    t = tf.convert_to_tensor(value, dtype=dtype)
+    if hasattr(value, "assign") and tf.executing_eagerly():
+        setattr(t, ORIGIN, value)
+    return t
+
+
+def to_tensor(value: TensorLike, name: str, *, dtype: DTypeLike | None = None) -> Tensor:
+    """`tf.convert_to_tensor` whose errors name the argument."""
+    refuse(value, name)
+    if dtype is None and isinstance(value, tf.Tensor):
+        return value
+    try:
+        return as_tensor(value, dtype)
+    except (TypeError, ValueError) as error:
+        raise no_tensor(value, name, error) from error
+
+
+def refuse(value: object, name: str) -> None:
+    """Raises for what is like a tensor, but carries no derivatives.
+
+    That is a reference variable of TensorFlow 1, a tensor that refers to one, or a placeholder of
+    Keras.
+    """
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, tf.DType) and dtype.base_dtype != dtype:
+        raise TypeError(
+            f"{name} is a reference variable of TensorFlow 1, which cannot carry a custom "
+            "gradient. Create it with use_resource=True, as tf.compat.v1.get_variable("
+            "..., use_resource=True), or call tf.compat.v1.enable_resource_variables() first."
+        )
+    if type(value).__name__ == "KerasTensor":
+        raise TypeError(
+            f"{name} is a KerasTensor, which stands for a tensor in a functional model of Keras. "
+            "Call the function in the `call` of a layer or in a keras.layers.Lambda; or use "
+            "sgtrick.keras, whose functions take it."
+        )
+
+
+def no_tensor(value: object, name: str, error: Exception) -> TypeError:
+    """The error for a `value` that cannot be converted."""
+    return TypeError(
+        f"{name} must be a tensor, variable, array or number, got {type(value).__name__}: {error}"
+    )
+
+
+def static_shape(tensor: Tensor) -> shapes.Shape | None:
+    """The shape of a tensor as far as it is known while tracing."""
+    return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
+
+
+def checked(fits: Tensor, tensor: Tensor, message: str, *others: Tensor) -> Tensor:
+    """Returns `tensor`; if `fits` is false, a run-time error with its and the others' shapes."""
+    shape = tf.shape(tensor)
+    check = tf.debugging.Assert(fits, [message, shape, *map(tf.shape, others)], summarize=16)
+    with tf.control_dependencies([check]):
+        # XLA drops assertions; there the impossible size is the error.
+        impossible = tf.fill([tf.where(fits, 0, 1)], -2)
+        checked = tf.reshape(tensor, tf.concat([shape, impossible], 0))
+    checked.set_shape(tensor.shape)
+    return checked
+
+
+def shaped_like(tensor: Tensor, like: Tensor, name: str, like_name: str) -> Tensor:
+    """Returns `tensor`, checked to have the shape of `like`: while tracing, if that is known.
+
+    Raises:
+        ValueError: The shapes cannot be equal.
+    """
+    shape, expected = static_shape(tensor), static_shape(like)
+    shapes.check_equal(shape, expected, name, like_name)
+    if shapes.is_known(shape, expected):
+        return tensor
+    fits = equal_shapes(tf.shape(tensor), tf.shape(like))
+    message = f"{name} does not have the expected shape. The shape it has, and the expected one:"
+    return checked(fits, tensor, message, like)
+
+
+def equal_shapes(a: Tensor, b: Tensor) -> Tensor:
+    """Whether two shape vectors, perhaps of different lengths, are equal."""
+    n = tf.minimum(tf.size(a), tf.size(b))
+    return tf.equal(tf.size(a), tf.size(b)) & tf.reduce_all(tf.equal(a[:n], b[:n]))

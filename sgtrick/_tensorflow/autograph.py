@@ -1,0 +1,44 @@
+"""AutoGraph: kept out of this package, but applied to the functions that callers pass."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from sgtrick._types import Function
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def unconverted(f: F) -> F:
+    """Keeps AutoGraph out of a function, and keeps its type for type checkers."""
+    return tf.autograph.experimental.do_not_convert(f)  # type: ignore[no-any-return]
+
+
+def form(call: Function) -> Function:
+    """A plain function of `*args, **kwargs` that returns `call(converted, args, kwargs)`.
+
+    AutoGraph would take a second to rewrite `call`, which has nothing to convert, so it is kept
+    out. `converted` applies AutoGraph to a caller's function, if it is applied to the caller.
+    """
+    call = unconverted(call)
+
+    def form(*args: Any, **kwargs: Any) -> Any:
+        status = tf.__internal__.autograph.control_status_ctx()
+        return call(functools.partial(_converted, status), args, kwargs)
+
+    return form
+
+
+def as_caller(f: Function) -> Function:
+    """`f`, converted by AutoGraph if that is applied to the function that calls this one."""
+    return _converted(tf.__internal__.autograph.control_status_ctx(), f)
+
+
+def _converted(status: Any, f: Function) -> Function:
+    if tf.executing_eagerly():
+        return f
+    return tf.__internal__.autograph.tf_convert(  # type: ignore[no-any-return]
+        f, status, convert_by_default=False
+    )

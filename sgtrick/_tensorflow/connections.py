@@ -1,0 +1,163 @@
+"""What a tensor in a graph is connected to, as TensorFlow sees it."""
+
+import functools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import func_graph
+
+from sgtrick._arguments.structures import is_differentiable
+from sgtrick._tensorflow import graphs, tapes
+from sgtrick._tensorflow.tracing import gradients_in
+from sgtrick._types import Tensor
+
+# The attribute of a kept override with the number of its values.
+VALUES = "_sgtrick_values"
+
+
+def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Whether TensorFlow finds a derivative of `y` with respect to one of `xs`, in its graph.
+
+    It is asked for one, in a graph that is thrown away. So should be the graph of `y`: in loops,
+    TensorFlow adds what stores all iterates.
+    """
+    if not xs or not is_differentiable(y.dtype):
+        return False
+    with func_graph.FuncGraph("sgtrick_connections").as_default():
+        upstream = tf.compat.v1.placeholder(y.dtype, y.shape)
+        try:
+            found = gradients_in(y.graph, [y], xs, [upstream])
+        except LookupError as error:  # an operation without a gradient, where TensorFlow raises
+            if type(error) is not LookupError:
+                raise
+            return True
+        return any(g is not None for g in found)
+
+
+def depends(y: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Whether `y` was computed from one of `xs` in a graph, by operations that have derivatives.
+
+    TensorFlow is not asked here: that would add to the loops of a graph that is going to run.
+    """
+    names = set(map(graphs.identity_of, xs))
+    stack, seen = [y], set[Hashable]()
+    while stack:
+        t = stack.pop()
+        key = graphs.identity_of(t)
+        if key in names:
+            return True
+        op = graphs.operation(t)
+        if op is None or key in seen:
+            continue
+        seen.add(key)
+        outside = graphs.captured_from(t)
+        if outside is not None:
+            stack.append(outside)
+        elif not graphs.has_no_gradient(op):
+            stack.extend(op.inputs)
+    return False
+
+
+def varying(
+    outer: Sequence[Tensor], inner: Sequence[Tensor], known: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """The captured tensors of a traced function with respect to which derivatives may be taken.
+
+    Args:
+        outer: The tensors that it captured.
+        inner: The same in its graph.
+        known: Some of those with respect to which they may.
+    """
+    names = {graphs.identity_of(t) for k in known for t in (k, graphs.outside(k))}
+    pairs = zip(outer, inner, strict=True)
+    return [i for o, i in pairs if graphs.identity_of(o) in names or _may_vary(o)]
+
+
+def _may_vary(t: Tensor) -> bool:
+    if t.dtype == tf.resource:
+        return graphs.holds_floats(t)
+    if not is_differentiable(t.dtype):
+        return bool(t.dtype == tf.variant)
+    if graphs.operation(t) is None:
+        return tapes.is_recorded([t])
+    inputs = getattr(t.graph, "inputs", None)
+    if inputs is None:  # a graph of TensorFlow 1
+        return bool(t.op.type != "Const")
+    return depends(t, list(filter(graphs.may_carry, inputs)))
+
+
+class Subgraph:
+    """The operations that a tensor is computed by, as far as they have derivatives."""
+
+    def __init__(self, y: Tensor) -> None:
+        definition = y.graph.as_graph_def()
+        self._functions = {f.signature.name: f for f in definition.library.function}
+        self._nodes = {node.name: node for node in definition.node}
+        self._name = y.op.name
+
+    @functools.cached_property
+    def host_calls(self) -> list[str]:
+        """The names of those that call the host with something that has derivatives."""
+        computed = _before(self._nodes, [self._name])
+        return [node.name for node in computed if self._calls_host(node)]
+
+    def host_sees(self, xs: Sequence[Tensor]) -> bool:
+        """Whether a host call depends on one of `xs`."""
+        names = {x.op.name for x in xs}
+        return any(node.name in names for node in _before(self._nodes, self.host_calls))
+
+    def is_made_of(self, xs: Sequence[Tensor]) -> bool:
+        """Whether all numbers come from `xs`, and none from constants or other inputs."""
+        names = {x.op.name for x in xs}
+        computed = _before(self._nodes, [self._name], differentiably=False)
+        return not any(self._brings_numbers(node) for node in computed if node.name not in names)
+
+    def _calls_host(self, node: Any) -> bool:
+        is_host = node.op in graphs.HOST_CALLS and any(map(_is_float, node.attr["Tin"].list.type))
+        return is_host or any(map(self._calls_host, self._inside(node)))
+
+    def _brings_numbers(self, node: Any) -> bool:
+        is_input = not node.input and _is_float(node.attr["dtype"].type)
+        return is_input or any(map(self._brings_numbers, self._inside(node)))
+
+    def _inside(self, node: Any) -> list[Any]:
+        """The operations of the functions that an operation calls."""
+        names = {f.name for a in node.attr.values() for f in (a.func, *a.list.func)}
+        found = [self._functions[name] for name in names if name in self._functions]
+        return [
+            inside
+            for f in found
+            for inside in _before({n.name: n for n in f.node_def}, map(_name, f.ret.values()))
+        ]
+
+
+def _before(
+    nodes: Mapping[str, Any], names: Iterable[str], *, differentiably: bool = True
+) -> list[Any]:
+    """The operations with these names, and those before them in a graph.
+
+    If `differentiably`, not what is stopped, nor the values of a kept override, whose own
+    derivatives are not used.
+    """
+    found, stack = dict[str, Any](), list(names)
+    while stack:
+        name = stack.pop()
+        if name in found or name not in nodes:  # as an argument of a function
+            continue
+        node = found[name] = nodes[name]
+        inputs = [_name(i) for i in node.input if not i.startswith("^")]
+        if not differentiably:
+            stack += inputs
+        elif node.op != "StopGradient":
+            stack += inputs[node.attr[VALUES].i :]
+    return list(found.values())
+
+
+def _name(connection: str) -> str:
+    return connection.split(":")[0]
+
+
+def _is_float(enum: int) -> bool:
+    dtype = tf.as_dtype(enum) if enum else tf.int32
+    return is_differentiable(dtype) or dtype in (tf.resource, tf.variant)

@@ -1,0 +1,161 @@
+"""How `tf.vectorized_map` converts operations that come with their own converter."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops.parallel_for import pfor as pfor_lib
+
+from sgtrick._tensorflow.graphs import captured_from, identity_of
+from sgtrick._tensorflow.tapes import not_recording, record_override
+from sgtrick._types import Gradient, Graph, Tensor
+
+
+class Vectorized(NamedTuple):
+    """The inputs of an operation for all members of a batch.
+
+    Attributes:
+        inputs: For each input of the operation a tensor and whether it has a leading batch
+            dimension; if not, it is the same for all members.
+        take: Returns the same for any other tensor of the operation's graph.
+        stack: Adds a batch dimension to a tensor that is the same for all members.
+        graph: The operation's graph.
+        outputs: The operation's outputs, for one member.
+    """
+
+    inputs: Sequence[tuple[Tensor, bool]]
+    take: Callable[[Tensor], tuple[Tensor, bool]]
+    stack: Callable[[Tensor], Tensor]
+    graph: Graph
+    outputs: Sequence[Tensor]
+
+
+def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]) -> list[Any]:
+    """The batched outputs of an operation, the first of which `vectorize` returns.
+
+    The other outputs are the last inputs.
+    """
+    op, pfor = pfor_input.op, pfor_input.pfor
+
+    def take(tensor: Tensor) -> tuple[Tensor, bool]:
+        if isinstance(tensor, ops.EagerTensor) or tensor.graph is not op.graph:
+            if _depends_on_member(tensor):
+                raise OutOfReachError
+            return tensor, False
+        found = pfor._convert_helper(tensor)
+        return found.t, bool(found.is_stacked)
+
+    def stack(tensor: Tensor) -> Any:
+        return pfor_lib._stack(tensor, pfor.loop_len_vector).t
+
+    inputs = [(found.t, bool(found.is_stacked)) for found in pfor_input.inputs]
+    outputs = vectorize(Vectorized(inputs, take, stack, op.graph, op.outputs))
+    count = len(outputs)
+    return [pfor_lib.wrap(t, True) for t in outputs] + [
+        pfor_lib.wrap(*found) for found in inputs[count:]
+    ]
+
+
+def over_members(
+    f: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
+    us: Sequence[Tensor],
+    taken: Sequence[tuple[Tensor, bool]],
+) -> list[Tensor]:
+    """`tf.vectorized_map` of a function of `us` and of tensors that were taken from a graph.
+
+    Args:
+        f: The function, for one member.
+        us: Tensors with a leading batch dimension.
+        taken: What `Vectorized.take` returned.
+    """
+    stacked = [t for t, is_stacked in taken if is_stacked and t.dtype != tf.variant]
+
+    def one(arguments: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+        us, of_stacked = arguments
+        some = iter(of_stacked)
+        tensors = [
+            t if not is_stacked else _list_of(t, us[0]) if t.dtype == tf.variant else next(some)
+            for t, is_stacked in taken
+        ]
+        return f(us, tensors)
+
+    return tf.vectorized_map(one, (list(us), stacked))  # type: ignore[no-any-return]
+
+
+def _list_of(lists: Tensor, u: Tensor) -> Tensor:
+    """A member's tensor list, as of a loop, in a function that is mapped.
+
+    `u` is any tensor that differs between the members.
+
+    `tf.vectorized_map` stacks the elements of lists, and not the lists, so it cannot be given them.
+    """
+    member, _ = tf.identity_n([lists, u])
+    member.op.pfor_converter = lambda pfor_input: [
+        pfor_lib.wrap(lists, True),
+        pfor_lib.wrap(pfor_input.stacked_input(1), True),
+    ]
+    return member
+
+
+def map_jax_by(
+    graph: Graph, f: Callable[[Sequence[Tensor], Sequence[bool]], Sequence[Tensor]]
+) -> None:
+    """Gives the operation that jax2tf made in a graph the rule `f`.
+
+    Args:
+        graph: The graph of this operation alone.
+        f: From its inputs for all members, and whether each has a batch dimension, to the outputs.
+    """
+
+    def converter(pfor_input: Any) -> list[Any]:
+        stacked = [bool(x.is_stacked) for x in pfor_input.inputs]
+        ys = f([x.t for x in pfor_input.inputs], stacked)
+        return [pfor_lib.wrap(y, any(stacked)) for y in ys]
+
+    for op in graph.get_operations():
+        if op.type == "XlaCallModule":
+            op.pfor_converter = converter
+        elif op.type == "PreventGradient":  # around it
+            op.pfor_converter = lambda pfor_input: list(pfor_input.inputs)
+
+
+class OutOfReachError(Exception):
+    """A tensor of a mapped function is not in the graph that is being converted."""
+
+
+def _depends_on_member(tensor: Tensor) -> bool:
+    """Whether a tensor differs between the members of the batch of a `tf.vectorized_map`."""
+    stack, seen = [tensor], set()
+    while stack:
+        t = stack.pop()
+        if isinstance(t, ops.EagerTensor) or identity_of(t) in seen:
+            continue
+        seen.add(identity_of(t))
+        if t.op.type == "PlaceholderWithDefault" and t.dtype == tf.int32:  # the member's index
+            return True
+        if t.op.type in ("Shape", "ShapeN", "Size", "Rank"):  # the same for all members
+            continue
+        outside = captured_from(t)
+        stack.extend(t.op.inputs if outside is None else [outside])
+    return False
+
+
+def unconvertible(y: Tensor, message: str) -> Tensor:
+    """Returns `y`, whose derivative is an error with this message.
+
+    `tf.vectorized_map` has no rule for the operation, so it gets one here.
+    """
+    with not_recording():
+        prevented = tf.raw_ops.PreventGradient(input=y, message=message)
+
+    def pull(_: Tensor) -> list[Gradient]:
+        raise LookupError(message)
+
+    # For tapes alone, where TensorFlow copies the operation that has this for its value.
+    record_override([prevented], [y], pull, lambda tangent: [tangent])
+    if not tf.executing_eagerly():
+        prevented.op.pfor_converter = lambda pfor_input: pfor_lib.wrap(
+            unconvertible(pfor_input.stacked_input(0), message), True
+        )
+    return prevented

@@ -1,0 +1,197 @@
+"""Operations with overridden derivatives, which are released together with their graph."""
+
+import itertools
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import control_flow_v2_func_graphs
+
+from sgtrick._arguments.nones import TensorsOnly, present
+from sgtrick._arguments.scopes import scope
+from sgtrick._tensorflow import graphs
+from sgtrick._tensorflow.autograph import unconverted
+from sgtrick._tensorflow.connections import VALUES
+from sgtrick._tensorflow.mapping import Vectorized, convert
+from sgtrick._tensorflow.tapes import not_recording
+from sgtrick._tensorflow.tracing import Traced, specs_of
+from sgtrick._types import Gradient, Graph, Operation, Pullback, Tensor
+
+
+class Override(NamedTuple):
+    """The derivative of an operation in a graph, instead of its own.
+
+    Attributes:
+        gradient: From upstream gradients of the outputs to gradients of the inputs.
+        vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
+    """
+
+    gradient: Pullback
+    vectorize: Callable[[Vectorized], Sequence[Tensor]]
+
+
+class _Overrides:
+    """The overrides of one graph by name. Only the graph holds them, so they are freed with it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.by_name: dict[str, Override] = {}
+        self.operations: dict[str, str] = {}  # the names of the operations
+        self.graph = weakref.ref(graph)
+        self.names: list[str] = []
+        # TensorFlow's registry never drops a gradient by itself.
+        weakref.finalize(self, _forget, self.names)
+
+
+def _forget(names: list[str]) -> None:
+    for name in names:
+        ops.gradient_registry._registry.pop(name, None)
+
+
+# A SavedModel of another process must not find the overrides of this one under its names.
+_PROCESS, _NUMBERS = uuid.uuid4().hex, itertools.count()
+
+
+# The names of overrides that a gradient creates while it is being saved.
+_MADE: ContextVar[list[str] | None] = ContextVar("_MADE", default=None)
+
+
+_ATTRIBUTE = "_sgtrick_overrides"
+
+
+# TensorFlow's error for a loaded operation without its gradient names the operation.
+_IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
+
+
+def override(
+    natural: Sequence[Tensor], inputs: Sequence[Tensor], meaning: Override
+) -> list[Tensor]:
+    """Returns `natural` as outputs of an operation of the default graph with other derivatives.
+
+    Tapes and accumulators do not see it: see `record_override`.
+
+    Args:
+        natural: The values. If the override is lost, their own derivatives are used.
+        inputs: The tensors that the gradients are with respect to.
+        meaning: The override.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    overrides = getattr(graph, _ATTRIBUTE, None)
+    if overrides is None:
+        overrides = _Overrides(graph)
+        setattr(graph, _ATTRIBUTE, overrides)
+    name = f"sgtrick-{_PROCESS}-{next(_NUMBERS)}"
+    made = _MADE.get()
+    if made is not None:
+        made.append(name)
+    overrides.by_name[name] = meaning
+    overrides.names.append(name)
+    _register(name, len(natural), weakref.ref(overrides))
+    values = {VALUES: tf.compat.v1.AttrValue(i=len(natural))}
+    with (
+        not_recording(),
+        graph.gradient_override_map({"IdentityN": name}),
+        graph._attr_scope(values),
+    ):
+        outputs = tf.identity_n([*natural, *inputs], name=_IF_LOST)
+    overrides.operations[name] = outputs[0].op.name
+    # tf.vectorized_map looks for this attribute before it looks into its registry.
+    outputs[0].op.pfor_converter = _map
+    return list(outputs[: len(natural)])
+
+
+def _map(pfor_input: Any) -> list[Any]:
+    """The converter for `tf.vectorized_map`: another override, of the batch."""
+    overrides = _overrides_of(pfor_input.op)
+    if overrides is None:
+        raise LookupError(_COPIED)
+    name = pfor_input.op.get_attr("_gradient_op_type").decode()
+    return convert(pfor_input, overrides.by_name[name].vectorize)
+
+
+def _register(name: str, count: int, reference: Callable[[], _Overrides | None]) -> None:
+    @tf.RegisterGradient(name)  # type: ignore[untyped-decorator]
+    @unconverted
+    def gradient(op: Operation, *upstream: Tensor) -> list[Gradient]:
+        overrides = reference()
+        if overrides is None:
+            raise LookupError(_COPIED)
+        pull = overrides.by_name[name].gradient
+        if op is None:
+            pull = _to_be_stored(pull)
+        elif _overrides_of(op) is not overrides:
+            pull = _of_copy(pull, overrides.graph(), overrides.operations[name], op)
+        gradients = pull(*upstream[:count])
+        if graphs.is_out_of_reach():
+            raise NotImplementedError(_IN_BRANCH)
+        return [*[None] * count, *gradients]
+
+
+def _overrides_of(op: Operation) -> _Overrides | None:
+    return getattr(op.graph, _ATTRIBUTE, None)
+
+
+def _to_be_stored(pull: Pullback) -> Pullback:
+    """The pullback as `tf.saved_model.save` traces it, without an operation.
+
+    A SavedModel does not contain gradients of gradients. So the overrides that are created here are
+    removed from the registry, and loaded operations cannot find them by name.
+    """
+
+    def pull_and_forget(*upstream: Tensor) -> Sequence[Gradient]:
+        made: list[str] = []
+        try:
+            with scope(_MADE, made):
+                return pull(*upstream)
+        finally:
+            _forget(made)
+
+    return pull_and_forget
+
+
+def _of_copy(pull: Pullback, graph: Graph, name: str, op: Operation) -> Pullback:
+    """The pullback of an operation of this name, for the same operation in a copy of its graph.
+
+    Forward mode in a graph differentiates loops and branches through copies of their bodies. The
+    tensors that the pullback uses have the same names in the copy.
+    """
+    copy, is_body = op.graph, isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+    # A loaded model does not count as a copy, since it has other variables.
+    if not is_body or (copy.name, op.name) != (graph.name, name):
+        raise LookupError(_COPIED)
+    captures = {id(outer): inner for outer, inner in getattr(graph, "captures", ())}
+    inputs = [t.name for t in getattr(graph, "inputs", ())]
+
+    def in_copy(t: Tensor) -> Any:
+        t = captures.get(id(t), t)
+        if isinstance(t, ops.EagerTensor) and t.dtype != tf.resource:
+            return t
+        if isinstance(t, ops.EagerTensor) or t.graph is not graph:
+            raise LookupError(_COPIED)
+        if t.name in inputs:
+            return copy.inputs[inputs.index(t.name)]
+        return copy.get_tensor_by_name(t.name)
+
+    def pull_in_copy(*upstream: Tensor) -> list[Gradient]:
+        us, dense = present(upstream), TensorsOnly(pull, upstream)
+        traced = Traced(dense, specs_of(us), graph)
+        return dense.restored(traced(us, list(map(in_copy, traced.captured))))
+
+    return pull_in_copy
+
+
+_IN_BRANCH = (
+    "A gradient was differentiated again in a branch (tf.cond, tf.switch_case), where its rule "
+    "uses a tensor or variable that it closes over. TensorFlow cannot pass that to the derivative. "
+    "Pass it to the function with the rule as an argument."
+)
+
+_COPIED = (
+    "TensorFlow copied an operation of sgtrick without its gradient: by loading a SavedModel that "
+    "was saved with experimental_custom_gradients=False, or by tf.vectorized_map over a "
+    "tf.function, loop or branch in which the function's arguments are the same for all members. "
+    "Save with experimental_custom_gradients=True, or call the function outside of the mapped one."
+)

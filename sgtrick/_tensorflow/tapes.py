@@ -1,0 +1,317 @@
+"""Tapes and accumulators: what they record, and which gradients were requested."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.framework import op_callbacks
+from tensorflow.python.ops import resource_variable_ops
+
+from sgtrick._arguments.scopes import scope
+from sgtrick._arguments.structures import ORIGIN, is_differentiable
+from sgtrick._tensorflow import graphs
+from sgtrick._types import Graph, Pullback, Pushforward, Tensor, Variable
+
+T = TypeVar("T")
+
+
+def somebody_records() -> bool:
+    """Whether a tape or an accumulator is active, so that eager operations must be recorded."""
+    return bool(record.could_possibly_record())
+
+
+def is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tape or an accumulator has recorded one of some eager tensors."""
+    return bool(record.should_record_backprop(list(tensors))) or is_pushed(tensors)
+
+
+def is_pushed(tensors: Sequence[Tensor]) -> bool:
+    """Whether an accumulator knows a tangent of one of some eager tensors."""
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
+
+
+def somebody_pushes() -> bool:
+    """Whether an accumulator is active."""
+    return bool(forwardprop_util.pack_tangents([]).indices)
+
+
+def not_recording() -> contextlib.AbstractContextManager[None]:
+    """A scope in which no tape and no accumulator sees operations."""
+    return record.stop_recording()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """A scope in which tapes record, even if TensorFlow has suspended them.
+
+    `tf.recompute_grad` runs functions while recording is suspended. A rule that is traced there may
+    use a tape of its own, which would record nothing.
+    """
+    suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if suspended:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if suspended:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def record_override(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], pull: Pullback, push: Pushforward
+) -> None:
+    """Tells all tapes and accumulators the derivatives of `outputs` with respect to `inputs`.
+
+    Args:
+        outputs: Tensors that have not been recorded.
+        inputs: Tensors.
+        pull: From one upstream gradient for each output to one gradient or None for each input.
+        push: From one tangent for each input, None for those without derivatives, to one tangent
+            or None for each output.
+    """
+    record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
+    for operations in _LISTS.get():
+        operations.append(Operation("sgtrick", inputs, outputs))
+
+
+class Operation(NamedTuple):
+    """An eager operation."""
+
+    type: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+_LISTS: ContextVar[tuple[list[Operation], ...]] = ContextVar("_LISTS", default=())
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Operation]]:
+    """A scope that yields the eager operations in it, as they run."""
+    operations: list[Operation] = []
+
+    def note(  # as TensorFlow calls it
+        op_type: str | bytes,
+        inputs: Sequence[Tensor],
+        attrs: object,  # noqa: ARG001
+        outputs: Sequence[Tensor],
+        op_name: str | None = None,  # noqa: ARG001
+        graph: Graph | None = None,
+    ) -> None:
+        if graph is None:
+            operations.append(Operation(tf.compat.as_str(op_type), inputs, outputs))
+
+    op_callbacks.add_op_callback(note)
+    try:
+        with scope(_LISTS, (*_LISTS.get(), operations)):
+            yield operations
+    finally:
+        op_callbacks.remove_op_callback(note)
+
+
+@contextlib.contextmanager
+def watching_variables(xs: Sequence[Tensor]) -> Iterator[Callable[[], list[Variable]]]:
+    """A scope that yields a function: the trainable variables that have been read in it.
+
+    In the order in which they were created. In a graph, a tape that records operations would make
+    TensorFlow trace the gradients of all loops at once, and these store every iterate. Accumulators
+    fail on some operations, such as loops that read variables, unless a tape records what is
+    computed from `xs` and variables, too.
+    """
+    is_pushing = somebody_pushes() and not tf.executing_eagerly()
+    # Without any tape, calls of functions would not tell what they read.
+    with (
+        tf.GradientTape(persistent=True, watch_accessed_variables=is_pushing) as recording,
+        record.VariableWatcher() as watcher,
+    ):
+        recording.watch(xs if is_pushing else [])
+        yield lambda: list(watcher.watched_variables())
+
+
+def note_accesses(variables: Sequence[Variable]) -> None:
+    """Tells all tapes that these variables have been read, as by the call of a function."""
+    for variable in variables:
+        resource_variable_ops.variable_accessed(variable)
+
+
+def in_thread(f: Callable[[], T]) -> T:
+    """Calls a function in another thread, where no tape, accumulator or scope is active.
+
+    While an accumulator computes a JVP, it silences all tapes that were started after it.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def run() -> T:
+        with contextlib.nullcontext() if graph is None else graph.as_default():
+            return f()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+def unsuspended(f: Callable[[], T]) -> T:
+    """Calls a function whose own tapes must record, even if TensorFlow has suspended recording."""
+    return in_thread(f) if pywrap_tfe.TFE_Py_TapeSetIsStopped() else f()
+
+
+def tapes_are_silenced() -> bool:
+    """Whether a new tape would record nothing, because an accumulator is computing a JVP."""
+    a, b = _ends()
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(a)
+        record.record_operation("sgtrick", [b], [a], lambda upstream: [upstream])
+        return not record.should_record_backprop([b])
+
+
+@functools.cache
+def _ends() -> tuple[Tensor, Tensor]:
+    with tf.init_scope():
+        return tf.constant(0.0), tf.constant(0.0)
+
+
+def unrecorded(x: Tensor) -> Tensor:
+    """The value of a tensor, which no tape and no accumulator connects to the tensor."""
+    with not_recording():
+        return tf.stop_gradient(x)
+
+
+def own_copy(x: Tensor) -> Tensor:
+    """A copy of `x` as an argument of one call, with its derivatives.
+
+    The function may get the same tensor as another argument too, or close over it. What a gradient
+    depends on through this argument alone is what it depends on through the copy.
+    """
+    if not tf.executing_eagerly():
+        # TensorFlow's gradient of a loop looks through an Identity, but not through a Cast. The
+        # static value is known through both.
+        return tf.raw_ops.Cast(x=x, DstT=x.dtype)
+    if not is_recorded([x]):
+        return x
+    with not_recording():
+        copy = tf.identity(x)
+    record_override([copy], [x], lambda u: [u], lambda t: [t])
+    setattr(copy, ORIGIN, x)
+    return copy
+
+
+def read(handle: Tensor) -> Tensor:
+    """The value of the variable with this handle, recorded with respect to the handle itself.
+
+    A graph may have captured the handle before a tape was there to record it.
+    """
+    with not_recording():
+        value = graphs.read(handle)
+    record_override([value], [handle], lambda u: [u], lambda t: [t])
+    return value
+
+
+def asked_for(x: Tensor) -> bool:
+    """Whether the tape that is calling a pullback was asked for the gradient with respect to `x`.
+
+    Or with respect to what `x` is a copy or the value of. A tape calls pullbacks on all paths from
+    its target, whether or not they lead to a source, and does not tell pullbacks its sources. They
+    are in the stack frame of `GradientTape.gradient`.
+    """
+    return any(t is s for t in _origins(x) for s in _sources())
+
+
+def asked_only_for(xs: Sequence[Tensor | Variable]) -> bool:
+    """Whether it was asked for gradients with respect to some of `xs` and to nothing else."""
+    known = {id(t) for x in xs for t in _origins(x)}
+    sources = _sources()
+    return bool(sources) and all(id(s) in known for s in sources)
+
+
+def _sources() -> list[Tensor]:
+    """The tensors, and the handles of variables, that the tape was asked for."""
+    frame = _request()
+    sources = tf.nest.flatten(frame.f_locals["sources"]) if frame else []
+    return [getattr(s, "handle", s) for s in sources]
+
+
+def _origins(x: Tensor | Variable) -> Iterator[Tensor]:
+    """Yields an eager tensor, what it is a copy or the value of, and so on."""
+    while x is not None:
+        yield getattr(x, "handle", x)
+        x = getattr(x, ORIGIN, None)
+
+
+NAN_WARNING = "A gradient is NaN, since it depends on an unknown one."
+
+
+def warn_of_nan(message: str) -> None:
+    """Warns with this message if the gradient that a tape is computing comes out as NaN.
+
+    Whether a path leads to a source is not known in a pullback, but when
+    `GradientTape.gradient` returns.
+    """
+    frame = _request()
+    before: Any = sys.getprofile()
+    if frame is None:
+        return
+    if isinstance(before, _AtReturn) and before.frame is frame:
+        before.messages[message] = None
+    elif before is None or callable(before):
+        sys.setprofile(_AtReturn(frame, {message: None}, before))
+    else:  # a profiler in C, which Python cannot put back
+        _warn(message, frame)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AtReturn:
+    """What Python calls in the place of a profiler `before` it, until a frame returns.
+
+    Nothing else is told by TensorFlow when a gradient is done.
+    """
+
+    frame: types.FrameType
+    messages: dict[str, None]
+    before: Callable[[types.FrameType, str, Any], object] | None
+
+    def __call__(self, frame: types.FrameType, event: str, returned: Any) -> None:
+        is_done = frame is self.frame and event == "return"
+        if is_done:
+            sys.setprofile(self.before)
+        if self.before:
+            self.before(frame, event, returned)
+        if is_done and _has_nan(returned):
+            for message in self.messages:
+                _warn(message, frame)
+
+
+def _has_nan(gradients: Any) -> bool:
+    found = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
+    with not_recording():
+        return any(tf.reduce_any(tf.not_equal(t, t)) for t in found if is_differentiable(t.dtype))
+
+
+def _warn(message: str, frame: types.FrameType) -> None:
+    """Warns where a frame was called from outside of TensorFlow and this library."""
+    inside = ("tensorflow.", "sgtrick.")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame = frame.f_back
+    warnings.warn_explicit(
+        f"{NAN_WARNING} {message}",
+        RuntimeWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _request() -> types.FrameType | None:
+    """The stack frame of the `GradientTape.gradient` that is calling a pullback."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not tf.GradientTape.gradient.__code__:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,144 @@
+"""What a call uses besides its arguments: the tensors and variables that a function closes over."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import tensorflow as tf
+from tensorflow.python.eager import forwardprop_util
+from tensorflow.python.framework import ops
+
+from sgtrick._arguments.structures import is_differentiable, refuse
+from sgtrick._tensorflow import graphs, tapes
+from sgtrick._tensorflow.graphs import identity_of
+from sgtrick._types import Tensor, Variable
+
+T = TypeVar("T")
+
+
+class Uses(NamedTuple):
+    """What a result depends on, of what operations used and did not make.
+
+    Attributes:
+        tensors: Tensors that have derivatives.
+        variables: Trainable variables, in the order in which they were created.
+        tables: Those of the variables that were gathered from.
+        has_lists: Whether there is a list of tensors, as of a `tf.TensorArray`.
+        has_fixed: Whether there is a variable that is not trainable.
+        of_host: Tensors that have derivatives, and that only calls of the host use. In eager
+            execution these are not told from NumPy.
+    """
+
+    tensors: Sequence[Tensor] = ()
+    variables: Sequence[Variable] = ()
+    tables: Sequence[Variable] = ()
+    has_lists: bool = False
+    has_fixed: bool = False
+    of_host: Sequence[Tensor] = ()
+
+    @property
+    def all_tensors(self) -> list[Tensor]:
+        """The tensors that have derivatives."""
+        return [*self.tensors, *self.of_host]
+
+
+def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
+    """Calls a function, and returns what its result depends on besides tensors it is `passed`."""
+    return _eagerly(f, passed) if tf.executing_eagerly() else _in_graph(f, passed)
+
+
+def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
+    if not tapes.somebody_records():
+        with tapes.watching_variables(passed) as variables_read:
+            result = f()
+        return result, Uses(variables=_with_derivatives(variables_read()))
+    age = ops.uid()
+    with tapes.noting() as noted, tapes.watching_variables(passed) as variables_read:
+        result = f()
+    variables = _with_derivatives(variables_read())
+    operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
+    gathered = {id(t) for op in operations if _gathers(op.type) for t in op.inputs}
+    needed = _needed(result, operations, passed)
+    # What is new, and no output, is a constant or was read from a variable.
+    older = [t for t in needed if ops.tensor_id(t) < age and tapes.is_recorded([t])]
+    handles = {id(v.handle): v for v in variables}
+    return result, Uses(
+        [t for t in older if is_differentiable(t.dtype)],
+        variables,
+        [v for key, v in handles.items() if key in gathered],
+        has_fixed=any(t.dtype == tf.resource and id(t) not in handles for t in older),
+    )
+
+
+def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
+    graph = tf.compat.v1.get_default_graph()
+    before = graph.num_operations()
+    with tapes.watching_variables(passed) as variables_read:
+        result = f()
+    operations = graph.get_operations()[before:]
+    # The placeholder of a captured tensor is new, but the tensor is not.
+    inner = {identity_of(t) for _, t in getattr(graph, "captures", ())}
+    made = [
+        op
+        for op in operations
+        if not ((op.outputs and identity_of(op.outputs[0]) in inner) or graphs.has_no_gradient(op))
+    ]
+    new = {identity_of(t) for op in operations for t in op.outputs} - inner
+    # Accumulators compute tangents in between.
+    tangents = forwardprop_util.pack_tangents(list(passed)).tangents
+
+    def older_of(result: object) -> list[Tensor]:
+        needed = _needed(result, made, [*passed, *tangents])
+        return [t for t in map(graphs.as_used, needed) if identity_of(t) not in new]
+
+    older = older_of(result)
+    of_host = older_of([list(op.inputs) for op in operations if op.type in graphs.HOST_CALLS])
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        _refuses([*older, *(t for op in operations for t in op.inputs)])
+    gathered = {identity_of(op.inputs[0]) for op in made if _gathers(op.type)}
+    variables = {
+        identity_of(graphs.as_used(v.handle)): v for v in _with_derivatives(variables_read())
+    }
+    return result, Uses(
+        [t for t in older if is_differentiable(t.dtype)],
+        list(variables.values()),
+        [v for key, v in variables.items() if key in gathered],
+        any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in older),
+        any(
+            t.dtype == tf.resource and graphs.holds_floats(t) and identity_of(t) not in variables
+            for t in older
+        ),
+        [t for t in of_host if is_differentiable(t.dtype)],
+    )
+
+
+def _refuses(tensors: Iterable[Tensor]) -> None:
+    """Raises if one is a reference variable of TensorFlow 1, or was read from one."""
+    for t in map(graphs.outside, tensors):
+        if graphs.operation(t) is not None:
+            t = t.op.inputs[0] if t.op.type == "Identity" else t
+            refuse(t, f"{t.op.name}, which the function reads,")
+
+
+def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that a result is computed from, and that the operations did not make.
+
+    The operations are in the order in which they ran. Each of the tensors is returned once.
+    """
+    leaves = tf.nest.flatten(result, expand_composites=True)
+    found = {identity_of(t): t for t in leaves if isinstance(t, tf.Tensor)}
+    for op in reversed(operations):
+        made = [identity_of(t) for t in op.outputs]
+        if any(key in found for key in made):
+            for key in made:
+                found.pop(key, None)
+            found.update((identity_of(t), t) for t in op.inputs if graphs.may_carry(t))
+    known = set(map(identity_of, passed))
+    return [t for key, t in found.items() if key not in known]
+
+
+def _gathers(type_: str) -> bool:
+    return type_.startswith("ResourceGather")
+
+
+def _with_derivatives(variables: Iterable[Variable]) -> list[Variable]:
+    return [v for v in variables if is_differentiable(v.dtype)]

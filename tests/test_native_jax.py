@@ -1,0 +1,371 @@
+"""JAX functions as operations of the graph, beside the same functions in TensorFlow."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+from array_model import A, W, X, added, by_forward_mode, gradients, mapped, true, true_pair
+from test_array_hessians import (
+    forward_over_reverse,
+    of_a_likelihood,
+    reverse_over_forward,
+    reverse_over_reverse,
+)
+
+import sgtrick
+from forms import derivative
+from matrix import traced
+
+pytest.importorskip("jax.experimental.jax2tf", reason="JAX is not installed")
+import jax
+import jax.numpy as jnp
+
+tfd = tfp.distributions
+
+
+def native(fn, **options):
+    return sgtrick.from_jax(fn, native=True, **options)
+
+
+ARRAY = native(lambda x, a: a * jnp.sin(W @ x), event_ndims=(1, 0))
+PAIR = native(
+    lambda x, a: {"size": a * (x**2).sum(), "curve": a * jnp.sin(W @ x)}, event_ndims=(1, 0)
+)
+MODELS = {"array": (ARRAY, true), "structure": (added(PAIR), added(true_pair))}
+
+
+def third(f):
+    x, a = tf.constant(X), tf.constant(A)
+    with tf.GradientTape() as tape:
+        tape.watch([x, a])
+        with tf.GradientTape() as inner:
+            inner.watch([x, a])
+            by_x, _ = gradients(f, (x, a))[1:]
+        second = inner.gradient(by_x, [x, a])
+    return tape.gradient(second, [x, a])
+
+
+def compiled(f):
+    return tf.function(f, autograph=False, jit_compile=True)
+
+
+LAWS = [
+    *(gradients, by_forward_mode, reverse_over_reverse, forward_over_reverse),
+    *(reverse_over_forward, of_a_likelihood, third),
+]
+WAYS = {
+    "eager": lambda law, f: law(f),
+    "in tf.function": lambda law, f: traced(lambda: law(f))(),
+    "around tf.function": lambda law, f: law(tf.function(f)),
+    "in XLA": lambda law, f: compiled(lambda: law(f))(),
+    "around XLA": lambda law, f: law(compiled(f)),
+    "around vectorized_map": lambda law, f: law(mapped(f)),
+    "vectorized_map in tf.function": lambda law, f: traced(lambda: law(mapped(f)))(),
+    "vectorized_map in XLA": lambda law, f: compiled(lambda: law(mapped(f)))(),
+}
+# TensorFlow fails for its own operations, or has None.
+OF_TENSORFLOW = {
+    (reverse_over_forward, "around tf.function"),
+    (reverse_over_forward, "around XLA"),
+    (reverse_over_forward, "around vectorized_map"),
+    (reverse_over_forward, "vectorized_map in XLA"),
+    (forward_over_reverse, "around vectorized_map"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("model", MODELS)
+def test_equals_autodiff(model, law, way):
+    if (law, way) in OF_TENSORFLOW:
+        pytest.skip("TensorFlow cannot do this with its own operations")
+    if model == "structure" and law in (forward_over_reverse, reverse_over_forward, third):
+        pytest.skip("as for the array")
+    h, oracle = MODELS[model]
+    for came, expected in zip(WAYS[way](law, h), law(oracle), strict=True):
+        np.testing.assert_allclose(came, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def takes_unknown_dimensions():
+    """Skips where JAX writes what this TensorFlow cannot read."""
+    f = tf.function(native(lambda x: x * 2), input_signature=[tf.TensorSpec([None, 2])])
+    try:
+        f(tf.ones([1, 2]))
+    except tf.errors.InvalidArgumentError as error:
+        assert "failed to deserialize" in str(error)  # noqa: PT017
+        pytest.skip(f"JAX {jax.__version__} is too new for TensorFlow {tf.__version__}")
+
+
+class TestShapes:
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @pytest.mark.parametrize("batch", [(), (1,), (4,), (2, 3), (0,), (2, 0)])
+    def test_batches(self, batch, wrap):
+        """Of one argument; the other is shared by all members."""
+        x = tf.constant(np.random.default_rng(0).normal(size=(*batch, 2)))
+        a = tf.constant(2.0, tf.float64)
+
+        def run(f):
+            with tf.GradientTape() as tape:
+                tape.watch([x, a])
+                y = f(x, a)
+            return y, *tape.gradient(y, [x, a])
+
+        for came, expected in zip(wrap(run)(ARRAY), run(true), strict=True):
+            np.testing.assert_allclose(came, expected, rtol=1e-12)
+
+    @pytest.mark.parametrize("size", [3, 1, 0])
+    @pytest.mark.parametrize("unknown", [[None, 2], [None, None]])
+    @pytest.mark.usefixtures("takes_unknown_dimensions")
+    def test_unknown_dimensions(self, unknown, size):
+        if unknown == [None, None]:
+            h, oracle = (
+                native(lambda x, a: a * (x**2).sum(), event_ndims=(1, 0)),
+                (lambda x, a: a * tf.reduce_sum(x**2, -1)),
+            )
+        else:
+            h, oracle = ARRAY, true
+        specs = [tf.TensorSpec(unknown, tf.float64), tf.TensorSpec([None], tf.float64)]
+        f = tf.function(lambda x, a: gradients(h, (x, a), None), input_signature=specs)
+        for came, expected in zip(
+            f(X[:size], A[:size]), gradients(oracle, (X[:size], A[:size]), None), strict=True
+        ):
+            np.testing.assert_allclose(came, expected, rtol=1e-12)
+
+    def test_static_shapes(self):
+        specs = [tf.TensorSpec([None, 7, 2]), tf.TensorSpec([7])]
+        (y,) = tf.function(ARRAY).get_concrete_function(*specs).outputs
+        assert (y.shape.as_list(), y.dtype) == ([None, 7, 3], tf.float32)
+
+    def test_unknown_ranks_raise(self):
+        with pytest.raises(ValueError, match="x has an unknown rank"):
+            tf.function(ARRAY, input_signature=[tf.TensorSpec(None), tf.TensorSpec([])])(X, 1.0)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtypes_whatever_the_mode_of_jax(dtype, x64):
+    seen = []
+
+    def f(x, k):
+        seen.append((x.dtype.name, k.dtype.name))
+        return jnp.sin(x).sum() * k
+
+    enable = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+    with enable(x64):
+        h = native(f, dtype=dtype, event_ndims=(1, 0))
+        for of in (tf.float32, tf.float64):
+            x = tf.constant(X, of)
+            y, by_x = gradients(lambda x: h(x, tf.constant(3, tf.int64)), (x,), None)
+            assert (y.dtype, by_x.dtype) == (of, of)
+            np.testing.assert_allclose(y, 3 * np.sin(X).sum(-1), rtol=1e-6)
+            np.testing.assert_allclose(by_x, 3 * np.cos(X), rtol=1e-6)
+    assert set(seen) == {(dtype, "int64")}
+
+
+def test_aux_structures_keywords_and_methods():
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        @sgtrick.from_jax(native=True, has_aux=True, event_ndims=({"a": 1, "b": 0}, 0))
+        def f(self, p, n):
+            return self.scale * p["a"] ** n * p["b"], {"n": n + 1}
+
+    p = {"a": tf.constant(X), "b": tf.constant(A)}
+    for scale in (2.0, 3.0):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(p)
+            y, aux = Model(scale).f(p, n=tf.constant(2))
+        np.testing.assert_allclose(y, scale * X**2 * A[:, None], rtol=1e-12)
+        np.testing.assert_allclose(aux["n"], np.full(4, 3))
+        by = tape.gradient(y, p)
+        np.testing.assert_allclose(by["a"], scale * 2 * X * A[:, None], rtol=1e-12)
+
+
+def test_a_derivative_of_aux_raises():
+    h = native(lambda x: (x.sum(), x), has_aux=True)
+    x = tf.constant(X)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        _, aux = h(x)
+    with pytest.raises(LookupError, match="A result beside the value"):
+        tape.gradient(aux, x)
+
+
+class TestMapped:
+    @pytest.mark.usefixtures("takes_unknown_dimensions")
+    def test_nested_and_over_unknown_lengths(self):
+        f = lambda x, a: tf.vectorized_map(  # noqa: E731
+            lambda row: tf.vectorized_map(lambda x: ARRAY(x, a), row), x
+        )
+        x = np.random.default_rng(1).normal(size=(2, 3, 2))
+        spec = [tf.TensorSpec([None, None, 2], tf.float64), tf.TensorSpec([], tf.float64)]
+        run = tf.function(
+            lambda x, a: list(map(tf.convert_to_tensor, gradients(f, (x, a), None))),
+            input_signature=spec,
+        )
+        for came, expected in zip(
+            run(x, 2.0), gradients(true, (x, np.float64(2.0)), None), strict=True
+        ):
+            np.testing.assert_allclose(came, expected, rtol=1e-12)
+
+    def test_in_a_loop(self):
+        def loop(f):
+            return tf.while_loop(
+                lambda i, _: i < 3,
+                lambda i, x: (i + 1, x + tf.reduce_sum(f(x, tf.constant(A)), -1, True) / 10),
+                (0, tf.constant(X)),
+            )[1]
+
+        for way in (traced, compiled):
+            np.testing.assert_allclose(way(lambda: loop(mapped(ARRAY)))(), loop(true))
+
+        def slope(f):
+            return derivative(lambda a: tf.reduce_sum(f(tf.constant(X), a)))(tf.constant(A))
+
+        np.testing.assert_allclose(traced(lambda: slope(mapped(ARRAY)))(), slope(true))
+
+    def test_without_fallback(self):
+        f = lambda x: tf.vectorized_map(  # noqa: E731
+            lambda x: ARRAY(x, tf.constant(1.0, tf.float64)), x, fallback_to_while_loop=False
+        )
+        np.testing.assert_allclose(
+            derivative(f)(tf.constant(X)),
+            derivative(lambda x: true(x, tf.constant(1.0, tf.float64)))(tf.constant(X)),
+        )
+
+
+class TestSamplers:
+    @staticmethod
+    def model(f):
+        @tfd.JointDistributionCoroutineAutoBatched
+        def model():
+            x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
+            a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
+            yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
+
+        return model.experimental_pin(y=[0.3, -0.2, 0.5])
+
+    @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "XLA"])
+    def test_nuts_in_an_autobatched_joint_distribution(self, options):
+        def draws(f):
+            nuts = tfp.mcmc.NoUTurnSampler(
+                self.model(f).unnormalized_log_prob, tf.constant(0.3, tf.float64), max_tree_depth=3
+            )
+            sample = tf.function(tfp.mcmc.sample_chain, autograph=False, **options)
+            return sample(
+                10, [tf.constant(X), tf.constant(A)], kernel=nuts, trace_fn=None, seed=[1, 2]
+            )
+
+        for came, expected in zip(draws(ARRAY), draws(true), strict=True):
+            np.testing.assert_allclose(came, expected, rtol=1e-7)
+
+
+@pytest.mark.usefixtures("takes_unknown_dimensions")
+class TestStored:
+    LOADS = """
+import json, sys
+sys.modules["jax"] = sys.modules["sgtrick"] = None  # importing them raises
+import tensorflow as tf
+x = tf.constant(json.loads(sys.argv[1]), tf.float64)
+loaded = tf.saved_model.load(sys.argv[2])
+with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = loaded.f(x)
+print(json.dumps([y.numpy().tolist(), tape.gradient(y, x).numpy().tolist()]))
+"""
+
+    @staticmethod
+    def store(folder, custom_gradients=True):
+        module = tf.Module()
+        f = lambda x: ARRAY(x, tf.constant(2.0, tf.float64))  # noqa: E731
+        module.f = tf.function(f, input_signature=[tf.TensorSpec([None, 2], tf.float64)])
+        options = tf.saved_model.SaveOptions(experimental_custom_gradients=custom_gradients)
+        tf.saved_model.save(module, str(folder), options=options)
+        return str(folder)
+
+    def test_in_a_process_without_jax_and_sgtrick(self, tmp_path):
+        command = [sys.executable, "-c", self.LOADS, json.dumps(X.tolist()), self.store(tmp_path)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        y, by_x = json.loads(printed.splitlines()[-1])
+        a = np.float64(2.0)
+        expected = gradients(true, (X, a), None)
+        np.testing.assert_allclose(y, expected[0], rtol=1e-12)
+        np.testing.assert_allclose(by_x, expected[1], rtol=1e-12)
+
+    @pytest.mark.parametrize("size", [1, 5])
+    def test_other_sizes(self, size, tmp_path):
+        loaded = tf.saved_model.load(self.store(tmp_path))
+        x = np.random.default_rng(2).normal(size=(size, 2))
+        np.testing.assert_allclose(loaded.f(x), true(x, np.float64(2.0)), rtol=1e-12)
+
+    def test_mapping_what_was_loaded_raises(self, tmp_path):
+        """TensorFlow's own error: it cannot map a loaded function that JAX made."""
+        loaded = tf.saved_model.load(self.store(tmp_path))
+        f = lambda x: tf.vectorized_map(lambda x: loaded.f(x[tf.newaxis])[0], x)  # noqa: E731
+        with pytest.raises(AssertionError, match="StatefulPartitionedCall"):
+            f(tf.constant(X))
+        one_by_one = tf.map_fn(lambda x: loaded.f(x[tf.newaxis])[0], tf.constant(X))
+        np.testing.assert_allclose(one_by_one, true(X, np.float64(2.0)), rtol=1e-12)
+
+    def test_without_custom_gradients_a_derivative_raises(self, tmp_path):
+        loaded = tf.saved_model.load(self.store(tmp_path, custom_gradients=False))
+        with pytest.raises(LookupError, match="experimental_custom_gradients"):
+            derivative(loaded.f)(tf.constant(X))
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            *(("executor", 3), ("on_error", -np.inf), ("vmap", False), ("jit", False)),
+            ("value_shape", (2,)),
+        ],
+    )
+    def test_options_of_the_host(self, option, value):
+        with pytest.raises(TypeError, match=rf"from_jax\(native=True\) has no {option}: the func"):
+            native(jnp.sum, **{option: value})
+
+    def test_jax_without_jax2tf(self, monkeypatch):
+        monkeypatch.delitem(sys.modules, "sgtrick._host.native", raising=False)
+        monkeypatch.setitem(sys.modules, "jax.experimental.jax2tf", None)
+        monkeypatch.delattr(jax.experimental, "jax2tf", raising=False)
+        with pytest.raises(ImportError, match=r"needs jax.experimental.jax2tf, which JAX .* lacks"):
+            native(jnp.sum)
+
+    def test_values_without_derivatives(self):
+        with pytest.raises(TypeError, match="f must return a value with derivatives, got bool"):
+            native(lambda x: x > 0, name="f")(X)
+
+    def test_nothing_to_differentiate_by(self):
+        with pytest.raises(TypeError, match="has no argument of a floating dtype"):
+            native(lambda n: n * 1.0, event_ndims=0)(tf.constant(3))
+
+    def test_no_pair(self):
+        with pytest.raises(TypeError, match=r"f must return \(value, aux\), got"):
+            native(lambda x: x.sum(), has_aux=True, name="f")(X)
+
+    def test_too_few_event_ndims(self):
+        with pytest.raises(ValueError, match=r"one entry for each of the 2 arguments \(x, a\)"):
+            native(lambda x, a: x.sum() * a, event_ndims=(1,))(X, A)
+
+    def test_strings(self):
+        with pytest.raises(TypeError, match="s is a string"):
+            native(lambda x, s: x.sum(), event_ndims=(1, 0), name="f")(X, tf.constant("a"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("jit_compile", [None, True])
+def test_on_a_gpu(jit_compile):
+    if not tf.config.list_physical_devices("GPU"):
+        pytest.skip("no GPU is visible")
+    with tf.device("GPU:0"):
+        run = tf.function(lambda: gradients(ARRAY), jit_compile=jit_compile)
+        for came, expected in zip(run(), gradients(true), strict=True):
+            assert "GPU" in came.device
+            np.testing.assert_allclose(came, expected, rtol=1e-9)
