@@ -30,7 +30,7 @@ from array_model import (
 )
 
 import sgtrick
-from forms import derivative, forward_derivative
+from asinh_forms import derivative, forward_derivative
 from matrix import traced
 
 tfd = tfp.distributions

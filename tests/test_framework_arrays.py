@@ -16,7 +16,7 @@ from array_model import (
 from test_array_hessians import of_a_likelihood, reverse_over_forward, reverse_over_reverse
 
 import sgtrick
-from forms import forward_derivative
+from asinh_forms import forward_derivative
 from matrix import traced
 
 # PyTorch's, of itself, at its first derivative in forward mode.

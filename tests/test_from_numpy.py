@@ -18,7 +18,7 @@ from tensorflow.python.autograph.pyct import transpiler
 import engines
 import sgtrick
 import sgtrick._host.from_numpy
-from forms import derivative
+from asinh_forms import derivative
 from matrix import CELLS, Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS, POINTS

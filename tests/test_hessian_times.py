@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import engines
 import sgtrick
-from forms import derivative, mapped
+from asinh_forms import derivative, mapped
 from hanging import HANGS
 from matrix import spread
 

@@ -10,7 +10,7 @@ import scipy.sparse.linalg
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-from forms import FIRST_WAYS, derivative, forward_derivative, on_host
+from asinh_forms import FIRST_WAYS, derivative, forward_derivative, on_host
 from matrix import Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS

@@ -17,7 +17,7 @@ from test_array_hessians import (
 )
 
 import sgtrick
-from forms import derivative
+from asinh_forms import derivative
 from matrix import traced
 
 pytest.importorskip("jax.experimental.jax2tf", reason="JAX is not installed")

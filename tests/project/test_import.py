@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "sgtrick"
+PACKAGE = Path(__file__).parents[2] / "sgtrick"
 
 CODE = """
 import sys, tensorflow

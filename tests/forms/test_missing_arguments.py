@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, derivative, hidden, slope, true, verdict
-from forms import forward_derivative as forward
+from asinh_forms import compiled, derivative, hidden, slope, true, verdict
+from asinh_forms import forward_derivative as forward
 
 X = tf.constant([0.3, -0.7], tf.float64)
 W = tf.constant([1.5, 2.0], tf.float64)

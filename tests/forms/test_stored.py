@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import ALL, CALLS_HOST, POINTS, derivative, exact, hidden, slope
+from asinh_forms import ALL, CALLS_HOST, POINTS, derivative, exact, hidden, slope
 from matrix import spread
 
 

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, on_host
-from forms import forward_derivative as forward
+from asinh_forms import compiled, on_host
+from asinh_forms import forward_derivative as forward
 from matrix import spread, traced
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)

@@ -19,7 +19,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from forms import derivative, forward_derivative
+from asinh_forms import derivative, forward_derivative
 from hanging import HANGS
 from pages import PAGES, ROOT, blocks, blocks_and_lines, is_for, is_installed, section
 

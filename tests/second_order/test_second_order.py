@@ -12,7 +12,7 @@ import tensorflow_probability as tfp
 import tf_keras
 
 import sgtrick
-from forms import (
+from asinh_forms import (
     ALL,
     CALLS_HOST,
     FIRST_ORDER,

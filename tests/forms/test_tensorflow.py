@@ -19,7 +19,7 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
-from forms import on_host
+from asinh_forms import on_host
 from sgtrick._tensorflow import connections, graphs, host_calls, overrides, tapes, tracing, uses
 
 PLACES = [

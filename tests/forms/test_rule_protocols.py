@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import derivative, forward_derivative, mapped
+from asinh_forms import derivative, forward_derivative, mapped
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 BOTH = pytest.mark.parametrize("derivative", [derivative, forward_derivative])

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, derivative, forward_derivative, jvp_form, mapped
+from asinh_forms import compiled, derivative, forward_derivative, jvp_form, mapped
 
 Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
 

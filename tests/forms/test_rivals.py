@@ -21,7 +21,7 @@ from matrix.values import comparison_cases
 
 CASES = comparison_cases()
 TITLE, RULE, *ROWS = re.findall(
-    r"^\|.*\|$", (Path(__file__).parents[1] / "README.md").read_text(), re.M
+    r"^\|.*\|$", (Path(__file__).parents[2] / "README.md").read_text(), re.M
 )[:8]
 NAMES = [row.split(" | ")[0].removeprefix("| ") for row in ROWS]
 

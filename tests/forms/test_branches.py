@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, derivative, forward_derivative, verdict
+from asinh_forms import compiled, derivative, forward_derivative, verdict
 from matrix import spread, traced
 
 X = tf.constant([0.3, 0.7], tf.float64)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, derivative, looped
+from asinh_forms import compiled, derivative, looped
 from matrix import spread, traced
 from matrix.problem import SLIPS
 

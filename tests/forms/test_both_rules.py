@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import compiled, derivative, forward_derivative, mapped, on_host
+from asinh_forms import compiled, derivative, forward_derivative, mapped, on_host
 from matrix import traced
 
 X = np.random.default_rng(3).normal(size=(4,))

@@ -13,7 +13,7 @@ from pages import is_installed
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(name, folder):

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from forms import compiled, derivative, forward_derivative
+from asinh_forms import compiled, derivative, forward_derivative
 from matrix import functions as fn
 from matrix import spread
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import (
+from asinh_forms import (
     MODES,
     POINTS,
     compiled,

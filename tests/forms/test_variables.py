@@ -11,7 +11,7 @@ import tensorflow as tf
 import tf_keras
 
 import sgtrick
-from forms import derivative, forward_derivative
+from asinh_forms import derivative, forward_derivative
 
 RUNS = {
     "eager": lambda run: run,

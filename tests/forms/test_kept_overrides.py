@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import (
+from asinh_forms import (
     ALL,
     CALLS_HOST,
     EVERY_ORDER,

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from forms import derivative
+from asinh_forms import derivative
 from matrix import spread, traced
 
 W = tf.Variable(tf.ones([3], tf.float64))
