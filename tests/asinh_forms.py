@@ -13,11 +13,10 @@ import tensorflow as tf
 
 import sgtrick
 from matrix.functions import misled
-from matrix.problem import SLIPS, traced
+from matrix.problem import SLIPS
+from shared import Form, mapped, mapped_with_loops, on_host
 
 POINTS = np.array([-1.3, 0.4, 2.1])
-
-Form = Callable[[Any], Any]
 
 
 def true(x: Any) -> Any:
@@ -29,17 +28,6 @@ hidden = misled(true)
 
 def slope(x: Any) -> Any:
     return (1 + x**2) ** -0.5
-
-
-def on_host(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` of arrays as an operation that TensorFlow cannot differentiate."""
-
-    def call(*tensors: Any) -> Any:
-        y = tf.numpy_function(f, tensors, tensors[0].dtype, stateful=False)
-        y.set_shape(tensors[0].shape)
-        return y
-
-    return call
 
 
 host_slope = on_host(lambda x: (1 + x**2) ** -0.5)
@@ -100,92 +88,9 @@ ALL = EVERY_ORDER | FIRST_ORDER
 CALLS_HOST = {name for name in FIRST_ORDER if "host" in name or name == "from_numpy"}
 
 
-def derivative(f: Form) -> Form:
-    """The derivative entry by entry, by a tape."""
-
-    def run(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        return tape.gradient(y, x)
-
-    return run
-
-
-def forward_derivative(f: Callable[..., Any], k: int = 0) -> Callable[..., Any]:
-    """The derivative with respect to argument `k`, entry by entry, by an accumulator."""
-
-    def run(*args: Any) -> Any:
-        with tf.autodiff.ForwardAccumulator(args[k], tf.ones_like(args[k])) as accumulator:
-            y = f(*args)
-        return accumulator.jvp(y)
-
-    return run
-
-
-def linear_in_upstream(f: Form) -> Form:
-    """The derivative entry by entry, as the tangent of a pullback: it is linear in what it pulls.
-
-    The upstream gradient is none of those for which TensorFlow knows that they are zero.
-    """
-
-    def run(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        u = 2 * tf.ones_like(y)
-        with tf.autodiff.ForwardAccumulator(u, tf.ones_like(u)) as accumulator:
-            gradient = tape.gradient(y, x, u)
-        return accumulator.jvp(gradient)
-
-    return run
-
-
-MODES: dict[str, Callable[[Form], Form]] = {
-    "reverse": derivative,
-    "forward": forward_derivative,
-    "forward by the upstream gradient": linear_in_upstream,
-}
-
-
-def mapped(f: Form) -> Form:
-    return lambda x: tf.vectorized_map(f, x, fallback_to_while_loop=False)
-
-
-def mapped_with_loops(f: Form) -> Form:
-    """For what calls the host by an operation that TensorFlow cannot map otherwise."""
-    return lambda x: tf.vectorized_map(f, x)
-
-
 def map_of(name: str) -> Callable[[Form], Form]:
     """The one that serves a form of `ALL`."""
     return mapped_with_loops if name in CALLS_HOST - {"from_numpy"} else mapped
-
-
-def compiled(f: Form) -> Form:
-    return traced(f, jit_compile=True)
-
-
-def looped(f: Form) -> Form:
-    """`f`, by a loop that adds up two halves of it."""
-
-    def run(x: Any) -> Any:
-        return tf.while_loop(
-            lambda i, _: i < 2, lambda i, y: (i + 1, y + f(x) / 2), (0, tf.zeros_like(x))
-        )[1]
-
-    return run
-
-
-# Ways to a first derivative.
-FIRST_WAYS = {
-    "eager": derivative,
-    "in tf.function": lambda f: tf.function(derivative(f)),
-    "around tf.function": lambda f: derivative(tf.function(f)),
-    "forward": forward_derivative,
-    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
-    "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
-}
 
 
 def verdict(run: Form, expected: Any, x: Any = POINTS) -> str:

@@ -5,19 +5,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import (
-    MODES,
-    POINTS,
-    compiled,
-    derivative,
-    exact,
-    hidden,
-    mapped_with_loops,
-    on_host,
-    slope,
-    verdict,
-)
+from asinh_forms import POINTS, exact, hidden, slope, verdict
 from matrix import spread, traced
+from shared import MODES, compiled, derivative, mapped_with_loops, on_host
 
 host_square = on_host(np.square)
 

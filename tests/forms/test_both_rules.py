@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import compiled, derivative, forward_derivative, mapped, on_host
 from matrix import traced
+from shared import WRAPS, compiled, derivative, forward_derivative, mapped, on_host
 
 X = np.random.default_rng(3).normal(size=(4,))
 MAGNITUDE = 3.0  # of the JVP rule, so that it can be told from the transpose of the other
@@ -158,7 +158,7 @@ class TestErrors:
         with pytest.raises(TypeError, match="jvp must be a function, got int"):
             made().defjvp(3)
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_by_a_variable(self, wrap):
         v = tf.Variable(2.0, dtype=tf.float64)
 
@@ -178,7 +178,7 @@ class TestErrors:
         with pytest.raises((LookupError, tf.errors.OpError), match="variable that it reads, but"):
             wrap(by_the_variable)()
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_a_second_derivative_that_the_jvp_rule_loses(self, wrap):
         """It calls the host, though the VJP rule does not."""
         h = sgtrick.custom_vjp(lambda x: (tf.sin(x), lambda u: u * tf.cos(x)))

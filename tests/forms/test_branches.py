@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import compiled, derivative, forward_derivative, verdict
+from asinh_forms import verdict
 from matrix import spread, traced
+from shared import compiled, derivative, forward_derivative
 
 X = tf.constant([0.3, 0.7], tf.float64)
 FACTOR = np.array([1.5, 2.0])

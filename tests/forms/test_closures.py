@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import compiled, on_host
-from asinh_forms import forward_derivative as forward
 from matrix import spread, traced
+from shared import compiled, on_host
+from shared import forward_derivative as forward
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
 

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import compiled, derivative, forward_derivative, jvp_form, mapped
+from asinh_forms import jvp_form
+from shared import WRAPS, compiled, derivative, forward_derivative, mapped
 
 Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
 
@@ -132,7 +133,7 @@ class TestComplexValuesOfRealPoints:
 
         return f
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     @pytest.mark.parametrize("product", [False, True])
     def test_second_derivatives(self, product, wrap):
         def of(f, outer, inner):

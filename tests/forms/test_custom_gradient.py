@@ -10,9 +10,9 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from asinh_forms import compiled, derivative, forward_derivative
 from matrix import functions as fn
 from matrix import spread
+from shared import WRAPS, compiled, constant, derivative, forward_derivative
 
 NAN, INF = np.nan, np.inf
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
@@ -44,10 +44,6 @@ def embedded(request):
         return run(fx, gx, x)
 
     return value_and_gradient
-
-
-def constant(value, dtype=tf.float64):
-    return tf.constant(value, dtype)
 
 
 def chains(dtype=tf.float64):
@@ -429,7 +425,7 @@ class TestSources:
     """Variables, arrays and what else carries a value."""
 
     @pytest.mark.parametrize("make", [tf.Variable, keras.Variable], ids=["tf", "keras"])
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_gradients_reach_variables(self, make, wrap):
         v = make(np.float32([1.0, 2.0]))
 
@@ -669,7 +665,7 @@ class TestSecondOrder:
             (lambda v: [None, None], r"hx\(v\) is not connected to v"),
         ],
     )
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_bad_products_when_they_are_asked_for(self, wrap, hx, message):
         def run(x):
             with tf.GradientTape() as outer:
@@ -784,7 +780,7 @@ class TestDropIn:
         ],
         ids=["vector", "list", "list of one", "rank-0 gx", "elementwise", "all positional"],
     )  # fmt: skip
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_same_answers(self, arguments, wrap):
         def run(custom_gradient):
             x = arguments[2]

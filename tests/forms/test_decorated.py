@@ -17,9 +17,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from shared import WRAPS
 
 X = tf.constant([1.0, 2.0], tf.float64)
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 
 
 def cube(scale, x):

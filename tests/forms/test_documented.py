@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import compiled, derivative
+from shared import compiled, derivative
 
 DECORATORS = {"sgtrick": sgtrick.custom_vjp, "tf": tf.custom_gradient}
 decorators = pytest.mark.parametrize("custom_gradient", DECORATORS.values(), ids=DECORATORS)

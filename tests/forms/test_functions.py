@@ -7,12 +7,7 @@ import tensorflow as tf
 
 import sgtrick
 from matrix import functions as fn
-
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-
-
-def constant(value):
-    return tf.constant(value, tf.float64)
+from shared import WRAPS, constant
 
 
 def gradient(f, *args, sources=None, upstream=None):

@@ -13,29 +13,32 @@ from asinh_forms import (
     CALLS_HOST,
     EVERY_ORDER,
     FIRST_ORDER,
-    FIRST_WAYS,
     POINTS,
-    compiled,
-    derivative,
     exact,
-    forward_derivative,
     hidden,
     host_slope,
     jvp_form,
     map_of,
-    mapped,
-    mapped_with_loops,
-    on_host,
     slope,
     true,
     verdict,
     vjp_form,
 )
 from matrix import spread, traced
+from shared import (
+    FIRST_WAYS,
+    LOUD,
+    WRAPS,
+    compiled,
+    constant,
+    derivative,
+    forward_derivative,
+    mapped,
+    mapped_with_loops,
+    on_host,
+)
 
-LOUD = {"raises", "NaN"}
 MAYBE = {"right", *LOUD}
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 
 FORWARD_MODES = {
     "eager": forward_derivative,
@@ -57,10 +60,6 @@ PLACES = {
     "XLA": compiled,
     "vectorized_map": mapped,
 }
-
-
-def constant(value):
-    return tf.constant(value, tf.float64)
 
 
 class TestTheValue:

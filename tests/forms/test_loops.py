@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import derivative
 from matrix import spread, traced
+from shared import WRAPS, derivative
 
 W = tf.Variable(tf.ones([3], tf.float64))
 X = tf.constant([0.1, 0.2, 0.3], tf.float64)
@@ -179,7 +179,7 @@ def test_a_loop_over_another_argument_stores_nothing_forward(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 def test_other_arguments_of_a_loop_keep_autodiff(loop, wrap):
     """Where the rule takes the variables too, and the loop reads one."""
     looped = LOOPS[loop](reads)

@@ -17,18 +17,8 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 import sgtrick
-from asinh_forms import (
-    ALL,
-    EVERY_ORDER,
-    POINTS,
-    derivative,
-    every_order,
-    forward_derivative,
-    hidden,
-    map_of,
-    mapped,
-    slope,
-)
+from asinh_forms import ALL, EVERY_ORDER, POINTS, every_order, hidden, map_of, slope
+from shared import derivative, forward_derivative, mapped
 
 # The others differ in their rule. That of a root is as long as several.
 OF_EACH_FORM = [
@@ -233,7 +223,8 @@ MAPPED = """
 import gc, resource, sys
 import tensorflow as tf
 from tensorflow.python.framework import ops
-from asinh_forms import ALL, derivative, mapped, true
+from asinh_forms import (ALL, true)
+from shared import (derivative, mapped)
 
 x = tf.constant([0.1, 0.2, 0.3], tf.float64)
 

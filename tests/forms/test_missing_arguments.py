@@ -12,8 +12,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import compiled, derivative, hidden, slope, true, verdict
-from asinh_forms import forward_derivative as forward
+from asinh_forms import hidden, slope, true, verdict
+from shared import WRAPS, compiled, derivative
+from shared import forward_derivative as forward
 
 X = tf.constant([0.3, -0.7], tf.float64)
 W = tf.constant([1.5, 2.0], tf.float64)
@@ -173,7 +174,7 @@ def test_what_it_was_computed_from(form, wrap, warned):
 
 
 @pytest.mark.parametrize("form", [f for f in FORMS if f is not by_vjp_around_another_form])
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 def test_the_gradient_may_depend_on_it(form, wrap):
     """`grad_fn` closes over it too, and TensorFlow differentiates that."""
     np.testing.assert_allclose(wrap(reverse(reverse(form, 0), 1))(X, W), slope(X), rtol=1e-12)
@@ -216,7 +217,7 @@ def by_its_integers(x, w):
 @pytest.mark.parametrize(
     "form", [only_in_the_rule, stopped, stopped_inside, by_its_size, by_its_integers]
 )
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "in tf.function"])
+@WRAPS
 class TestWhatIsNotMissing:
     """Where the value does not depend on it, the gradient is None as with TensorFlow."""
 
@@ -230,7 +231,7 @@ class TestWhatIsNotMissing:
         np.testing.assert_allclose(wrap(reverse(form, 0))(X, W), slope(X) * W, rtol=1e-12)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 class TestATensorThatIsPassedToo:
     def test_the_rule_gives_its_whole_gradient(self, wrap):
         """As in the nested example of TensorFlow's documentation."""
@@ -343,7 +344,7 @@ def test_an_argument_that_keeps_its_gradient_and_is_closed_over():
         reverse(f, 1)(X, W)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 def test_a_function_of_integers_alone(wrap):
     """There is no rule in the way of the value's own derivatives."""
 

@@ -16,6 +16,7 @@ from tensorflow.python.framework import op_callbacks
 
 import sgtrick
 from sgtrick.tfp import Factor, LogDensity
+from shared import WRAPS
 
 GPU = pytest.param(
     "GPU:0",
@@ -341,7 +342,7 @@ class TestBackward:
 
 class TestPlacementChangesNothing:
     @EVERY
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_bit_for_bit(self, form, wrap):
         x = tf.constant(X)
         came = [wrap(partial(pull, in_scope(form, d)))(x) for d in ("CPU:0", "CPU:1")]

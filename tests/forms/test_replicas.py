@@ -14,6 +14,7 @@ import tensorflow as tf
 import keras_model
 import two_workers
 from hanging import HANGS
+from shared import WRAPS
 from two_workers import FORMS, A, B, T, W
 
 SCRIPT = Path(two_workers.__file__)
@@ -42,7 +43,7 @@ def sharded(strategy, data):
 
 
 class TestMirrored:
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
     def test_gradients_of_mirrored_variables(self, mirrored, form, wrap):
         with mirrored.scope():

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import sgtrick
 import sgtrick.keras
+from shared import WRAPS
 
 DECORATORS = {"sgtrick": sgtrick.custom_vjp, "keras": sgtrick.keras.custom_vjp}
 decorated = pytest.mark.parametrize("custom_vjp", DECORATORS.values(), ids=DECORATORS)
@@ -131,7 +132,7 @@ MISCOUNTED = {
 
 
 @decorated
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 @pytest.mark.parametrize("returned", MISCOUNTED.values(), ids=MISCOUNTED)
 def test_any_other_number_is_an_error(custom_vjp, returned, wrap):
     h = custom_vjp(function(returned))
@@ -339,7 +340,7 @@ class TestDtypes:
         h = custom_vjp(lambda x: (3 * x, lambda u: 0.1))
         assert gradients(h, tf.constant(1.0, tf.float64))[0].numpy() == 0.1
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_of_forward_mode(self, wrap):
         """Which transposes the rule, the cast included."""
         h = sgtrick.custom_vjp(lambda x: (tf.sin(x), lambda u: 3 * tf.cast(u, tf.float64)))
@@ -379,7 +380,7 @@ class TestDtypes:
         np.testing.assert_allclose(g, [2, 2])
 
     @decorated
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_of_a_complex_gradient_of_a_real_argument(self, custom_vjp, wrap):
         """An error: which part is meant?"""
         h = custom_vjp(lambda x: (3 * x, lambda u: tf.complex(u, u)))
@@ -401,7 +402,7 @@ class TestDtypes:
         with pytest.raises(ValueError, match=r"shape \[\] for x, expected \[3\]"):
             gradients(h, A)
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     @pytest.mark.parametrize(
         ("returned", "expected"),
         [
@@ -429,7 +430,7 @@ class TestDtypes:
         assert g.dtype == tf.float32
         assert g.numpy() == expected
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_of_some_rows_of_a_variable(self, wrap):
         table = tf.Variable(tf.ones([4, 2]))
 
@@ -452,7 +453,7 @@ class TestDtypes:
         np.testing.assert_array_equal(run(tf.constant(3.0)), [[0, 0], [0, 0], [4, 4], [0, 0]])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 @pytest.mark.parametrize("make", [tf.Variable, keras.Variable], ids=["tf", "keras"])
 def test_a_variable_that_is_returned_is_one_that_is_read(make, wrap):
     v = make([1.0, 2.0])

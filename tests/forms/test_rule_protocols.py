@@ -9,14 +9,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import derivative, forward_derivative, mapped
+from shared import WRAPS, constant, derivative, forward_derivative, mapped
 
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 BOTH = pytest.mark.parametrize("derivative", [derivative, forward_derivative])
-
-
-def constant(value):
-    return tf.constant(value, tf.float64)
 
 
 def gradients(f, *args):

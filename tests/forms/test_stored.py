@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import ALL, CALLS_HOST, POINTS, derivative, exact, hidden, slope
+from asinh_forms import ALL, CALLS_HOST, POINTS, exact, hidden, slope
 from matrix import spread
+from shared import derivative
 
 
 def of_intermediate_results(x):

@@ -19,8 +19,8 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
-from asinh_forms import on_host
 from sgtrick._tensorflow import connections, graphs, host_calls, overrides, tapes, tracing, uses
+from shared import WRAPS, on_host
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -529,7 +529,7 @@ class TestUses:
         new = tf.sin(old)
         assert ops.tensor_id(old) < age <= ops.tensor_id(new)
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_variables_that_are_read(self, wrap):
         """In the order in which they were made, those that a called function reads as well."""
         a, b, c, d = (tf.Variable(float(i)) for i in range(4))
@@ -549,7 +549,7 @@ class TestUses:
             assert len(seen) == 3
             assert all(v is w for v, w in zip(seen, (a, c, d), strict=True))
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_tables_that_are_gathered_from(self, wrap):
         table, dense = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
         x, seen = tf.constant(2.0), []
@@ -571,7 +571,7 @@ class TestUses:
             "operations that gather from variables have another name"
         )
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_tangents_are_nothing_that_is_closed_over(self, wrap):
         """`pack_tangents` tells those that an accumulator knows."""
         x, seen = tf.constant(2.0), []

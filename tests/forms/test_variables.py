@@ -11,7 +11,7 @@ import tensorflow as tf
 import tf_keras
 
 import sgtrick
-from asinh_forms import derivative, forward_derivative
+from shared import derivative, forward_derivative
 
 RUNS = {
     "eager": lambda run: run,

@@ -19,9 +19,9 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from asinh_forms import derivative, forward_derivative
 from hanging import HANGS
 from pages import PAGES, ROOT, blocks, blocks_and_lines, is_for, is_installed, section
+from shared import derivative, forward_derivative
 
 SHORT_OR_LONG = [
     pytest.param(

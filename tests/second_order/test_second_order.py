@@ -17,24 +17,26 @@ from asinh_forms import (
     CALLS_HOST,
     FIRST_ORDER,
     POINTS,
-    compiled,
-    derivative,
     exact,
-    forward_derivative,
     hidden,
     host_slope,
-    looped,
-    mapped,
-    on_host,
     slope,
     true,
     verdict,
 )
 from matrix import spread, traced
+from shared import (
+    EXECUTED,
+    LOUD,
+    WRAPS,
+    compiled,
+    derivative,
+    forward_derivative,
+    looped,
+    mapped,
+    on_host,
+)
 
-EXECUTED = {"eager": lambda f: f, "tf.function": tf.function}
-WRAPS = pytest.mark.parametrize("wrap", EXECUTED.values(), ids=EXECUTED)
-LOUD = {"raises", "NaN"}
 FORMS = pytest.mark.parametrize("name", FIRST_ORDER)
 
 MODES = (derivative, forward_derivative)

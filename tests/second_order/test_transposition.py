@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import compiled, derivative, looped
 from matrix import spread, traced
 from matrix.problem import SLIPS
+from shared import compiled, derivative, looped
 
 X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
 ALONG = np.array([[0.7, -1.1, 0.4], [-0.3, 0.8, 1.9]])  # tangents, or upstream gradients
