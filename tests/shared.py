@@ -92,6 +92,11 @@ def compiled(f: Form) -> Form:
     return traced(f, jit_compile=True)
 
 
+WRAPS_AND_XLA = pytest.mark.parametrize(
+    "wrap", [*EXECUTED.values(), compiled], ids=[*EXECUTED, "XLA"]
+)
+
+
 def looped(f: Form) -> Form:
     """`f`, by a loop that adds up two halves of it."""
 

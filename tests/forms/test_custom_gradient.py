@@ -1,6 +1,5 @@
 """The contract of the value form: structures, shapes, values, dtypes, variables, orders."""
 
-import functools
 import itertools
 
 import keras
@@ -12,15 +11,11 @@ import tensorflow_probability as tfp
 import sgtrick
 from matrix import functions as fn
 from matrix import spread
-from shared import WRAPS, compiled, constant, derivative, forward_derivative
+from shared import WRAPS, constant
 
 NAN, INF = np.nan, np.inf
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
 COMPLEX = [tf.complex64, tf.complex128]
-
-
-def embed_in_graph(*args, **kwargs):
-    return tf.function(sgtrick.custom_gradient, autograph=False)(*args, **kwargs)
 
 
 EMBEDDED = ["eager", "formula alone", "tf.function", "XLA"]
@@ -105,24 +100,16 @@ class TestShapes:
         assert g.shape == [2, 1]
         np.testing.assert_array_equal(g, [[6.0], [6.0]])
 
-    def test_no_mean_and_no_leak_between_members(self, embedded):
-        fx, gx, x, _ = chains()
-        _, g = embedded(fx, gx, x, constant([1.0, 0.0]))
-        np.testing.assert_array_equal(g, [gx[0], [0.0, 0.0, 0.0]])
-
-    def test_known_shapes_leave_no_assertions_in_the_graph(self):
-        fx, gx, x, _ = chains()
-        run = tf.function(sgtrick.custom_gradient)
-        kinds = {op.type for op in run.get_concrete_function(fx, gx, x).graph.get_operations()}
-        assert kinds.isdisjoint({"Assert", "Shape", "Rank", "Size"})
-
     def test_graph_stays_small(self):
+        """And what is known when tracing is not checked again."""
         fx, gx, x, _ = chains()
         # Without a Hessian, operations are added that make second derivatives unknown.
         for options, count in (({"hx": 0}, 21), ({}, 28)):
             run = tf.function(lambda *a, o=options: sgtrick.custom_gradient(*a, **o))
             graph = run.get_concrete_function(fx, gx, x).graph
-            assert len(graph.get_operations()) <= count
+            kinds = [op.type for op in graph.get_operations()]
+            assert len(kinds) <= count
+            assert {"Assert", "Shape", "Rank", "Size"}.isdisjoint(kinds)
 
     @pytest.mark.parametrize("known", ["nothing", "ranks"])
     @pytest.mark.parametrize("jit_compile", [False, True])
@@ -214,19 +201,12 @@ class TestBadShapes:
             ([4, 2], [4, 2, 3], [4, 3], {}, r"pass batch_ndims"),
             ([4, 2], [4, 3], [4, 3], {"batch_ndims": 1}, r"batch_ndims=1, gx must have the shape \[4, 2, 3\]"),
             ([4], [4, 3], [5, 3], {"batch_ndims": 1}, r"leading dimensions of fx and x must be equal, got \[4\] and \[5\]"),
-            (
-                [4],
-                [4, 3],
-                [4, 3],
-                {"batch_ndims": 2},
-                r"need at least 2 dimensions\. In tf\.vectorized_map.*leave batch_ndims out",
-            ),
+            ([4], [4, 3], [4, 3], {"batch_ndims": 2}, r"need at least 2 dimensions\. In tf\.vectorized_map.*leave batch_ndims out"),
         ],
     )  # fmt: skip
-    @pytest.mark.parametrize("run", [sgtrick.custom_gradient, embed_in_graph])
-    def test_the_three_shapes_and_those_that_would_fit(self, run, fx, gx, x, options, message):
+    def test_the_three_shapes_and_those_that_would_fit(self, fx, gx, x, options, message):
         with pytest.raises(ValueError, match=f"(?s){message}"):
-            run(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
+            sgtrick.custom_gradient(tf.ones(fx), tf.ones(gx), tf.ones(x), **options)
 
     @pytest.mark.parametrize(
         ("fx", "x"), [([4], None), (None, [4])], ids=["of the point", "of the value"]
@@ -253,11 +233,6 @@ class TestBadShapes:
         gx = {"a": [tf.ones([3]), tf.ones([4])]}
         with pytest.raises(ValueError, match=r"gx\['a'\]\[1\] \[4\] and x\['a'\]\[1\] \[2\]"):
             sgtrick.custom_gradient(1.0, gx, x)
-
-    def test_what_tfp_accepts_wrongly(self):
-        # A shorter list, which TFP answers with None.
-        with pytest.raises(ValueError, match="structure of x"):
-            sgtrick.custom_gradient(1.0, [1.0], [1.0, 2.0])
 
 
 class TestValues:
@@ -405,17 +380,12 @@ class TestDtypes:
         [
             (1.0, True, 1.0, r"gx has dtype bool, expected float32"),
             (1.0, "a", 1.0, r"gx has dtype string, expected float32"),
-            (
-                1.0,
-                1j,
-                1.0,
-                r"gx has dtype complex128, expected float32, since fx is float32 and x is float32",
-            ),
+            (1.0, 1j, 1.0, r"gx has dtype complex128, expected float32, since fx is float32 and x is float32"),
             (1.0, object(), 1.0, r"gx must be a tensor, variable, array or number, got object"),
             (1.0, 1.0, tf.ragged.constant([[1.0], [2.0, 3.0]]), r"x must be .* got RaggedTensor"),
             (None, 1.0, 1.0, r"fx must be .* got NoneType"),
         ],
-    )
+    )  # fmt: skip
     def test_what_is_no_number(self, fx, gx, x, message):
         with pytest.raises(TypeError, match=message):
             sgtrick.custom_gradient(fx, gx, x)
@@ -476,10 +446,6 @@ class TestSources:
         np.testing.assert_array_equal(g, [3.0, 3.0])
         assert tape.gradient(h, other) is None
 
-    def test_numpy(self):
-        h = sgtrick.custom_gradient(np.float32(2.0), np.ones(3), np.ones(3, np.float32))
-        assert h.dtype == tf.float32
-
 
 class TestManuallyStopped:
     def test_other_inputs_keep_their_gradients(self, embedded):
@@ -502,267 +468,6 @@ class TestManuallyStopped:
             h, g = embedded(fx, gx, x, fx_gx_manually_stopped=True)
         np.testing.assert_array_equal(g[1], [5.0, 5.0])
         assert tape.gradient(h, y) == 5.0
-
-    @pytest.mark.parametrize("hx", ["unknown", "a block", "a function"])
-    @pytest.mark.parametrize("in_graph", [False, True])
-    def test_second_derivatives(self, in_graph, hx):
-        # h(x, y) = x^2 y, differentiated in each order.
-        def h(x, y):
-            x_, known = tf.stop_gradient(x), {"a block": 2 * y, "a function": lambda v: 2 * y * v}
-            return sgtrick.custom_gradient(x_**2 * y, 2 * x_ * y, x, True, hx=known.get(hx))
-
-        def second(x, y, by, again):
-            point = {"x": x, "y": y}
-            with tf.GradientTape() as outer:
-                outer.watch(point[again])
-                with tf.GradientTape() as inner:
-                    inner.watch(point[by])
-                    z = h(x, y)
-                g = inner.gradient(z, point[by])
-            return outer.gradient(g, point[again])
-
-        second = tf.function(second, autograph=False) if in_graph else second
-        x, y = constant(3.0), constant(5.0)
-        assert second(x, y, "x", "y").numpy() == 6.0
-        assert second(x, y, "y", "x").numpy() == 6.0
-        if hx != "unknown":
-            assert second(x, y, "x", "x").numpy() == 10.0
-
-    def test_mixed_second_derivatives_in_forward_mode(self):
-        x, y, one = constant(3.0), constant(5.0), constant(1.0)
-        x_ = tf.stop_gradient(x)
-        with tf.GradientTape() as tape, tf.autodiff.ForwardAccumulator(y, one) as forward:
-            tape.watch(x)
-            h = sgtrick.custom_gradient(x_**2 * y, 2 * x_ * y, x, True, hx=2 * y)
-            along = forward.jvp(h)
-        assert tape.gradient(along, x).numpy() == 6.0
-
-
-class TestSecondOrder:
-    def hessian(self, x, hx):
-        with tf.GradientTape(persistent=True) as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                gx = tf.nest.map_structure(tf.ones_like, x)
-                h = sgtrick.custom_gradient(constant(1.0), gx, x, hx=hx)
-            g = inner.gradient(h, x)
-        return tf.nest.map_structure(
-            lambda row: outer.jacobian(row, x, experimental_use_pfor=False), g
-        )
-
-    def test_blocks_as_jax_hessian_returns_them(self):
-        x = {"a": constant([1.0, 2.0]), "b": constant(3.0)}
-        hx = {
-            "a": {"a": constant([[1.0, 2.0], [2.0, 5.0]]), "b": constant([7.0, 8.0])},
-            "b": {"a": constant([7.0, 8.0]), "b": constant(9.0)},
-        }
-        got = self.hessian(x, hx)
-        tf.nest.map_structure(np.testing.assert_allclose, got, hx)
-
-    def test_only_the_symmetric_part_matters(self):
-        """Also of blocks of different precision."""
-        x, u = ([constant([1.0, 10.0], tf.float32), constant(100.0)] for _ in range(2))
-        blocks = [[[1.0, 2.0], [4.0, 5.0]], [7.0, 8.0], [9.0, 0.0], 6.0]
-        dtypes = 2 * [tf.float32] + 2 * [tf.float64]
-        a, b, c, d = (constant(h, dtype) for h, dtype in zip(blocks, dtypes, strict=True))
-
-        def gradient():
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                h = sgtrick.custom_gradient(constant(1.0), [1.0, 1.0], x, hx=[[a, b], [c, d]])
-            return inner.gradient(h, x)
-
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            g = gradient()
-        with tf.autodiff.ForwardAccumulator(x, u) as accumulator:
-            pushed = accumulator.jvp(gradient())
-        for by_first, by_second in (outer.gradient(g, x, output_gradients=u), pushed):
-            np.testing.assert_array_equal(by_first, [1 + 30 + 800, 3 + 50 + 400])
-            np.testing.assert_array_equal(by_second, 8 + 40 + 600)
-
-    @pytest.mark.parametrize(
-        ("outer", "middle", "wrap", "product"),
-        spread(
-            [derivative, forward_derivative],
-            [derivative, forward_derivative],
-            [lambda f: f, tf.function, compiled],
-            [False, True],
-        ),
-    )
-    def test_third_ones_are_refused(self, outer, middle, wrap, product):
-        def cube(x):
-            h = tf.stop_gradient(6 * x)
-            return sgtrick.custom_gradient(
-                x**3, 3 * x**2, x, hx=(lambda v: h * v) if product else h
-            )
-
-        second, x = middle(derivative(cube)), constant(2.0)
-        assert second(x) == 12
-        if wrap is compiled or (outer, middle) == (
-            derivative,
-            forward_derivative,
-        ):  # nothing can raise
-            assert np.isnan(wrap(outer(second))(x))
-            return
-        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="third derivative"):
-            wrap(outer(second))(x)
-
-    @pytest.mark.parametrize("hx", [-4.0, lambda v: -4.0 * v])
-    def test_of_a_number(self, hx):
-        assert self.hessian(constant(2.0), hx).numpy() == -4.0
-
-    def test_none_in_a_product_is_zero(self):
-        x = [constant(1.0), constant(3.0)]
-        (by_first, first_by_second), (_, by_second) = self.hessian(x, lambda v: [3.0 * v[0], None])
-        assert (by_first.numpy(), by_second.numpy()) == (3.0, 0.0)
-        assert not first_by_second
-
-    @pytest.mark.parametrize("order", [1, 2])
-    @pytest.mark.parametrize("direction", [1 + 0j, 1j, 1 - 1j, 2 + 1j])
-    def test_complex_ones_by_the_formula_alone_are_not_finite(
-        self, direction, order, formula_alone
-    ):
-        """The next ones after those that are known."""
-
-        def form(t):
-            z = tf.complex(1 + t * direction.real, 1 + t * direction.imag)
-            hx = 6 * z if order == 2 else None
-            return tf.math.real(sgtrick.custom_gradient(z**3, 3 * z**2, z, hx=hx))
-
-        known = functools.reduce(lambda f, _: derivative(f), range(order), form)
-        t = constant(0.0)
-        assert np.isfinite(tf.function(known)(t))
-        assert not np.isfinite(tf.function(derivative(known))(t))
-
-    def test_a_missing_block_is_zero(self):
-        x = [constant([1.0, 2.0]), constant(3.0)]
-        got = self.hessian(x, [[tf.eye(2, dtype=tf.float64), None], [None, None]])
-        np.testing.assert_allclose(got[0][0], np.eye(2))
-        assert got[0][1] is None or not np.any(got[0][1])
-
-    @pytest.mark.parametrize(
-        ("hx", "message"),
-        [
-            ([[1.0, 2.0]], r"(?s)hx\[0\]\[0\], hx\[0\]\[1\], hx\[1\]\[0\], hx\[1\]\[1\]\n.*got: +hx\[0\]\[0\], hx\[0\]\[1\]$"),
-            ([[1.0, 2.0], [None, 1.0]], r"hx\[1\]\[0\] is None but its transpose hx\[0\]\[1\] is not"),
-            ([[1.0, None], [None, [1.0, 2.0]]], r"got: +hx\[0\]\[0\], hx\[0\]\[1\], hx\[1\]\[0\], hx\[1\]\[1\]\[0\]"),
-            ([[tf.ones([2]), None], [None, 1.0]], r"gx\[0\] \[\], hx\[0\]\[0\] \[2\] and x\[0\] \[\]"),
-            ([["a", None], [None, 1.0]], r"hx\[0\]\[0\] has dtype string"),
-        ],
-    )  # fmt: skip
-    def test_bad_hessians(self, hx, message):
-        x = [constant(1.0), constant(2.0)]
-        with pytest.raises((ValueError, TypeError), match=message):
-            sgtrick.custom_gradient(constant(1.0), [1.0, 1.0], x, hx=hx)
-
-    @pytest.mark.parametrize(
-        ("hx", "message"),
-        [
-            (lambda v: [v[0]], r"hx\(v\) must have the structure of x"),
-            (lambda v: [v[0], tf.ones([2])], r"hx\(v\)\[1\] has shape \[2\], expected \[\]"),
-            (lambda v: [None, None], r"hx\(v\) is not connected to v"),
-        ],
-    )
-    @WRAPS
-    def test_bad_products_when_they_are_asked_for(self, wrap, hx, message):
-        def run(x):
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    h = sgtrick.custom_gradient(constant(1.0), [1.0, 1.0], x, hx=hx)
-                g = inner.gradient(h, x)
-            return g, lambda: outer.gradient(g, x)
-
-        x = [constant(1.0), constant(2.0)]
-        np.testing.assert_array_equal(wrap(lambda x: run(x)[0])(x), [1.0, 1.0])
-        errors = (ValueError, TypeError, LookupError, tf.errors.InvalidArgumentError)
-        with pytest.raises(errors, match=message):
-            wrap(lambda x: run(x)[1]())(x)
-
-    def test_a_hessian_needs_first_derivatives(self):
-        x = [constant(1.0), constant(2.0)]
-        with pytest.raises(ValueError, match=r"hx\[0\]\[1\] is given, but gx\[1\] is None"):
-            sgtrick.custom_gradient(constant(1.0), [1.0, None], x, hx=[[1.0, 2.0], [2.0, None]])
-
-    def test_a_product_that_leaves_the_graph_with_a_gradient_of_its_own(self):
-        a = np.float64([[2.0, 1.0], [1.0, 3.0]])
-
-        @tf.custom_gradient
-        def product(v):
-            hv = tf.numpy_function(lambda v: a @ v, [v], tf.float64)
-            hv.set_shape(v.shape)
-            return hv, product
-
-        got = self.hessian(constant([1.0, 2.0]), product)
-        np.testing.assert_allclose(got, a)
-
-    SEVERAL = np.random.default_rng(1).normal(size=[3, 2, 2])
-    SEVERAL += SEVERAL.swapaxes(1, 2)
-
-    def of_several_hessians(self, x, hx):
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                fx, gx = tf.ones([3], x.dtype), tf.ones([3, 2], x.dtype)
-                h = sgtrick.custom_gradient(fx, gx, x, hx=hx)
-            g = inner.gradient(h, x, output_gradients=constant([1.0, 10.0, 100.0], x.dtype))
-        return outer.gradient(g, x, output_gradients=constant([1.0, -2.0], x.dtype))
-
-    @pytest.mark.parametrize(
-        "wrap",
-        [lambda f: f, tf.function, tf.function(jit_compile=True)],
-        ids=["eager", "tf.function", "XLA"],
-    )
-    def test_a_product_for_each_entry_of_the_range(self, wrap):
-        several = constant(self.SEVERAL, tf.float32)
-        second = wrap(lambda x: self.of_several_hessians(x, lambda v: tf.linalg.matvec(several, v)))
-        expected = np.einsum("r,rij,j->i", [1.0, 10.0, 100.0], self.SEVERAL, [1.0, -2.0])
-        np.testing.assert_allclose(second(constant([1.0, 2.0], tf.float32)), expected, rtol=1e-5)
-
-    @pytest.mark.parametrize("part", [False, True])
-    @pytest.mark.parametrize(
-        ("wrap", "error"),
-        [(lambda f: f, LookupError), (tf.function, tf.errors.InvalidArgumentError)],
-        ids=["eager", "tf.function"],
-    )
-    def test_for_each_entry_of_the_range_tensorflow_has_to_differentiate_the_product(
-        self, wrap, error, part
-    ):
-        def hx(v):
-            hv = tf.numpy_function(lambda v: self.SEVERAL @ v, [v], tf.float64)
-            hv.set_shape([3, 2])
-            return hv + tf.linalg.matvec(self.SEVERAL, v) if part else hv
-
-        second = wrap(lambda x: self.of_several_hessians(x, hx))
-        with pytest.raises(error, match=r"hx\(v\) is not connected to v"):
-            second(constant([0.0, 0.0]))  # where H x, too, is zero
-
-    @pytest.mark.parametrize(("manually", "expected"), [(False, None), (True, 6.0)])
-    def test_what_the_hessian_was_computed_from(self, manually, expected):
-        x, a = constant(3.0), constant(2.0)
-        with tf.GradientTape() as by_a:
-            by_a.watch(a)
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    h = sgtrick.custom_gradient(1.0, 1.0, x, manually, hx=6 * a)
-                g = inner.gradient(h, x)
-            second = outer.gradient(g, x)
-        assert second.numpy() == 12.0
-        found = by_a.gradient(second, a)
-        assert (found if found is None else found.numpy()) == expected
-
-    def test_a_real_function_of_complex_arguments_has_no_single_hessian(self):
-        x = constant(1j, tf.complex128)
-        with pytest.raises(
-            TypeError, match=r"real fx .* with respect to a complex x is not a single matrix"
-        ):
-            sgtrick.custom_gradient(constant(1.0), x, x, hx=x)
 
 
 class TestDropIn:
@@ -812,36 +517,27 @@ class TestDropIn:
 
 
 class TestDevices:
+    """How they are named: tests/forms/test_placement.py says what runs on them."""
+
     @pytest.mark.parametrize(
         "device", ["CPU:1", "/CPU:1", "/device:CPU:1", tf.DeviceSpec(device_type="CPU", device_index=1),
                    ["GPU", "CPU:1", "CPU:0"], "/job:localhost/replica:0/task:0/device:CPU:1"],
         ids=str,
     )  # fmt: skip
-    def test_ops_are_placed(self, device):
+    def test_present_ones(self, device):
         fx, gx, x, _ = chains()
-        h = sgtrick.custom_gradient(fx, gx, x, device=device)
-        assert h.device.endswith("CPU:1")
-        run = tf.function(lambda *a: sgtrick.custom_gradient(*a, device=device))
-        operations = run.get_concrete_function(fx, gx, x).graph.get_operations()
-        placed = {op.device for op in operations if op.type in ("MulNoNan", "Sub", "AddV2", "Sum")}
-        assert len(placed) == 1
-        assert placed.pop().endswith("CPU:1")
+        assert sgtrick.custom_gradient(fx, gx, x, device=device).device.endswith("CPU:1")
 
-    @pytest.mark.parametrize("run", [sgtrick.custom_gradient, embed_in_graph])
     @pytest.mark.parametrize(
         ("device", "error", "message"),
         [
-            (
-                "CPU:7",
-                ValueError,
-                r"device='CPU:7' is not present. Available devices: \['CPU:0', 'CPU:1'",
-            ),
+            ("CPU:7", ValueError, r"device='CPU:7' is not present. Available devices: \['CPU:0', 'CPU:1'"),
             (["TPU", "CPU:9"], ValueError, r"device=\['TPU', 'CPU:9'\] is not present"),
             ([], ValueError, r"device=\[\] is not present"),
             ("banana", ValueError, r"device='banana' is not a device name"),
             (3, TypeError, r"device must be a name such as 'GPU:0'.* got 3"),
         ],
-    )
-    def test_absent_devices_raise(self, run, device, error, message):
+    )  # fmt: skip
+    def test_others(self, device, error, message):
         with pytest.raises(error, match=message):
-            run(1.0, 1.0, 1.0, device=device)
+            sgtrick.custom_gradient(1.0, 1.0, 1.0, device=device)

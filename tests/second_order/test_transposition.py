@@ -346,29 +346,3 @@ class TestRulesInRules:
         expected = 2 * ALONG / (3 * np.cbrt(2 * X) ** 2)
         np.testing.assert_allclose(run(self.RIGHT)(x, along), expected, rtol=1e-9)
         assert is_loud(run(self.WRONG), x, along)
-
-
-class TestHessians:
-    """A function for the product with a vector, of several values: transposed in reverse mode."""
-
-    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "in XLA"])
-    def test_that_are_not_linear(self, way):
-        """`[x**2, x**3]` of each entry."""
-
-        def run(times):
-            def f(x):
-                fx, gx = tf.stack([x**2, x**3]), tf.stack([2 * x, 3 * x**2])
-                hx = lambda v: tf.stack([2 * times(v), 6 * x * times(v)])  # noqa: E731
-                gx, diag = tf.linalg.diag(gx), lambda v: tf.linalg.diag(hx(v))
-                return tf.tensordot(
-                    tf.constant([1.0, 2.0], x.dtype),
-                    sgtrick.custom_gradient(fx, gx, x, hx=diag),
-                    1,
-                )
-
-            return WAYS[way](reverse, derivative(f))
-
-        x, along = tf.constant(X[0]), tf.constant(ALONG[0])
-        right = run(lambda v: v)(x, along)
-        np.testing.assert_allclose(right, (2 + 12 * X[0]) * ALONG[0], rtol=1e-12)
-        assert is_loud(run(tf.abs), x, along)
