@@ -1,7 +1,5 @@
 """What host engines are called with, at random, and what comes of it beside what should come."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -60,9 +58,6 @@ class Call:
         arguments: Leaves, or tuples or dicts of leaves.
         way: The transformation, one of `WAYS`.
         vectorized: As the option; so are `dtype`, `has_aux` and `on_error`.
-        threads: Of the executor, 0 without one.
-        keyword: Whether the last argument is passed by its name.
-        fault: What is wrong with the engine's replies, if anything.
     """
 
     arguments: tuple[Any, ...]
@@ -71,9 +66,6 @@ class Call:
     dtype: str = "float64"
     has_aux: bool = False
     on_error: Any = "raise"
-    threads: int = 0
-    keyword: bool = False
-    fault: str | None = None
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -172,8 +164,6 @@ class Call:
                 for k in self.live:
                     second[k][i] = np.nan
                 continue
-            if self.fault is not None:
-                return None
             value[i], aux[i], gs, hs = found
             for k, g, h in zip(self.live, gs, hs, strict=True):
                 gradients[k][i], second[k][i] = g, h
@@ -187,20 +177,10 @@ class Call:
             "counts": [np.float64(self._calls(failures)), np.float64(failures)],
         }
 
-    def pool(self) -> Any:
-        """Gives the executor, if there is one."""
-        if not self.threads:
-            return contextlib.nullcontext()
-        return concurrent.futures.ThreadPoolExecutor(self.threads)
-
     def _came(self, form: Any) -> dict[str, Any]:
         def call(flat: list[Any]) -> list[Any]:
             arguments = tf.nest.pack_sequence_as(self.arguments, flat)
-            keywords = {}
-            if self.keyword:
-                keywords = {"xyz"[len(arguments) - 1]: arguments[-1]}
-                arguments = arguments[:-1]
-            y = form(*arguments, **keywords)
+            y = form(*arguments)
             y, *aux = y if self.has_aux else (y,)
             return [y, *aux]
 
@@ -250,8 +230,7 @@ class Call:
         return None
 
 
-def named(f: Any, names: str, is_method: bool = False) -> Any:
-    """`f` with parameters of these names, which the engine is called by."""
-    own = ", ".join(names)
-    text = f"lambda self, {own}: self.own(f)({own})" if is_method else f"lambda {own}: f({own})"
-    return eval(text, {"f": f})
+def named(f: Any, names: str) -> Any:
+    """`f` with parameters of these names."""
+    parameters = ", ".join(names)
+    return eval(f"lambda {parameters}: f({parameters})", {"f": f})

@@ -14,8 +14,6 @@ import tensorflow as tf
 import sgtrick
 from fuzz.calls import LOUD, Call, named
 
-FAULTS = ("value", "gradient", "structure", "no gradient", "complex", "text")
-
 
 @dataclasses.dataclass(frozen=True)
 class Host(Call):
@@ -27,14 +25,12 @@ class Host(Call):
         above: The engine fails where `t` is larger.
         careless: Whether the engine spoils its arguments, where it may, and gives the same arrays
             each time.
-        method: Whether it is a method, of one of two objects.
     """
 
     apart: bool = False
     hessian: str | None = None
     above: float = np.inf
     careless: bool = False
-    method: bool = False
 
     # The engine, on arrays with any number of batch dimensions.
 
@@ -66,9 +62,6 @@ class Host(Call):
     def value(self, *arguments: Any) -> Any:
         _, t = self._checked(arguments)
         y = t + t**2 / 2
-        y = {"value": lambda: y[..., None], "complex": lambda: y + 1j, "text": lambda: "y"}.get(
-            self.fault, lambda: y
-        )()
         return (y, np.stack([t, 2 * t], -1)) if self.has_aux else y
 
     def gradient(self, *arguments: Any) -> Any:
@@ -77,10 +70,7 @@ class Host(Call):
             self._over(1 + t, leaf) * slope if leaf.live and leaf.known else None
             for leaf, slope in zip(self.leaves, self._slopes(leaves), strict=True)
         ]
-        if self.fault == "gradient":
-            flat = [None if g is None else g[..., None] for g in flat]
-        packed = self._packed(flat)
-        return (packed, None, None, None) if self.fault == "structure" else packed
+        return self._packed(flat)
 
     def both(self, *arguments: Any) -> Any:
         return self.value(*arguments), self.gradient(*arguments)
@@ -120,37 +110,29 @@ class Host(Call):
 
         return self._packed([self._packed([block(i, j) for j in places]) for i in places])
 
-    def form(self, executor: Any) -> Any:
+    def form(self) -> Any:
         functions: Any = {"fn": self.value, "grad": self.gradient}
         if not self.apart:
             functions = {"fn": self.both}
-        if self.fault == "no gradient":
-            functions = {"fn": self.value}
         if self.hessian is not None:
             functions[self.hessian] = getattr(self, self.hessian)
         names = "xyz"[: len(self.arguments)]
         for key, f in functions.items():
             f = _careless(f) if self.careless else f
-            functions[key] = named(f, names + "v" * (key == "hessp"), self.method)
-        engine = sgtrick.from_numpy(
+            functions[key] = named(f, names + "v" * (key == "hessp"))
+        return sgtrick.from_numpy(
             **functions,
             event_ndims=self.event_ndims,
             vectorized=self.vectorized,
             has_aux=self.has_aux,
             dtype=self.dtype,
-            executor=executor,
             on_error=self.on_error,
             name="engine",
         )
-        if not self.method:
-            return engine
-        owner = type("Owner", (_Owner,), {"engine": engine})
-        assert owner(is_used=False).engine.calls == 0
-        return owner(is_used=True).engine
 
     def member(self, arrays: list[np.ndarray], vs: list[np.ndarray]) -> Any:
-        """By NumPy, from the engine without its fault."""
-        good = dataclasses.replace(self, fault=None, vectorized=False)
+        """By NumPy."""
+        good = dataclasses.replace(self, vectorized=False)
         arguments = tf.nest.pack_sequence_as(self.arguments, arrays)
         try:
             y = good.value(*arguments)
@@ -176,16 +158,14 @@ class Host(Call):
     def verdict(self) -> str:
         """`right`, or what is wrong."""
         expected = self.expected()
-        with self.pool() as pool:
-            form = self.form(pool)
-            try:
-                came = self._came(form)
-            except LOUD as error:
-                if expected is None:
-                    is_due = "engine" in str(error)
-                else:
-                    is_due = self.way == "second" and self.hessian is None and "hessp" in str(error)
-                return "right" if is_due else f"{error!r}, expected {expected}"
+        try:
+            came = self._came(self.form())
+        except LOUD as error:
+            if expected is None:
+                is_due = "engine" in str(error)
+            else:
+                is_due = self.way == "second" and self.hessian is None and "hessp" in str(error)
+            return "right" if is_due else f"{error!r}, expected {expected}"
         if expected is None:
             return f"no error, but {came}"
         if self.way == "second" and self.hessian is None and 0 not in self.batch:
@@ -195,17 +175,6 @@ class Host(Call):
             )
             return "right" if is_loud else f"no error without a Hessian, but {came}"
         return self._compared(came, expected) or "right"
-
-
-class _Owner:
-    """What an engine is a method of."""
-
-    def __init__(self, is_used: bool) -> None:
-        self.is_used = is_used
-
-    def own(self, f: Any) -> Any:
-        assert self.is_used, "another object is used"
-        return f
 
 
 def _careless(f: Any) -> Any:

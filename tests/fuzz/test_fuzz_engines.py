@@ -12,7 +12,7 @@ from fuzz.strategies import check_engine, engines, foreigns
 
 
 @given(engines())
-@settings(SETTINGS, max_examples=50, derandomize=True)
+@settings(SETTINGS, max_examples=40, derandomize=True)
 def test_engines(host):
     check_engine(host)
 
