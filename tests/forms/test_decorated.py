@@ -140,33 +140,35 @@ class TestMethods:
         for _ in range(2):
             check(one.h, 2.0, wrap)
             check(two.h, 5.0, wrap)
+        one.scale = 7.0
+        check(one.h, 7.0)
 
-    def test_of_different_objects_in_one_function(self, name):
+    def test_in_functions(self, name):
+        """In one together, and as arguments of one: TensorFlow traces again for another object."""
         of = model(name)
         one, two = of(2.0), of(5.0)
         total = lambda x: one.h(x) + two.h(x)  # noqa: E731
         check(total, 7.0, tf.function)
         check(lambda x: tf.vectorized_map(total, x), 7.0)
         check(tf.function(lambda x: one.h(x) + tf.function(two.h)(x)), 7.0)
-
-    def test_as_arguments_of_one_tf_function(self, name):
-        """TensorFlow traces again for the method of another object."""
-        of = model(name)
         call = tf.function(lambda method, x: method(x))
-        one, two = of(2.0), of(5.0)
-        for object_, scale in ((one, 2.0), (two, 5.0), (one, 2.0)):
-            check(functools.partial(call, object_.h), scale)
-
-    def test_of_an_object_that_is_changed(self, name):
-        object_ = model(name)(2.0)
-        check(object_.h, 2.0)
-        object_.scale = 7.0
-        check(object_.h, 7.0)
+        for object_ in (one, two, one):
+            check(functools.partial(call, object_.h), object_.scale)
 
     def test_of_an_object_whose_place_in_memory_is_used_again(self, name):
         of = model(name)
         for scale in range(1, 6):
             check(of(float(scale)).h, float(scale))
+
+    def test_of_copies(self, name):
+        """Python copies the object with a method."""
+        one = model(name)(2.0)
+        check(one.h, 2.0)
+        two, h = copy.deepcopy(one), copy.deepcopy(one.h)
+        one.scale, two.scale = 3.0, 5.0
+        check(one.h, 3.0)
+        check(two.h, 5.0)
+        check(h, 2.0)
 
 
 @EVERY
@@ -291,156 +293,93 @@ def test_forms_of_the_methods_of_a_class_are_no_methods_themselves(wrap):
     check(lambda x: bound(Point(x)), 1.0, wrap)
 
 
-def of_number(name, scale):
-    """The form of a function of `x` alone."""
-    f, decorate = FORMS[name]
-    h = decorate(lambda f: functools.partial(f, scale))(functools.partial(f, scale))
-    if name == "custom_jvp":
-        h.defjvp(lambda primals, tangents: (None, tenfold(scale, primals[0]) * tangents[0]))
-    return h
-
-
-@EVERY
-class TestPartials:
-    @WRAPS
-    def test_of_a_partial(self, name, wrap):
-        check(of_number(name, 3.0), 3.0, wrap)
-
-    @WRAPS
-    def test_of_a_partial_with_keywords(self, name, wrap):
-        f, decorate = FORMS[name]
-        make = decorate(lambda f: lambda x, *, scale: f(scale, x))
-        if name == "custom_jvp":
-            form = jvp_form(lambda x: f(3.0, x), lambda p, t: (None, tenfold(3.0, p[0]) * t[0]))
-        elif name.startswith("from_numpy"):  # an engine is called by position
-            form = of_number(name, 3.0)
-        elif name == "custom_vjp":  # whose rule counts the scale too
-
-            def with_scale(x, *, scale):
-                return cube(scale, x), lambda u: (u * tenfold(scale, x), None)
-
-            form = functools.partial(sgtrick.custom_vjp(with_scale), scale=3.0)
-        else:
-            form = functools.partial(make(lambda x, *, scale: f(scale, x)), scale=3.0)
-        check(form, 3.0, wrap)
-
-    @WRAPS
-    def test_with_a_keyword_for_the_point(self, name, wrap):
-        h = decorated(name, 3.0)
-        check(lambda x: h(x=x), 3.0, wrap)
-        check(lambda x: functools.partial(h, x=x)(), 3.0, wrap)
-
-    def test_as_an_attribute_of_a_class(self, name):
-        h = of_number(name, 3.0)
-
-        class Model:
-            partial = staticmethod(functools.partial(h))
-            static = staticmethod(h)
-
-        check(Model.static, 3.0)
-        check(Model().static, 3.0)
-        check(Model.partial, 3.0)
-        check(Model().partial, 3.0)
-
-    def test_of_a_callable(self, name):
-        f, decorate = FORMS[name]
-
-        class Callable:
-            def __call__(self, x):
-                return f(3.0, x)
-
-        h = decorate(lambda f: lambda x: f(3.0, x))(Callable())
-        if name == "custom_jvp":
-            h.defjvp(lambda primals, tangents: (None, tenfold(3.0, primals[0]) * tangents[0]))
-        check(h, 3.0)
-
-
-def decorated(name, scale):
-    """The form of a plain function whose argument has a name."""
-    f, decorate = FORMS[name]
+def function_of_x(name, scale=3.0, calls=None):
+    """What is decorated, without a scale among its arguments."""
+    f, _ = FORMS[name]
 
     def plain(x):
+        """Says something."""
+        if calls is not None:
+            calls.append(1)
         return f(scale, x)
 
-    h = decorate(lambda f: lambda x: f(scale, x))(plain)
+    return plain
+
+
+def form_of(name, plain, scale=3.0):
+    """The form of a function of `x` alone."""
+    _, decorate = FORMS[name]
+    h = decorate(lambda f: functools.partial(f, scale))(plain)
     if name == "custom_jvp":
         h.defjvp(lambda primals, tangents: (None, tenfold(scale, primals[0]) * tangents[0]))
     return h
 
 
+class Callable:
+    def __init__(self, f):
+        self.f = f
+
+    def __call__(self, x):
+        return self.f(x)
+
+
+def with_keyword(name):
+    """A partial that gives the scale by its name, where the form takes keywords."""
+    if name == "custom_vjp":  # whose rule counts the scale too
+        rule = lambda x, *, scale: (cube(scale, x), lambda u: (u * tenfold(scale, x), None))  # noqa: E731
+        return functools.partial(sgtrick.custom_vjp(rule), scale=3.0)
+    if name not in ("with_gradient", "from_value_and_gradient"):
+        return form_of(name, function_of_x(name))
+    f, decorate = FORMS[name]
+    by_name = lambda f: lambda x, *, scale: f(scale, x)  # noqa: E731
+    return functools.partial(decorate(by_name)(by_name(f)), scale=3.0)
+
+
+CALLABLES = {
+    "partial": lambda name: form_of(name, functools.partial(FORMS[name][0], 3.0)),
+    "partial with a keyword": with_keyword,
+    "partial of the form": lambda name: functools.partial(form_of(name, function_of_x(name))),
+    "object": lambda name: form_of(name, Callable(function_of_x(name))),
+    "copy": lambda name: copy.copy(form_of(name, function_of_x(name))),
+    "deep copy": lambda name: copy.deepcopy(form_of(name, function_of_x(name))),
+    "point by its name": lambda name: lambda x: form_of(name, function_of_x(name))(x=x),
+}
+
+
 @EVERY
-class TestCopies:
-    @WRAPS
-    def test_of_functions(self, name, wrap):
-        h = decorated(name, 3.0)
-        check(copy.deepcopy(h), 3.0, wrap)
-        check(copy.copy(h), 3.0, wrap)
-
-    def test_of_objects_with_methods(self, name):
-        one = model(name)(2.0)
-        check(one.h, 2.0)
-        two = copy.deepcopy(one)
-        two.scale = 5.0
-        check(two.h, 5.0)
-        check(one.h, 2.0)
-
-    def test_of_methods(self, name):
-        """Python copies the object with a method."""
-        one = model(name)(2.0)
-        h = copy.deepcopy(one.h)
-        one.scale = 5.0
-        check(h, 2.0)
-        check(one.h, 5.0)
+@pytest.mark.parametrize("kind", CALLABLES)
+@WRAPS
+def test_callables(name, kind, wrap):
+    check(CALLABLES[kind](name), 3.0, wrap)
 
 
 @EVERY
-class TestCalls:
-    @pytest.fixture
-    def counted(self, name):
-        calls = []
-        f, decorate = FORMS[name]
+def test_as_a_static_attribute_of_a_class(name):
+    class Model:
+        h = staticmethod(form_of(name, function_of_x(name)))
 
-        def plain(x):
-            calls.append(1)
-            return f(3.0, x)
+    check(Model.h, 3.0)
+    check(Model().h, 3.0)
 
-        h = decorate(lambda f: lambda x: f(3.0, x))(plain)
-        if name == "custom_jvp":
-            h.defjvp(lambda primals, tangents: (None, tenfold(3.0, primals[0]) * tangents[0]))
-        return h, calls
 
-    def test_in_eager(self, counted):
-        h, calls = counted
-        h(X)
-        assert len(calls) == 1
-        check(h, 3.0)
-        assert len(calls) == 2
-
-    def test_in_a_function(self, name, counted):
-        """Traced once for all calls; a host engine is called once by each."""
-        h, calls = counted
-
-        @tf.function
-        def run(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = h(x)
-            return y, tape.gradient(y, x)
-
-        for _ in range(3):
-            run(X)
-        assert len(calls) == (3 if name.startswith("from_numpy") else 1)
+@EVERY
+def test_calls(name):
+    """Once for value and gradient, or one trace; a host engine is called once by each."""
+    calls = []
+    h = form_of(name, function_of_x(name, calls=calls))
+    h(X)
+    assert len(calls) == 1
+    check(h, 3.0)
+    assert len(calls) == 2
+    run = tf.function(functools.partial(first_derivatives, h))
+    for _ in range(3):
+        run(X)
+    assert len(calls) == (5 if name.startswith("from_numpy") else 3)
 
 
 @EVERY
 def test_keeps_its_name_and_documentation(name):
-    f, decorate = FORMS[name]
-
-    def plain(x):
-        """Says something."""
-        return f(3.0, x)
-
-    h = decorate(lambda f: lambda x: f(3.0, x))(plain)
+    h = form_of(name, function_of_x(name))
     assert (h.__name__, h.__doc__) == ("plain", "Says something.")
 
 
@@ -556,22 +495,6 @@ class TestAFirstArgumentCalledSelf:
         for of in (Named, Extension, Data):
             check(of(scale).h, 3.0, wrap)
         check(Layer(scale), 3.0, wrap)
-
-    @WRAPS
-    def test_of_methods_under_other_decorators(self, name, wrap):
-        f, decorate = FORMS[name]
-
-        class Model(tf.Module):
-            scale = 3.0
-
-            def plain(self, x):
-                return f(self.scale, x)
-
-            other = decorate(of_object)(plain)
-            plain = tf.Module.with_name_scope(other)
-
-        check(Model().plain, 3.0, wrap)
-        check(Model().other, 3.0, wrap)
 
     def test_of_a_method_that_is_a_tf_function(self, name):
         f, decorate = FORMS[name]

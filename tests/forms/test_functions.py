@@ -26,6 +26,23 @@ def nth_derivative(f, n, x):
     return tape.gradient(y, x)
 
 
+def by_jvp(f, rule):
+    form = sgtrick.custom_jvp(f)
+    form.defjvp(lambda primals, tangents: (None, rule(*primals) * tangents[0]))
+    return form
+
+
+# Of a function and its slope.
+FORMS = {
+    "with_gradient": sgtrick.with_gradient,
+    "from_value_and_gradient": lambda f, rule: sgtrick.from_value_and_gradient(
+        lambda x: (f(x), rule(x))
+    ),
+    "custom_jvp": by_jvp,
+}
+EVERY = pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
+
+
 def ways_to_write_it(f, grad, **options):
     """All ways to make the same form."""
 
@@ -112,11 +129,6 @@ class TestWithGradient:
         assert run(params["a"])[0].numpy() == 20.0
         assert h(params, offset=1.0).numpy() == 25.0
 
-    def test_keyword_only_arguments_by_name(self):
-        h = sgtrick.with_gradient(lambda *, x: tf.stop_gradient(x), lambda *, x: 5.0, argnums="x")
-        x = tf.constant(2.0)
-        assert gradient(lambda x: h(x=x), x)[0].numpy() == 5.0
-
     def test_any_number_of_arguments(self):
         """Which the name of `*args` or `**kwargs` does not select."""
 
@@ -138,22 +150,6 @@ class TestWithGradient:
     def test_functions_without_a_signature(self):
         h = sgtrick.with_gradient(max, lambda a, b: 5.0)
         assert gradient(h, tf.constant(2.0), tf.constant(1.0))[0].numpy() == 5.0
-
-    def test_in_eager_grad_runs_only_for_a_gradient(self):
-        calls = []
-
-        def grad(x):
-            calls.append(x)
-            return 2 * x
-
-        h = sgtrick.with_gradient(lambda x: x**2, grad)
-        x = tf.constant(3.0)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = h(x)
-        assert not calls
-        assert tape.gradient(y, x).numpy() == 6.0
-        assert len(calls) == 1
 
     @WRAPS
     def test_the_first_derivative_does_not_differentiate_grad(self, wrap):
@@ -186,12 +182,6 @@ class TestWithGradient:
         for i in range(5):
             run(tf.constant(float(i)))
         assert len(traces) == 1
-
-    @WRAPS
-    def test_as_an_argument_of_a_tf_function(self, wrap):
-        # TensorFlow replaces callables that have __wrapped__ by what they wrap.
-        h = sgtrick.with_gradient(lambda x: x, lambda x: 5.0)
-        assert wrap(gradient)(h, tf.constant(1.0))[0].numpy() == 5.0
 
     @WRAPS
     def test_variables_made_on_the_first_call(self, wrap):
@@ -276,37 +266,27 @@ class TestWithGradient:
 
             np.testing.assert_array_equal(late(), 10)
 
-    @pytest.mark.parametrize("form", ["gradient", "together", "jvp"])
+    @EVERY
     @WRAPS
-    def test_functions_that_have_no_derivative_of_their_own(self, wrap, form):
+    def test_functions_that_have_no_derivative_of_their_own(self, wrap, make):
         def f(x):  # TensorFlow has no gradient of this op
-            return tf.reduce_sum(tf.image.adjust_contrast(x, 2.0))
+            return tf.image.adjust_contrast(x, 2.0)
 
-        if form == "together":
-            h = sgtrick.from_value_and_gradient(lambda x: (f(x), 3 * x))
-        elif form == "jvp":
-            h = sgtrick.custom_jvp(f)
-            h.defjvp(lambda primals, tangents: (None, tf.reduce_sum(3 * primals[0] * tangents[0])))
-        else:
-            h = sgtrick.with_gradient(f, lambda x: 3 * x)
+        h = make(f, lambda x: 3 * x)
         x = tf.reshape(tf.range(12.0), [2, 2, 3])
         np.testing.assert_allclose(gradient(wrap(h), x)[0], 3 * x)
 
-    def test_autograph_converts_the_functions_and_not_the_form(self):
+    @EVERY
+    def test_autograph_converts_the_functions_and_not_the_form(self, make):
         def f(x):
             return x**2 if tf.reduce_sum(x) > 0 else -(x**2)
 
         def grad(x):
             return 2 * x if tf.reduce_sum(x) > 0 else -2 * x
 
-        def both(x):
-            return f(x), grad(x)
-
-        jvp = sgtrick.custom_jvp(f)
-        jvp.defjvp(lambda primals, tangents: (None, grad(*primals) * tangents[0]))
-        for h in (sgtrick.with_gradient(f, grad), sgtrick.from_value_and_gradient(both), jvp):
-            for x in (constant([1.0, 2.0]), constant([-1.0, -2.0])):
-                np.testing.assert_array_equal(gradient(tf.function(h), x)[0], grad(x))
+        h = make(f, grad)
+        for x in (constant([1.0, 2.0]), constant([-1.0, -2.0])):
+            np.testing.assert_array_equal(gradient(tf.function(h), x)[0], grad(x))
 
     def test_a_gradient_by_an_int(self):
         h = sgtrick.with_gradient(lambda x, n: x * n, lambda x, n: (1.0, 1.0), argnums=(0, 1))
@@ -328,29 +308,17 @@ class TestOrders:
         return tf.exp(x) * (tf.sin(x) + tf.cos(x))
 
     @WRAPS
-    @pytest.mark.parametrize("form", ["gradient", "together", "jvp"])
-    def test_every_derivative(self, wrap, form):
-        x = constant(0.7)
-        misled = fn.misled(self.true)
-        if form == "gradient":
-            h = sgtrick.with_gradient(misled, self.derivative)
-        elif form == "together":
-            h = sgtrick.from_value_and_gradient(lambda x: (misled(x), self.derivative(x)))
-        else:
-            h = sgtrick.custom_jvp(misled)
-            h.defjvp(lambda primals, t: (h(*primals), self.derivative(*primals) * t[0]))
+    @EVERY
+    def test_every_derivative(self, wrap, make):
+        x, h = constant(0.7), make(fn.misled(self.true), self.derivative)
         for n in range(5):
             got = wrap(lambda x, n=n: nth_derivative(h, n, x))(x)
             np.testing.assert_allclose(got, nth_derivative(self.true, n, x), rtol=1e-12)
 
     @WRAPS
-    @pytest.mark.parametrize("form", ["gradient", "jvp"])
-    def test_a_rule_may_call_its_function(self, wrap, form):
-        if form == "gradient":
-            h = sgtrick.with_gradient(fn.misled(tf.exp), lambda x: h(x))
-        else:
-            h = sgtrick.custom_jvp(fn.misled(tf.exp))
-            h.defjvp(lambda primals, tangents: (h(*primals), h(*primals) * tangents[0]))
+    @pytest.mark.parametrize("make", [sgtrick.with_gradient, by_jvp])
+    def test_a_rule_may_call_its_function(self, wrap, make):
+        h = make(fn.misled(tf.exp), lambda x: h(x))
         x = constant(0.7)
         for n in range(4):
             got = wrap(lambda x, n=n: nth_derivative(h, n, x))(x)
@@ -380,18 +348,9 @@ class TestOrders:
             got = wrap(lambda x, n=n: nth_derivative(lambda x: power(x, 3), n, x))(x)
             np.testing.assert_allclose(got, expected, rtol=1e-12)
 
-    @pytest.mark.parametrize("form", ["gradient", "together", "jvp"])
-    def test_a_gradient_that_is_not_connected_refuses(self, form):
-        def lost(x):
-            return tf.stop_gradient(tf.cos(x))
-
-        if form == "gradient":
-            h = sgtrick.with_gradient(lambda x: tf.sin(x), lost)
-        elif form == "together":
-            h = sgtrick.from_value_and_gradient(lambda x: (tf.sin(x), lost(x)))
-        else:
-            h = sgtrick.custom_jvp(lambda x: tf.sin(x))
-            h.defjvp(lambda primals, t: (None, lost(*primals) * t[0]))
+    @EVERY
+    def test_a_gradient_that_is_not_connected_refuses(self, make):
+        h = make(lambda x: tf.sin(x), lambda x: tf.stop_gradient(tf.cos(x)))
 
         def second(x):
             return nth_derivative(lambda x: h(x) ** 2, 2, x)
@@ -438,11 +397,7 @@ class TestFromValueAndGradient:
     @pytest.mark.parametrize(
         ("result", "has_aux", "message"),
         [
-            (
-                (1.0, lambda u: u),
-                False,
-                r"returned a function as the gradient.*custom_vjp",
-            ),
+            ((1.0, lambda u: u), False, r"returned a function as the gradient.*custom_vjp"),
             (1.0, False, r"must return \(value, gradient\), got float"),
             ((1.0, 2.0), True, r"must return \(\(value, aux\), gradient\), got float"),
         ],
@@ -537,17 +492,13 @@ def of_square(rest, rule):
     f = lambda x, a: tf.stop_gradient(x) ** 2 * rest(a)  # noqa: E731
     jvp = sgtrick.custom_jvp(f, nondiff_argnums=1)
     jvp.defjvp(lambda a, p, t: (None, rule(*p, a) * t[0]))
-    return {
-        "with_gradient": sgtrick.with_gradient(f, rule),
-        "from_value_and_gradient": sgtrick.from_value_and_gradient(
-            lambda x, a: (f(x, a), rule(x, a))
-        ),
-        "custom_jvp": jvp,
-    }
+    fused = sgtrick.from_value_and_gradient(lambda x, a: (f(x, a), rule(x, a)))
+    made = sgtrick.with_gradient(f, rule), fused, jvp
+    return dict(zip(FORMS, made, strict=True))
 
 
 @WRAPS
-@pytest.mark.parametrize("form", ["with_gradient", "from_value_and_gradient", "custom_jvp"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_ragged_and_sparse_arguments(kind, form, wrap):
     """Their components keep autodiff; a mixed derivative is right or refused."""
@@ -582,30 +533,28 @@ def test_ragged_and_sparse_arguments(kind, form, wrap):
         np.testing.assert_allclose(found, 2 * 3 * 2 * 6)
 
 
-@pytest.mark.parametrize("outer", ["custom_vjp", "custom_jvp", "with_gradient"])
-def test_a_form_of_a_form_is_a_form_of_its_own(outer):
+def by_vjp(f, rule):
+    return sgtrick.custom_vjp(lambda x: (f(x), lambda u: u * rule(x)))
+
+
+@pytest.mark.parametrize("make", [by_vjp, by_jvp, sgtrick.with_gradient])
+def test_a_form_of_a_form_is_a_form_of_its_own(make):
     @sgtrick.with_gradient(grad=lambda x: 3.0)
     def inner(x):
         return x
 
     inner.mark = "inner"
-    if outer == "custom_vjp":
-        form = sgtrick.custom_vjp(lambda x: (inner(x), lambda u: 5 * u))
-    else:
-        form = getattr(sgtrick, outer)(inner)
+    form = make(inner, lambda x: 5.0)
+    if make is not by_vjp:
         assert form.__name__ == "inner"
-        assert not hasattr(form, "mark")
-        if outer == "custom_jvp":
-            form.defjvp(lambda primals, tangents: (None, 5 * tangents[0]))
-        else:
-            form.defgrad(lambda x: 5.0)
+    assert not hasattr(form, "mark")
     x = tf.constant(2.0)
     assert gradient(form, x)[0].numpy() == 5.0
     assert gradient(inner, x)[0].numpy() == 3.0
 
 
-@pytest.mark.parametrize("outer", ["custom_vjp", "custom_jvp", "with_gradient"])
-def test_the_static_value_of_an_argument_is_known(outer):
+@pytest.mark.parametrize("make", [by_vjp, by_jvp, sgtrick.with_gradient])
+def test_the_static_value_of_an_argument_is_known(make):
     """As to functions that check their arguments where they are traced."""
     known = []
 
@@ -613,15 +562,7 @@ def test_the_static_value_of_an_argument_is_known(outer):
         known.append(tf.get_static_value(x))
         return x * 1
 
-    if outer == "custom_vjp":
-        form = sgtrick.custom_vjp(lambda x: (f(x), lambda u: u * f(x)))
-    else:
-        form = getattr(sgtrick, outer)(f)
-        if outer == "custom_jvp":
-            form.defjvp(lambda primals, tangents: (None, f(primals[0]) * tangents[0]))
-        else:
-            form.defgrad(f)
-    outside = tf.constant(2.0)
+    form, outside = make(f, f), tf.constant(2.0)
     assert tf.function(lambda: gradient(form, outside)[0])() == 2
     assert tf.function(lambda: gradient(form, tf.constant(2.0))[0])() == 2
     assert len(known) >= 4

@@ -1,11 +1,9 @@
 """Peak memory of the value form, in temporaries of the size of `x`; what graphs leave; growth.
 
-Graphs, and the work of tracing them, grow in proportion to the number of calls.
+The work of tracing, and with it the graph, grows in proportion to the number of calls.
 """
 
-import functools
 import gc
-import os
 import subprocess
 import sys
 import weakref
@@ -126,23 +124,6 @@ class TestGraphs:
         assert graphs[0]() is not None
 
 
-def nodes(f):
-    """How many operations the graph of a function has, with those of the functions in it."""
-    traced = tf.function(f, autograph=False).get_concrete_function(tf.TensorSpec([3], tf.float64))
-    definition = traced.graph.as_graph_def()
-    return len(definition.node) + sum(len(inner.node_def) for inner in definition.library.function)
-
-
-@pytest.mark.parametrize("mode", [lambda f: f, derivative], ids=["forward", "gradient"])
-@pytest.mark.parametrize("name", EVERY_ORDER)
-def test_graphs_grow_in_proportion_to_calls(name, mode):
-    def chain(calls):
-        return lambda x: functools.reduce(lambda y, _: EVERY_ORDER[name](y), range(calls), x)
-
-    few, more, many = (nodes(mode(chain(calls))) for calls in (4, 8, 16))
-    assert many - more <= 2 * (more - few)
-
-
 def work(f):
     """How many functions Python calls to trace one, which unlike the time is always the same.
 
@@ -217,45 +198,6 @@ def registered():
     """How many gradients of sgtrick are in TensorFlow's registry, after the dead ones have left."""
     gc.collect()
     return sum(name.startswith("sgtrick") for name in ops.gradient_registry._registry)
-
-
-MAPPED = """
-import gc, resource, sys
-import tensorflow as tf
-from tensorflow.python.framework import ops
-from asinh_forms import (ALL, true)
-from shared import (derivative, mapped)
-
-x = tf.constant([0.1, 0.2, 0.3], tf.float64)
-
-def resident():
-    gc.collect()
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * resource.getpagesize()
-
-def growth(f):
-    run = derivative(mapped(f))
-    for _ in range(60):  # until allocators and caches have what they need
-        run(x)
-    before = resident()
-    for _ in range(30):
-        run(x)
-    return (resident() - before) / 30
-
-print(growth(true), growth(ALL["custom_vjp"]))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_eager_vectorized_map_grows_no_more_than_native_code():
-    """Each call traces anew."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run(
-        [sys.executable, "-c", MAPPED], capture_output=True, check=True, env=environ
-    )
-    native, form = map(float, out.stdout.split())
-    assert form - native < 20_000  # bytes a call; a graph that is kept takes up to a million
 
 
 def held():

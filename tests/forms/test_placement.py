@@ -15,7 +15,6 @@ from tensorflow.python.eager import context  # run metadata: where ops of a func
 from tensorflow.python.framework import op_callbacks
 
 import sgtrick
-from sgtrick.tfp import Factor, LogDensity
 from shared import WRAPS
 
 GPU = pytest.param(
@@ -99,16 +98,8 @@ def engine(x):
 from_numpy = sgtrick.from_numpy(engine)
 
 
-def straight_through(x):
-    return tf.reduce_sum(sgtrick.straight_through(tf.round(x), x) * x, -1)
-
-
 def implicit_root(x):
     return tf.reduce_sum(sgtrick.implicit_root(lambda r, x: r**3 - x, tf.sign(x) * tf.abs(x) ** (1 / 3), x), -1)  # fmt: skip
-
-
-def normal_cdf(sample, loc):
-    return tf.math.erfc((loc - sample) / 2**0.5) / 2
 
 
 class Form(NamedTuple):
@@ -127,18 +118,12 @@ FORMS = {
     "custom_vjp": Form(custom_vjp, False, True),
     "custom_jvp": Form(custom_jvp),
     "from_numpy": Form(from_numpy, False, True),
-    "straight_through": Form(straight_through),
-    "stop_gradient": Form(lambda x: tf.reduce_sum(sgtrick.stop_gradient(x, where=X > 0) * x, -1)),
-    "scale_gradient": Form(lambda x: tf.reduce_sum(sgtrick.scale_gradient(x, 2.0), -1)),
-    "reverse_gradient": Form(lambda x: tf.reduce_sum(sgtrick.reverse_gradient(x), -1)),
-    "clip_gradient": Form(lambda x: tf.reduce_sum(sgtrick.clip_gradient(x, -1, 1), -1)),
-    "magic_box": Form(lambda x: tf.reduce_sum(sgtrick.magic_box(x) * x, -1)),
-    "implicit_root": Form(implicit_root),
-    "implicit_reparameterize": Form(
-        lambda x: tf.reduce_sum(sgtrick.implicit_reparameterize(normal_cdf, x + 0.5, x), -1)
+    "straight_through": Form(
+        lambda x: tf.reduce_sum(sgtrick.straight_through(tf.round(x), x) * x, -1)
     ),
-    "Factor": Form(lambda x: Factor(values(x)).log_prob(tf.zeros([0]))),
-    "LogDensity": Form(lambda x: LogDensity(values, 3, tf.float32).log_prob(x)),
+    "stop_gradient": Form(lambda x: tf.reduce_sum(sgtrick.stop_gradient(x, where=X > 0) * x, -1)),
+    "clip_gradient": Form(lambda x: tf.reduce_sum(sgtrick.clip_gradient(x, -1, 1), -1)),
+    "implicit_root": Form(implicit_root),
 }
 BY_ARGUMENT = {name: form for name, form in FORMS.items() if form.takes_device}
 EVERY = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -241,17 +226,9 @@ class TestForward:
         assert all(is_on(device, op.device) for op in trick), {op.type: op.device for op in trick}
 
     @EVERY_THAT_TAKES_DEVICE
-    @pytest.mark.parametrize("run", [lambda h, x: h(x), operations], ids=["eager", "tracing"])
-    def test_absent_device(self, form, run):
+    def test_absent_device(self, form):
         with pytest.raises(ValueError, match=r"'CPU:7' is not present.*'CPU:0', 'CPU:1'"):
-            run(partial(form.h, device="CPU:7"), tf.constant(X))
-        with pytest.raises(ValueError, match=r"\['TPU', 'CPU:8'\] is not present"):
-            run(partial(form.h, device=["TPU", "CPU:8"]), tf.constant(X))
-
-    @EVERY_THAT_TAKES_DEVICE
-    def test_first_present_preference(self, form):
-        y = form.h(tf.constant(X), device=["TPU", "CPU:1", "CPU:0"])
-        assert is_on("CPU:1", y.device)
+            form.h(tf.constant(X), device="CPU:7")
 
 
 class TestBackward:
@@ -318,15 +295,6 @@ class TestBackward:
             y = run(x)
         nodes = nodes_of(lambda: tape.gradient(y, x, tf.constant(UPSTREAM)))
         assert {node.device[-5:] for node in nodes if node.op == op} == {"CPU:1"}
-
-    @DEVICES
-    def test_clip_gradient(self, device):
-        x = tf.constant(X)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            with tf.device(device):
-                y = sgtrick.clip_gradient(x, -1, 1)
-        assert is_on(device, tape.gradient(y, x).device)
 
     @EVERY
     def test_colocated_in_a_tf1_graph(self, form):

@@ -11,25 +11,20 @@ import tensorflow as tf
 import tf_keras
 
 import sgtrick
-from shared import derivative, forward_derivative
-
-RUNS = {
-    "eager": lambda run: run,
-    "tf.function": tf.function,
-    "XLA": lambda run: tf.function(run, jit_compile=True),
-}
+from asinh_forms import jvp_form, vjp_form
+from shared import EXECUTED, WRAPS, compiled, derivative, forward_derivative
 
 
-@pytest.fixture(params=RUNS)
-def compiled(request):
-    return RUNS[request.param]
+@pytest.fixture(params=[*EXECUTED.values(), compiled], ids=[*EXECUTED, "XLA"])
+def wrap(request):
+    return request.param
 
 
 def dense(g):
     return tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g
 
 
-def gradients(compiled, h, args, by, upstream=2.0):
+def gradients(wrap, h, args, by, upstream=2.0):
     def run(*args):
         with tf.GradientTape() as tape:
             tape.watch(args)
@@ -38,7 +33,7 @@ def gradients(compiled, h, args, by, upstream=2.0):
         found = tape.gradient(y, sources, tf.fill(y.shape, upstream))
         return [dense(g) for g in found]
 
-    return [g if g is None else g.numpy() for g in compiled(run)(*args)]
+    return [g if g is None else g.numpy() for g in wrap(run)(*args)]
 
 
 # What reads d, b and then c, of which d was made last.
@@ -69,33 +64,33 @@ class TestOrder:
         return [tf.Variable(float(i), name=name) for i, name in enumerate("abcd")]
 
     @staticmethod
-    def given(compiled, f):
+    def given(wrap, f):
         seen = []
 
         def grad(x, variables):
             seen.append([v.name for v in variables])
             return x, [tf.ones(v.shape) for v in variables]
 
-        gradients(compiled, sgtrick.with_gradient(f, grad), [tf.constant(1.0)], [])
+        gradients(wrap, sgtrick.with_gradient(f, grad), [tf.constant(1.0)], [])
         return seen[-1]
 
-    def test_is_that_of_creation_each_once(self, compiled, variables):
+    def test_is_that_of_creation_each_once(self, wrap, variables):
         a, _, c, d = variables
-        assert self.given(compiled, lambda x: x * d * c * d * a) == ["a:0", "c:0", "d:0"]
+        assert self.given(wrap, lambda x: x * d * c * d * a) == ["a:0", "c:0", "d:0"]
 
-    def test_none_that_is_not_trainable_or_not_read(self, compiled, variables):
+    def test_none_that_is_not_trainable_or_not_read(self, wrap, variables):
         constant = tf.Variable(1.0, trainable=False)
-        assert self.given(compiled, lambda x: x * constant * variables[2]) == ["c:0"]
+        assert self.given(wrap, lambda x: x * constant * variables[2]) == ["c:0"]
 
-    def test_none_read(self, compiled):
-        assert self.given(compiled, lambda x: x) == []
+    def test_none_read(self, wrap):
+        assert self.given(wrap, lambda x: x) == []
 
     @pytest.mark.parametrize("read", WAYS_TO_READ.values(), ids=WAYS_TO_READ)
     def test_however_they_are_read(self, variables, read):
         """The same in eager, in the second trace and in the second call as in the first."""
         f = lambda x: read(x, *variables[1:])  # noqa: E731
-        assert self.seen_and_counts(RUNS["tf.function"], f) == ({"bcd"}, [1, 1, 1])
-        assert self.seen_and_counts(RUNS["eager"], f) == ({"bcd"}, [1, 2, 3])
+        assert self.seen_and_counts(EXECUTED["tf.function"], f) == ({"bcd"}, [1, 1, 1])
+        assert self.seen_and_counts(EXECUTED["eager"], f) == ({"bcd"}, [1, 2, 3])
 
     @staticmethod
     def seen_and_counts(wrap, f):
@@ -142,65 +137,49 @@ class TestOrder:
         gc.collect()
         assert not any(v() for v in read)
 
-    def test_custom_vjp_has_the_same(self, compiled, variables):
-        a, _, c, d = variables
-        seen = []
-
-        @sgtrick.custom_vjp
-        def f(x):
-            def grad_fn(u, variables):
-                seen.append([v.name for v in variables])
-                return u, [10 * u, 20 * u, 30 * u]
-
-            return x * d * c * d * a, grad_fn
-
-        found = gradients(compiled, f, [tf.constant(1.0)], [a, c, d], 1.0)
-        np.testing.assert_allclose(found, [1, 10, 20, 30])
-        assert seen[-1] == ["a:0", "c:0", "d:0"]
-
 
 class TestExactlyWhatIsReturned:
-    def test_of_tensorflow_and_keras_variables(self, compiled):
+    def test_of_tensorflow_and_keras_variables(self, wrap):
         w = tf.Variable([1.0, 2.0])
         k = keras.Variable([3.0, 4.0])
         h = sgtrick.with_gradient(
             lambda x: tf.reduce_sum(w * x * k.value),
             lambda x, variables: (w * k.value, [tf.constant([5.0, 6.0]), tf.constant([7.0, 8.0])]),
         )
-        x, by_w, by_k = gradients(compiled, h, [tf.constant([1.0, 1.0])], [w, k.value])
+        x, by_w, by_k = gradients(wrap, h, [tf.constant([1.0, 1.0])], [w, k.value])
         np.testing.assert_allclose(x, [6, 16])
         np.testing.assert_allclose(by_w, [10, 12])
         np.testing.assert_allclose(by_k, [14, 16])
 
-    def test_beside_the_autodiff_of_other_arguments(self, compiled):
+    def test_beside_the_autodiff_of_other_arguments(self, wrap):
         w = tf.Variable(3.0)
         h = sgtrick.with_gradient(
             lambda x, y: w * x * y**2, lambda x, y, variables: (100.0, [tf.constant(1000.0)])
         )
-        found = gradients(compiled, h, [tf.constant(2.0), tf.constant(5.0)], [w], 1.0)
+        found = gradients(wrap, h, [tf.constant(2.0), tf.constant(5.0)], [w], 1.0)
         np.testing.assert_allclose(found, [100, 2 * 3 * 2 * 5, 1000])
 
-    def test_a_variable_among_the_arguments_keeps_autodiff(self, compiled):
+    def test_a_variable_among_the_arguments_keeps_autodiff(self, wrap):
         v, w = tf.Variable(3.0), tf.Variable(5.0)
         h = sgtrick.with_gradient(
             lambda x, v: w * x * v**2, lambda x, v, variables: (x, [1000.0] * len(variables))
         )
-        found = gradients(compiled, lambda x: h(x, v), [tf.constant(2.0)], [v, w], 1.0)
+        found = gradients(wrap, lambda x: h(x, v), [tf.constant(2.0)], [v, w], 1.0)
         np.testing.assert_allclose(found, [2, 5 * 2 * 2 * 3, 1000])
 
     @pytest.mark.parametrize("among", ["others", "point"])
-    def test_a_variable_that_is_an_argument_and_read_beside(self, compiled, among):
+    def test_a_variable_that_is_an_argument_and_read_beside(self, wrap, among):
         """Each has its own derivative."""
         v = tf.Variable(3.0)
         f = lambda x, p: v * x * p  # noqa: E731
         h = sgtrick.with_gradient(f, lambda x, p, variables: (10 * v * p, [100 * x * p]))
         run = lambda x: h(x, v) if among == "others" else h(v, x)  # noqa: E731
-        by_x, by_v = gradients(compiled, run, [tf.constant(2.0)], [v], 1.0)
+        by_x, by_v = gradients(wrap, run, [tf.constant(2.0)], [v], 1.0)
         np.testing.assert_allclose(by_x, 90 if among == "others" else 9)
         np.testing.assert_allclose(by_v, 100 * 6 + (6 if among == "others" else 60))
 
     @pytest.mark.parametrize("around", [False, True])
-    def test_beside_the_same_argument_twice(self, compiled, around):
+    def test_beside_the_same_argument_twice(self, wrap, around):
         w, x, b = tf.Variable(5.0), tf.constant(2.0), tf.constant(3.0)
         h = sgtrick.with_gradient(
             lambda x, p, q: w * tf.stop_gradient(x) ** 3 * p * q,
@@ -208,32 +187,24 @@ class TestExactlyWhatIsReturned:
         )
         twice = lambda x, b: h(x, b, b)  # noqa: E731
         if around:
-            found = gradients(RUNS["eager"], compiled(twice), [x, b], [w], 1.0)
+            found = gradients(EXECUTED["eager"], wrap(twice), [x, b], [w], 1.0)
         else:
-            found = gradients(compiled, twice, [x, b], [w], 1.0)
+            found = gradients(wrap, twice, [x, b], [w], 1.0)
         np.testing.assert_allclose(found, [3 * 5 * 4 * 9, 5 * 8 * 2 * 3, 8 * 9])
 
-    def test_beside_the_same_variable_twice(self, compiled):
-        b = tf.Variable(3.0)
-        h = sgtrick.with_gradient(
-            lambda x, p, q: x**3 * p * q, lambda x, p, q, variables: (3 * x**2 * p * q, [])
-        )
-        found = gradients(compiled, lambda x: h(x, b, b), [tf.constant(2.0)], [b], 1.0)
-        np.testing.assert_allclose(found, [3 * 4 * 9, 8 * 2 * 3])
-
-    def test_for_each_entry_of_a_batch(self, compiled):
+    def test_for_each_entry_of_a_batch(self, wrap):
         w = tf.Variable([1.0, 2.0])
         h = sgtrick.with_gradient(
             lambda x: tf.linalg.matvec(x, w),
             lambda x, variables: (tf.broadcast_to(w, x.shape), [x]),
         )
         x = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-        by_x, by_w = gradients(compiled, h, [x], [w])
+        by_x, by_w = gradients(wrap, h, [x], [w])
         np.testing.assert_allclose(by_x, 2 * np.tile([1.0, 2.0], (3, 1)))
         np.testing.assert_allclose(by_w, 2 * x.numpy().sum(0))
 
     @pytest.mark.parametrize("sparse", [False, True])
-    def test_of_a_gathered_table(self, compiled, sparse):
+    def test_of_a_gathered_table(self, wrap, sparse):
         table = tf.Variable(tf.reshape(tf.range(8.0), [4, 2]))
         rows = tf.constant([2, 0, 2])
 
@@ -243,7 +214,7 @@ class TestExactlyWhatIsReturned:
             return x, [slices if sparse else tf.scatter_nd(rows[:, None], slices.values, v.shape)]
 
         h = sgtrick.with_gradient(lambda x: x * tf.reduce_sum(tf.gather(table, rows)), grad)
-        _, by_table = gradients(compiled, h, [tf.constant(1.0)], [table])
+        _, by_table = gradients(wrap, h, [tf.constant(1.0)], [table])
         np.testing.assert_allclose(by_table, 14 * np.array([[1, 1], [0, 0], [2, 2], [0, 0]]))
 
     def test_slices_stay_slices(self):
@@ -271,29 +242,19 @@ class TestExactlyWhatIsReturned:
                 y = call(tf.constant(2.0))
             np.testing.assert_allclose(tape.gradient(y, made[0]), 20)
 
-    @pytest.mark.parametrize("form", ["with_gradient", "custom_vjp"])
-    def test_under_a_mirrored_strategy(self, form):
+    def test_under_a_mirrored_strategy(self):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         with strategy.scope():
             a, b = tf.Variable(2.0, name="a"), tf.Variable(3.0, name="b")
         seen = []
 
-        def grad(x, variables):
-            seen.append([v.name for v in variables])
-            return a * b, [10 * x, 20 * x]
-
-        def rule(x):
+        @sgtrick.custom_vjp
+        def h(x):
             def grad_fn(u, variables):
-                by_x, by_variables = grad(x, variables)
-                return u * by_x, [u * g for g in by_variables]
+                seen.append([v.name for v in variables])
+                return u * a * b, [10 * u * x, 20 * u * x]
 
             return b * a * x, grad_fn
-
-        forms = {
-            "with_gradient": sgtrick.with_gradient(lambda x: b * a * x, grad),
-            "custom_vjp": sgtrick.custom_vjp(rule),
-        }
-        h = forms[form]
 
         def replica():
             x = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
@@ -310,7 +271,7 @@ class TestExactlyWhatIsReturned:
 
 class TestSecondDerivatives:
     @pytest.mark.parametrize("by_other", [False, True])
-    def test_are_those_of_the_rule(self, compiled, by_other):
+    def test_are_those_of_the_rule(self, wrap, by_other):
         w = tf.Variable([3.0, 4.0])
         h = sgtrick.with_gradient(
             lambda x: tf.stop_gradient(x**3 * tf.reduce_sum(w**2)),
@@ -327,7 +288,7 @@ class TestSecondDerivatives:
             return [dense(g) for g in outer.gradient(g, [x, w])]
 
         # y = x**6 s**2, s = w[0]**2 + w[1]**2 = 25, with derivatives of s**2: 4 s w.
-        by_x, by_w = compiled(second)(tf.constant(2.0))
+        by_x, by_w = wrap(second)(tf.constant(2.0))
         v = w.numpy()
         if by_other:  # of the sum of x**6 4 s w
             np.testing.assert_allclose(by_x, 6 * 32 * 4 * 25 * v.sum(), 1e-6)
@@ -368,8 +329,8 @@ class TestSecondDerivatives:
             np.testing.assert_allclose(derivatives(tf.function(h), *args), expected)
             np.testing.assert_allclose(tf.function(derivatives)(h, *args), expected)
 
-    @pytest.mark.parametrize("compiled", [RUNS["eager"], RUNS["tf.function"]])
-    def test_an_argument_beside_the_point_that_is_closed_over(self, compiled):
+    @WRAPS
+    def test_an_argument_beside_the_point_that_is_closed_over(self, wrap):
         """Its derivative is unknown; that of an argument that the rule covers is known."""
         x, b = tf.constant(2.0, tf.float64), tf.constant(3.0, tf.float64)
 
@@ -387,12 +348,12 @@ class TestSecondDerivatives:
             return first, outer.gradient(first, x)
 
         # Of x**3 b**3.
-        np.testing.assert_allclose(compiled(lambda: run(x, b, 0))(), [3 * 4 * 27, 6 * 2 * 27])
+        np.testing.assert_allclose(wrap(lambda: run(x, b, 0))(), [3 * 4 * 27, 6 * 2 * 27])
         message = "(?s)a tensor that it closes over.* but its grad only gives"
         with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
-            compiled(lambda: run(x, b, 1))()
+            wrap(lambda: run(x, b, 1))()
 
-    def test_what_is_closed_over_and_was_computed_from_the_point(self, compiled):
+    def test_what_is_closed_over_and_was_computed_from_the_point(self, wrap):
         """The rule accounts for it."""
 
         def run(x):
@@ -406,9 +367,9 @@ class TestSecondDerivatives:
                 first = tape.gradient(y, x)
             return first, outer.gradient(first, x)
 
-        np.testing.assert_allclose(compiled(run)(tf.constant(2.0)), [12, 12])
+        np.testing.assert_allclose(wrap(run)(tf.constant(2.0)), [12, 12])
 
-    def test_mixed_ones_in_forward_mode(self, compiled):
+    def test_mixed_ones_in_forward_mode(self, wrap):
         """The tangent of a gradient by an argument beside the point, along the point."""
         v, x, p = tf.Variable(1.5), tf.constant(2.0), tf.constant(3.0)
         h = sgtrick.with_gradient(
@@ -424,34 +385,16 @@ class TestSecondDerivatives:
                 g = tape.gradient(y, p)
             return g, forward.jvp(g)
 
-        np.testing.assert_allclose(compiled(run)(x, p), [1.5 * 8 * 6, 1.5 * 12 * 6])
+        np.testing.assert_allclose(wrap(run)(x, p), [1.5 * 8 * 6, 1.5 * 12 * 6])
 
-    def test_by_what_has_no_rule_where_the_point_has_no_derivatives(self, compiled):
+    def test_by_what_has_no_rule_where_the_point_has_no_derivatives(self, wrap):
         h = sgtrick.with_gradient(
             lambda n, p: tf.cast(n, p.dtype) * p**2, lambda n, p, variables: (None, [])
         )
 
         first = derivative(lambda p: h(tf.constant(5), p))
-        np.testing.assert_allclose(compiled(first)(tf.constant(3.0)), 30)
-        np.testing.assert_allclose(compiled(forward_derivative(first))(tf.constant(3.0)), 10)
-
-    def test_mixed_ones_of_a_map(self):
-        v, x, p = tf.Variable(1.5), tf.constant([2.0, 4.0]), tf.constant([3.0, 5.0])
-        h = sgtrick.with_gradient(
-            lambda x, p: v * tf.stop_gradient(x) ** 3 * p**2,
-            lambda x, p, variables: (3 * v * x**2 * p**2, [x**3 * p**2]),
-        )
-
-        def run(x, p):
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as tape:
-                    tape.watch(p)
-                    y = tf.vectorized_map(lambda a: h(*a), (x, p))
-                g = tape.gradient(y, p)
-            return outer.gradient(g, x)
-
-        np.testing.assert_allclose(tf.function(run)(x, p), 1.5 * 3 * x**2 * 2 * p)
+        np.testing.assert_allclose(wrap(first)(tf.constant(3.0)), 30)
+        np.testing.assert_allclose(wrap(forward_derivative(first))(tf.constant(3.0)), 10)
 
 
 class TestWhereTensorFlowDropsOverrides:
@@ -468,24 +411,24 @@ class TestWhereTensorFlowDropsOverrides:
             lambda x, y, variables: (tf.fill([2], 100.0), [tf.constant([7.0, 8.0])]),
         )
 
-    @pytest.mark.parametrize("compiled", [RUNS["eager"], RUNS["tf.function"]])
-    def test_vectorized_map_under_a_tape(self, compiled, h, w):
+    @WRAPS
+    def test_vectorized_map_under_a_tape(self, wrap, h, w):
         x, y = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), tf.constant([1.0, 2.0, 3.0])
         mapped = lambda x, y: tf.vectorized_map(lambda a: h(*a), (x, y))  # noqa: E731
-        by_x, by_y, by_w = gradients(compiled, mapped, [x, y], [w], 1.0)
+        by_x, by_y, by_w = gradients(wrap, mapped, [x, y], [w], 1.0)
         np.testing.assert_allclose(by_x, np.full([3, 2], 100))
         np.testing.assert_allclose(by_y, 2 * y * tf.linalg.matvec(x, w.value()))
         np.testing.assert_allclose(by_w, [21, 24])
 
-    @pytest.mark.parametrize("compiled", [RUNS["eager"], RUNS["tf.function"]])
-    def test_forward_mode(self, compiled, h, w):
+    @WRAPS
+    def test_forward_mode(self, wrap, h, w):
         def run(x, y):
             with tf.autodiff.ForwardAccumulator([x, y], [tf.constant([1.0, 2.0]), 1.0]) as forward:
                 z = h(x, y)
             return forward.jvp(z)
 
         x, y = tf.constant([1.0, 2.0]), tf.constant(3.0)
-        np.testing.assert_allclose(compiled(run)(x, y), 300 + 2 * 3 * (3 + 8))
+        np.testing.assert_allclose(wrap(run)(x, y), 300 + 2 * 3 * (3 + 8))
 
 
 class TestErrors:
@@ -501,25 +444,16 @@ class TestErrors:
             (lambda x: (x, [x, x]), r"each of the variables \['weights:0'\].* got list of 2"),
             (lambda x: (x, tf.ones([2])), r"each of the variables \['weights:0'\]"),
             (lambda x: (x, [None]), r"returned None for \['weights:0'\].*return zeros"),
-            (
-                lambda x: (x, [tf.ones([3])]),
-                r"(?s)the gradient with respect to the variable weights:0.*\[3\].*\[2\]",
-            ),
-            (
-                lambda x: (x, [tf.IndexedSlices(tf.ones([1, 3]), [0])]),
-                r"the gradient with respect to the variable weights:0 has shape \[1, 3\]",
-            ),
-            (
-                lambda x: (x, [tf.constant("a")]),
-                r"the gradient with respect to the variable weights:0 has dtype string",
-            ),
+            (lambda x: (x, [tf.ones([3])]), r"(?s)the gradient with respect to the variable weights:0.*\[3\].*\[2\]"),
+            (lambda x: (x, [tf.IndexedSlices(tf.ones([1, 3]), [0])]), r"the gradient with respect to the variable weights:0 has shape \[1, 3\]"),
+            (lambda x: (x, [tf.constant("a")]), r"the gradient with respect to the variable weights:0 has dtype string"),
         ],
-    )
-    def test_a_wrong_return(self, compiled, v, returned, message):
+    )  # fmt: skip
+    def test_a_wrong_return(self, wrap, v, returned, message):
         f = lambda x: x * tf.reduce_sum(v)  # noqa: E731
         h = sgtrick.with_gradient(f, lambda x, variables: returned(x))
         with pytest.raises((TypeError, ValueError), match=message):
-            gradients(compiled, h, [tf.constant(1.0)], [v])
+            gradients(wrap, h, [tf.constant(1.0)], [v])
 
     def test_slices_of_a_batch(self, v):
         h = sgtrick.with_gradient(
@@ -529,7 +463,7 @@ class TestErrors:
         with pytest.raises(
             ValueError, match=r"weights:0 is tf.IndexedSlices.*only allowed for a scalar"
         ):
-            gradients(RUNS["eager"], h, [tf.ones([3])], [v])
+            gradients(EXECUTED["eager"], h, [tf.ones([3])], [v])
 
 
 def cube(x, v):
@@ -572,13 +506,17 @@ OF_VARIABLES = {
 
 
 @pytest.mark.parametrize("form", OF_VARIABLES.values(), ids=OF_VARIABLES)
-@pytest.mark.parametrize("wrap", [RUNS["eager"], RUNS["tf.function"]], ids=["eager", "tf.function"])
+@WRAPS
 class TestAmongTheArguments:
     """They are arguments and nothing that the function reads, whatever wraps them."""
 
-    @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-    def test_of_tf_keras(self, form, wrap, policy):
-        class Layer(tf_keras.layers.Layer):
+    @pytest.mark.parametrize(
+        ("of", "policy"),
+        [(tf_keras, "float32"), (tf_keras, "mixed_float16"), (keras, "mixed_float16")],
+        ids=["tf_keras", "tf_keras mixed", "keras mixed"],
+    )
+    def test_weights_of_layers(self, form, wrap, of, policy):
+        class Layer(of.layers.Layer):
             def build(self, _):
                 self.v = self.add_weight(name="v", shape=[2], initializer="ones")
 
@@ -592,47 +530,15 @@ class TestAmongTheArguments:
         def run():
             with tf.GradientTape() as tape:
                 y = layer(x)
-            return y, tape.gradient(y, layer.trainable_variables)
+            return y, tape.gradient(
+                y, layer.v.value if of is keras else layer.trainable_variables[0]
+            )
 
-        y, (g,) = run()
+        y, g = run()
         assert y.dtype == (tf.float16 if policy == "mixed_float16" else tf.float32)
         assert g.dtype == tf.float32
         np.testing.assert_allclose(y, 9)
         np.testing.assert_allclose(g, [3, 24])
-
-    def test_of_keras_layers(self, form, wrap):
-        class Layer(keras.layers.Layer):
-            def build(self, _):
-                self.v = self.add_weight(name="v", shape=[2], initializer="ones")
-
-            def call(self, x):
-                return form(x, self.v)
-
-        layer, x = Layer(dtype="mixed_float16"), tf.constant([1.0, 2.0])
-        layer(x)
-
-        @wrap
-        def run():
-            with tf.GradientTape() as tape:
-                y = layer(x)
-            return tape.gradient(y, layer.v.value)
-
-        np.testing.assert_allclose(run(), [3, 24])
-
-    def test_of_replicas(self, form, wrap):
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        with strategy.scope():
-            v = tf.Variable([1.0, 1.0])
-
-        def replica():
-            number = tf.distribute.get_replica_context().replica_id_in_sync_group
-            x = (1 + tf.cast(number, tf.float32)) * tf.constant([1.0, 2.0])
-            with tf.GradientTape() as tape:
-                y = form(x, v)
-            return tape.gradient(y, v)
-
-        found = strategy.experimental_local_results(wrap(lambda: strategy.run(replica))())
-        np.testing.assert_allclose(found, [[3, 24], [24, 192]])
 
 
 def test_a_weight_that_is_read_under_mixed_float16():
@@ -651,7 +557,7 @@ def test_a_weight_that_is_read_under_mixed_float16():
             return sgtrick.with_gradient(lambda x: tf.reduce_sum(x * self.v), grad)(x)
 
     layer, x = Layer(dtype="mixed_float16"), tf.constant([1.0, 2.0])
-    for wrap in (RUNS["eager"], RUNS["tf.function"]):
+    for wrap in (EXECUTED["eager"], EXECUTED["tf.function"]):
 
         @wrap
         def run():
@@ -664,12 +570,6 @@ def test_a_weight_that_is_read_under_mixed_float16():
         assert seen[0].dtype == tf.float32
 
 
-def jvp_form(f, slope):
-    form = sgtrick.custom_jvp(f)
-    form.defjvp(lambda primals, tangents: (None, slope(*primals) * tangents[0]))
-    return form
-
-
 # Of a function `f(x)` and its slope.
 FORMS_OF_FUNCTIONS = {
     "with_gradient": sgtrick.with_gradient,
@@ -680,7 +580,7 @@ FORMS_OF_FUNCTIONS = {
         lambda x: (f(x), slope(x))
     ),
     "custom_jvp": jvp_form,
-    "custom_vjp": lambda f, slope: sgtrick.custom_vjp(lambda x: (f(x), lambda u: u * slope(x))),
+    "custom_vjp": vjp_form,
     "custom_vjp, variables": lambda f, slope: sgtrick.custom_vjp(
         lambda x: (f(x), lambda u, variables=(): (u * slope(x), [u * x for _ in variables]))
     ),
