@@ -214,24 +214,6 @@ class TestCheckGradient:
         with pytest.raises(sgtrick.GradientCheckError, match=r"wrong\b.*forward mode"):
             sgtrick.check_gradient(made(1.01), X, mode=mode)
 
-    def test_of_a_method_with_a_structure(self, mode):
-        class Model:
-            @sgtrick.custom_vjp
-            def f(self, p):
-                return {"y": p["a"] * p["b"]}, lambda u: {"a": u * p["b"], "b": u * p["a"]}
-
-            @f.defjvp
-            def _(self, primals, tangents):
-                (p,), (t,) = primals, tangents
-                return None, {"y": p["a"] * t["b"] + self.factor * p["b"] * t["a"]}
-
-        model, p = Model(), {"a": X, "b": 2 * X}
-        model.factor = 1.0
-        assert sgtrick.check_gradient(model.f, p, mode=mode).passed
-        model.factor = 0.9
-        report = sgtrick.check_gradient(model.f, p, mode=mode, raise_exception=False)
-        assert (report.count("wrong"), report.worst.name) == (1, "forward mode")
-
 
 def test_a_sparse_gradient_runs_its_rule_once():
     calls = []
@@ -251,17 +233,3 @@ def test_a_sparse_gradient_runs_its_rule_once():
         gradient = derivative(first)(x)
     np.testing.assert_array_equal(gradient, [1, 0, 0, 0])
     assert len(calls) == 1
-
-
-def test_stored(tmp_path):
-    """A loaded SavedModel has the gradient of the VJP rule."""
-    module = tf.Module()
-    spec = tf.TensorSpec([None], tf.float64)
-    module.f = tf.function(made(), input_signature=[spec])
-    tf.saved_model.save(
-        module,
-        tmp_path,
-        options=tf.saved_model.SaveOptions(experimental_custom_gradients=True),
-    )
-    loaded = tf.saved_model.load(tmp_path)
-    np.testing.assert_allclose(derivative(loaded.f)(tf.constant(X)), np.cos(X))

@@ -2,7 +2,6 @@
 
 import itertools
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -394,21 +393,6 @@ class TestDtypes:
 class TestSources:
     """Variables, arrays and what else carries a value."""
 
-    @pytest.mark.parametrize("make", [tf.Variable, keras.Variable], ids=["tf", "keras"])
-    @WRAPS
-    def test_gradients_reach_variables(self, make, wrap):
-        v = make(np.float32([1.0, 2.0]))
-
-        @wrap
-        def run():
-            with tf.GradientTape() as tape:
-                h = sgtrick.custom_gradient(3.0, {"v": 5.0}, {"v": v})
-            return h, tape.gradient(h, v.value if make is keras.Variable else v)
-
-        h, g = run()
-        assert h.numpy() == 3.0
-        np.testing.assert_array_equal(g, [5.0, 5.0])
-
     def test_a_tensor_from_outside_of_the_graph_that_nothing_else_uses(self):
         x = constant(2.0)
 
@@ -423,21 +407,6 @@ class TestSources:
             return g, outer.gradient(g, x)
 
         assert [t.numpy() for t in run()] == [3.0, 5.0]
-
-    def test_keras_variable_under_mixed_precision(self):
-        class Layer(keras.Layer):
-            def build(self, _):
-                self.v = self.add_weight(shape=(2,), initializer="ones")
-
-            def call(self, x):
-                return sgtrick.custom_gradient(x, 5.0, self.v)
-
-        layer = Layer(dtype="mixed_float16")
-        with tf.GradientTape() as tape:
-            h = layer(tf.constant(2.0))
-        assert h.dtype == tf.float16
-        g = tape.gradient(h, layer.trainable_variables)[0]
-        np.testing.assert_array_equal(g, [5.0, 5.0])
 
     def test_variables_that_are_not_in_x_are_stopped(self, embedded):
         x, other = constant([1.0, 2.0]), tf.Variable(3.0, dtype=tf.float64)

@@ -9,15 +9,13 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import compiled, derivative
+from shared import WRAPS_AND_XLA, derivative, forward_derivative, mapped_with_loops
 
 DECORATORS = {"sgtrick": sgtrick.custom_vjp, "tf": tf.custom_gradient}
 decorators = pytest.mark.parametrize("custom_gradient", DECORATORS.values(), ids=DECORATORS)
-WRAPS = {"eager": lambda f: f, "tf.function": tf.function, "XLA": compiled}
-wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
-@wraps
+@WRAPS_AND_XLA
 @decorators
 class TestTheFirstExample:
     def test_of_a_stable_gradient(self, custom_gradient, wrap):
@@ -34,53 +32,6 @@ class TestTheFirstExample:
         assert np.isnan(derivative(lambda x: tf.math.log(1 + tf.exp(x)))(x))
         assert wrap(derivative(log1pexp))(x) == 1.0
         assert derivative(wrap(log1pexp))(x) == 1.0
-
-    def test_upstream_gradients_are_multiplied(self, custom_gradient, wrap):
-        @custom_gradient
-        def cube(x):
-            return x**3, lambda upstream: upstream * 3 * x**2
-
-        x = tf.constant(1.1, tf.float64)
-        chain = lambda x: tf.sin(cube(cube(x)))  # noqa: E731
-        expected = np.cos(1.1**9) * 9 * 1.1**8
-        np.testing.assert_allclose(wrap(derivative(chain))(x), expected, rtol=1e-12)
-
-
-@decorators
-def test_gradients_of_a_graph(custom_gradient):
-    """`tf.gradients`, as the documentation has it."""
-
-    @custom_gradient
-    def log1pexp(x):
-        e = tf.exp(x)
-        return tf.math.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
-
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        x = tf.constant(100.0)
-        assert session.run(tf.gradients(log1pexp(x), x)) == [1.0]
-
-
-@wraps
-@decorators
-def test_of_two_arguments(custom_gradient, wrap):
-    @custom_gradient
-    def bar(x, y):
-        def grad(upstream):
-            dz_dx = y
-            dz_dy = x
-            return upstream * dz_dx, upstream * dz_dy
-
-        z = x * y
-        return z, grad
-
-    def run(x, y):
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(x)
-            tape.watch(y)
-            z = bar(x, y)
-        return z, tape.gradient(z, x), tape.gradient(z, y)
-
-    assert [t.numpy() for t in wrap(run)(tf.constant(2.0), tf.constant(3.0))] == [6.0, 3.0, 2.0]
 
 
 class TestNesting:
@@ -105,7 +56,7 @@ class TestNesting:
 
         return op
 
-    @wraps
+    @WRAPS_AND_XLA
     @decorators
     def test_the_inner_rule_is_by_the_upstream_gradient(self, custom_gradient, wrap):
         op, x = self.op(custom_gradient), tf.constant([0.3, 1.2], tf.float64)
@@ -207,7 +158,7 @@ FUSED = [
 ]
 
 
-@wraps
+@WRAPS_AND_XLA
 @pytest.mark.parametrize(("decorator", "fused"), FUSED)
 class TestFusedBackprop:
     """TensorFlow's way to a second derivative: the inner function closes over `x_grad`."""
@@ -230,31 +181,24 @@ class TestFusedBackprop:
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-@wraps
+@WRAPS_AND_XLA
 @pytest.mark.parametrize("fused", [with_fused_backprop, with_transpose])
 def test_fused_backprop_where_tensorflow_drops_it(fused, wrap):
     op = fused(sgtrick.custom_vjp, lambda ddy, _: 7 * ddy)
     x = tf.constant([0.3, 1.2], tf.float64)
 
-    def forward(f):
-        def run(x):
-            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
-                y = f(x)
-            return accumulator.jvp(y)
-
-        return run
-
-    def mapped(f):
-        return lambda x: tf.vectorized_map(f, x)
-
-    np.testing.assert_array_equal(wrap(forward(derivative(op)))(x), [7.0, 7.0])
+    np.testing.assert_array_equal(wrap(forward_derivative(derivative(op)))(x), [7.0, 7.0])
     if fused is with_fused_backprop:  # the other's inner rule does not depend on its arguments
-        np.testing.assert_array_equal(wrap(derivative(forward(op)))(x), [7.0, 7.0])
-    np.testing.assert_array_equal(wrap(mapped(derivative(derivative(op))))(x), [7.0, 7.0])
-    np.testing.assert_array_equal(wrap(derivative(mapped(derivative(op))))(x), [7.0, 7.0])
+        np.testing.assert_array_equal(wrap(derivative(forward_derivative(op)))(x), [7.0, 7.0])
+    np.testing.assert_array_equal(
+        wrap(mapped_with_loops(derivative(derivative(op))))(x), [7.0, 7.0]
+    )
+    np.testing.assert_array_equal(
+        wrap(derivative(mapped_with_loops(derivative(op))))(x), [7.0, 7.0]
+    )
 
 
-@wraps
+@WRAPS_AND_XLA
 @decorators
 def test_of_variables(custom_gradient, wrap):
     weights = tf.Variable(tf.ones([2]))  # Trainable variable weights
@@ -291,7 +235,7 @@ def test_of_variables(custom_gradient, wrap):
         np.testing.assert_array_equal(t, expected)
 
 
-@wraps
+@WRAPS_AND_XLA
 @decorators
 def test_variables_are_none_where_none_is_read(custom_gradient, wrap):
     @custom_gradient

@@ -304,7 +304,7 @@ class TestDtypes:
         (g,) = gradients(lambda x: h(x) + x, tf.constant(1.0, dtype))
         assert g.dtype == dtype
         # A Python number to the last digit.
-        assert g == tf.cast(expected, dtype) + 1
+        assert g == tf.constant(expected, dtype) + 1
 
     @WRAPS
     def test_of_forward_mode(self, wrap):

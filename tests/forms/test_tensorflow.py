@@ -10,7 +10,6 @@ import re
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import record
@@ -19,7 +18,7 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
-from sgtrick._tensorflow import connections, graphs, overrides, tapes, tracing
+from sgtrick._tensorflow import graphs, overrides, tapes, tracing
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -314,89 +313,8 @@ class TestGraphs:
             + str(found)
         )
 
-    def test_other_captures(self):
-        """A traced function is called with other tensors than it captured."""
-        a, b = tf.constant(3.0), tf.constant(5.0)
-        function = tracing.Traced(lambda x: a * x, [tf.TensorSpec([], tf.float32)])
-        assert [t is a for t in function.captured] == [True]
-        assert function([tf.constant(2.0)], [b]).numpy() == 10
-        assert function([tf.constant(2.0)], [a]).numpy() == 6
-        with tf.GradientTape() as tape:
-            tape.watch(b)
-            y = function([tf.constant(2.0)], [b])
-        assert tape.gradient(y, b).numpy() == 2, (
-            "set_external_captures: what is set has no gradient"
-        )
-
-    def test_what_variables_hold(self):
-        """Handles say it, those that a graph has captured as well."""
-        floats, integers = tf.Variable(1.0), tf.Variable(1)
-
-        def seen():
-            handles = [graphs.as_used(v.handle) for v in (floats, integers)]
-            return [(graphs.is_variable(h), graphs.holds_floats(h)) for h in handles]
-
-        expected = [(True, True), (True, False)]
-        assert seen() == expected, "an eager handle has no _handle_data"
-        found = []
-        traced(lambda x: found.extend(seen()) or x)
-        assert found == expected, "get_resource_handle_data no longer tells what a variable holds"
-
-    def test_xla_is_known_while_tracing(self):
-        seen = []
-
-        def f(x):
-            seen.append(graphs.in_xla(tf.compat.v1.get_default_graph()))
-            return x
-
-        for compiled in (False, True):
-            tf.function(f, jit_compile=compiled)(tf.constant(1.0))
-        assert seen == [False, True], "GraphOrParentsInXlaContext no longer tells XLA while tracing"
-
-
-class TestConnections:
-    def test_host_calls_have_these_names(self):
-        def f(x):
-            ys = [
-                tf.numpy_function(np.sin, [x], tf.float64),
-                tf.numpy_function(np.sin, [x], tf.float64, stateful=False),
-                tf.py_function(tf.sin, [x], tf.float64),
-            ]
-            assert [y.op.type for y in ys] == list(graphs.HOST_CALLS)
-            return ys
-
-        traced(f)
-
-    def test_an_attribute_of_an_override(self):
-        """It says how many of the inputs of the operation are its values."""
-
-        def f(x):
-            kept = overrides.override(
-                [x + 1, x + 2], [x], overrides.Override(lambda *us: [us[0]], lambda batch: [])
-            )
-            nodes = {node.name: node for node in x.graph.as_graph_def().node}
-            assert nodes[kept[0].op.name].attr[connections.VALUES].i == 2, (
-                "Graph._attr_scope no longer sets attributes of operations"
-            )
-            return kept
-
-        traced(f)
-
 
 class TestUses:
-    def test_operations_that_are_new(self):
-        def f(x):
-            y = x + 1
-            before = x.graph.num_operations()
-            z = tf.sin(y) * 2
-            made = x.graph.get_operations()[before:]
-            assert y.op not in made, "Graph.num_operations counts too few"
-            assert made[-1] is z.op, "Graph.get_operations is not in the order of creation"
-            assert [op.type for op in made if op.inputs] == ["Sin", "Mul"]
-            return z
-
-        traced(f)
-
     def test_operations_that_run_eagerly(self):
         x, v, called = tf.constant([0.5]), tf.Variable([1.0]), tf.function(tf.square)
         called(x)

@@ -4,7 +4,6 @@ The function is `t + t^2 / 2` of `t = sum_k a_k sum(sin(x_k)) + ...`: every leaf
 derivative, and the Hessian is full. Leaves without derivatives add a constant to `t`.
 """
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -20,17 +19,12 @@ class Host(Call):
     """A call of `from_numpy`.
 
     Attributes:
-        apart: Whether the gradient is a function of its own.
-        hessian: `hess`, `hessp` or none.
+        hessian: Whether the product of the Hessian and a vector is known.
         above: The engine fails where `t` is larger.
-        careless: Whether the engine spoils its arguments, where it may, and gives the same arrays
-            each time.
     """
 
-    apart: bool = False
-    hessian: str | None = None
+    hessian: bool = False
     above: float = np.inf
-    careless: bool = False
 
     # The engine, on arrays with any number of batch dimensions.
 
@@ -90,38 +84,12 @@ class Host(Call):
             flat[k] = flat[k] + self._over(along, leaf) * slopes[k]
         return self._packed(flat)
 
-    def hess(self, *arguments: Any) -> Any:
-        leaves, t = self._checked(arguments)
-        slopes, bends = self._slopes(leaves), self._slopes(leaves, lambda a: -np.sin(a))
-        front = np.shape(t)
-
-        def block(i: int, j: int) -> Any:
-            if i not in self.live or j not in self.live:
-                return None
-            shape = front + self.leaves[i].event + self.leaves[j].event
-            a, b = slopes[i].reshape((*front, -1, 1)), slopes[j].reshape((*front, 1, -1))
-            h = a * b
-            if i == j:
-                diagonal = (self._over(1 + t, self.leaves[i]) * bends[i]).reshape((*front, -1, 1))
-                h = h + diagonal * np.eye(diagonal.shape[-2])
-            return h.reshape(shape)
-
-        places = range(len(leaves))
-
-        return self._packed([self._packed([block(i, j) for j in places]) for i in places])
-
     def form(self) -> Any:
-        functions: Any = {"fn": self.value, "grad": self.gradient}
-        if not self.apart:
-            functions = {"fn": self.both}
-        if self.hessian is not None:
-            functions[self.hessian] = getattr(self, self.hessian)
         names = "xyz"[: len(self.arguments)]
-        for key, f in functions.items():
-            f = _careless(f) if self.careless else f
-            functions[key] = named(f, names + "v" * (key == "hessp"))
+        fn, hessp = (_careless(f) if self.careless else f for f in (self.both, self.hessp))
         return sgtrick.from_numpy(
-            **functions,
+            named(fn, names),
+            hessp=named(hessp, names + "v") if self.hessian else None,
             event_ndims=self.event_ndims,
             vectorized=self.vectorized,
             has_aux=self.has_aux,
@@ -148,11 +116,6 @@ class Host(Call):
             [hs[k] for k in self.live],
         )
 
-    def _after(self, call: Any) -> None:
-        if self.careless:  # another call harms none that was answered
-            with contextlib.suppress(*LOUD):
-                call(self._points(-0.5))
-
     # What comes.
 
     def verdict(self) -> str:
@@ -164,11 +127,11 @@ class Host(Call):
             if expected is None:
                 is_due = "engine" in str(error)
             else:
-                is_due = self.way == "second" and self.hessian is None and "hessp" in str(error)
+                is_due = self.way == "second" and not self.hessian and "hessp" in str(error)
             return "right" if is_due else f"{error!r}, expected {expected}"
         if expected is None:
             return f"no error, but {came}"
-        if self.way == "second" and self.hessian is None and 0 not in self.batch:
+        if self.way == "second" and not self.hessian and 0 not in self.batch:
             is_loud = all(
                 g is not None and not np.isfinite(np.asarray(g, np.float64)).any()
                 for g in came["second"]
