@@ -136,22 +136,16 @@ def test_structures_arguments_and_methods():
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("rule", "message"),
-        [
-            (lambda p, t: t[0], r"jvp of sine must return \(primal_out, tangent_out\), got"),
-            (lambda p, t: (p, tf.ones([3], tf.float64)), r"tangent of sine\(\.\.\.\) has shape"),
-            (lambda p, t: (p, tf.cast(t[0], tf.float32)), "has dtype float32, the output float64"),
-            (lambda p, t: (p, {"a": t[0]}), "tangent_out must have the structure of sine"),
-        ],
-    )
-    def test_of_what_the_rule_returns(self, rule, message):
+    def test_of_what_the_rule_returns(self):
+        """As with `custom_jvp`, whose tests have the others."""
+
         @sgtrick.custom_vjp
         def sine(x):
             return tf.sin(x), lambda u: u * tf.cos(x)
 
-        sine.defjvp(rule)
-        with pytest.raises((TypeError, ValueError), match=message):
+        sine.defjvp(lambda primals, tangents: tangents[0])
+        message = r"jvp of sine must return \(primal_out, tangent_out\), got"
+        with pytest.raises(TypeError, match=message):
             forward_derivative(sine)(tf.constant(X))
 
     def test_no_function(self):

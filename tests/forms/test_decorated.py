@@ -172,7 +172,7 @@ class TestMethods:
 
 
 @EVERY
-@pytest.mark.parametrize("of", [of_another_name, of_no_name])
+@pytest.mark.parametrize("of", [of_object, of_another_name, of_no_name])
 class TestMethodsByBinding:
     """What makes a method is that a class holds it, not the name of its first parameter."""
 
@@ -223,32 +223,6 @@ class TestMethodsByBinding:
 
 class Model:
     scale = 3.0
-
-
-@EVERY
-@pytest.mark.parametrize("kind", [classmethod, staticmethod])
-@pytest.mark.parametrize("inside", [True, False])
-@WRAPS
-def test_class_methods_and_static_methods(name, kind, inside, wrap):
-    f, decorate = FORMS[name]
-    decorate = decorate(of_object if kind is classmethod else lambda f: functools.partial(f, 4.0))
-    undecorated = of_object(f) if kind is classmethod else lambda x: f(4.0, x)
-
-    class Model:
-        scale = 4.0
-        h = decorate(kind(undecorated)) if inside else kind(decorate(undecorated))
-
-    if name == "custom_jvp" and kind is staticmethod:  # whose rule has no object to ask
-        Model.__dict__["h"].__func__.defjvp(lambda p, t: (None, tenfold(4.0, p[0]) * t[0]))
-    check(Model.h, 4.0, wrap)
-    check(Model().h, 4.0, wrap)
-    if kind is classmethod:
-
-        class Other(Model):
-            scale = 9.0
-
-        check(Other.h, 9.0, wrap)
-        check(Model.h, 4.0, wrap)
 
 
 class Point(NamedTuple):
@@ -311,7 +285,8 @@ def form_of(name, plain, scale=3.0):
     _, decorate = FORMS[name]
     h = decorate(lambda f: functools.partial(f, scale))(plain)
     if name == "custom_jvp":
-        h.defjvp(lambda primals, tangents: (None, tenfold(scale, primals[0]) * tangents[0]))
+        form = getattr(h, "__func__", h)  # that of a static method
+        form.defjvp(lambda primals, tangents: (None, tenfold(scale, primals[0]) * tangents[0]))
     return h
 
 
@@ -354,12 +329,16 @@ def test_callables(name, kind, wrap):
 
 
 @EVERY
-def test_as_a_static_attribute_of_a_class(name):
-    class Model:
-        h = staticmethod(form_of(name, function_of_x(name)))
+@pytest.mark.parametrize("inside", [True, False])
+@WRAPS
+def test_static_methods(name, inside, wrap):
+    plain = function_of_x(name)
 
-    check(Model.h, 3.0)
-    check(Model().h, 3.0)
+    class Model:
+        h = form_of(name, staticmethod(plain)) if inside else staticmethod(form_of(name, plain))
+
+    check(Model.h, 3.0, wrap)
+    check(Model().h, 3.0, wrap)
 
 
 @EVERY

@@ -362,6 +362,23 @@ class TestDtypes:
             wrap(lambda x: gradients(lambda x: h(x) + x, x))(A)
 
     @WRAPS
+    @pytest.mark.parametrize("constant", ["int", "bool", "int of NumPy", "float64"])
+    def test_of_variables_that_are_read(self, constant, wrap):
+        returned, expected = CONSTANTS[constant]
+        v = tf.Variable(2.0)
+        h = sgtrick.custom_vjp(lambda x: (x * v, lambda u, variables: (u * v, [returned(u)])))
+
+        @wrap
+        def run(x):
+            with tf.GradientTape() as tape:
+                y = h(x) + v
+            return tape.gradient(y, v)
+
+        g = run(tf.constant(1.0))
+        assert g.dtype == tf.float32
+        assert g.numpy() == expected + 1
+
+    @WRAPS
     def test_of_some_rows_of_a_variable(self, wrap):
         table = tf.Variable(tf.ones([4, 2]))
 

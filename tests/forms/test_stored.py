@@ -77,12 +77,13 @@ def loaded(tmp_path_factory):
     return load
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_three_times_over(name, loaded, tmp_path):
-    form = loaded(name)
-    for generation in range(3):
-        if generation > 0:
-            form = tf.saved_model.load(store_again(form, tmp_path / str(generation)))
+LONG = [pytest.param(name, marks=[pytest.mark.long] * (name == "implicit_root")) for name in FORMS]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_twice_over(name, loaded, tmp_path):
+    once = loaded(name)
+    for form in (once, tf.saved_model.load(store_again(once, tmp_path))):
         np.testing.assert_allclose(form.f(tf.constant(POINTS)), exact(0), rtol=1e-12)
         for run in (derivative(form.f), tf.function(derivative(form.f))):
             np.testing.assert_allclose(run(tf.constant(POINTS)), exact(1), rtol=1e-12)

@@ -171,6 +171,14 @@ class TestExactlyWhatIsReturned:
             found = gradients(wrap, twice, [x, b], [w], 1.0)
         np.testing.assert_allclose(found, [3 * 5 * 4 * 9, 5 * 8 * 2 * 3, 8 * 9])
 
+    def test_beside_the_same_variable_twice(self, wrap):
+        b = tf.Variable(3.0)
+        h = sgtrick.with_gradient(
+            lambda x, p, q: x**3 * p * q, lambda x, p, q, variables: (3 * x**2 * p * q, [])
+        )
+        found = gradients(wrap, lambda x: h(x, b, b), [tf.constant(2.0)], [b], 1.0)
+        np.testing.assert_allclose(found, [3 * 4 * 9, 8 * 2 * 3])
+
     def test_for_each_entry_of_a_batch(self, wrap):
         w = tf.Variable([1.0, 2.0])
         h = sgtrick.with_gradient(
@@ -552,10 +560,23 @@ class TestReferenceVariables:
         with tf.Graph().as_default():
             yield tf.compat.v1.get_variable("v", [], use_resource=False)
 
+    READS = {
+        "read": lambda v, x: x * v,
+        "in a branch": lambda v, x: tf.cond(x > 0, lambda: x * v, lambda: x),
+        "in a function": lambda v, x: tf.function(lambda x: x * v)(x),
+        "returned": lambda v, x: v,
+        "made": lambda v, x: x * tf.compat.v1.get_variable("v/inside", [], use_resource=False),
+    }
+
     @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
-    def test_as_an_argument(self, v, form):
+    def test_are_refused(self, v, form):
         with pytest.raises(TypeError, match=self.MATCH.format("x")):
             form(lambda x: x**2, lambda x: 2 * x)(v)
+        named = r"(v.*, which the function reads,|the result of <lambda>|<lambda>\(\.\.\.\))"
+        for read in self.READS.values():
+            h = form(lambda x, read=read: read(v, x), lambda x: v)
+            with pytest.raises(TypeError, match=self.MATCH.format(named)):
+                h(tf.constant(2.0))
 
     def test_in_a_structure(self, v):
         with pytest.raises(TypeError, match=self.MATCH.format(r"x\['v'\]")):
@@ -563,25 +584,6 @@ class TestReferenceVariables:
         form = sgtrick.custom_vjp(lambda x, n: (x["v"] ** n, lambda u: ({"v": u}, None)))
         with pytest.raises(TypeError, match=self.MATCH.format(r"x\['v'\]")):
             form({"v": v}, 2)
-
-    @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
-    @pytest.mark.parametrize(
-        "read",
-        [
-            lambda v, x: x * v,
-            lambda v, x: x * v.value(),
-            lambda v, x: tf.cond(x > 0, lambda: x * v, lambda: x),
-            lambda v, x: tf.function(lambda x: x * v)(x),
-            lambda v, x: v,
-            lambda v, x: x * tf.compat.v1.get_variable("v/inside", [], use_resource=False),
-        ],
-        ids=["read", "value", "branch", "function", "returned", "made"],
-    )
-    def test_that_the_function_reads(self, v, form, read):
-        named = r"(v.*, which the function reads,|the result of <lambda>|<lambda>\(\.\.\.\))"
-        h = form(lambda x: read(v, x), lambda x: v)
-        with pytest.raises(TypeError, match=self.MATCH.format(named)):
-            h(tf.constant(2.0))
 
     @pytest.mark.parametrize("form", FORMS_OF_FUNCTIONS.values(), ids=FORMS_OF_FUNCTIONS)
     def test_resource_variables_are_not_refused(self, form):

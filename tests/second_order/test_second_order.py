@@ -436,6 +436,14 @@ class TestNoFalseAlarms:
         by_rate = wrap(run)(tf.constant(POINTS), tf.constant(0.1, tf.float64))
         np.testing.assert_allclose(by_rate, -np.sum(exact(1)), rtol=1e-9)
 
+    def test_a_mapped_step_differentiated_by_its_rate(self):
+        x, rate = tf.constant(POINTS), tf.constant(0.1, tf.float64)
+        slope = derivative(FIRST_ORDER["custom_gradient"])
+        with tf.GradientTape(watch_accessed_variables=False) as outer:
+            outer.watch([x, rate])
+            stepped = mapped(lambda x: x - rate * slope(x))(x)
+        np.testing.assert_allclose(outer.gradient(stepped, rate), -np.sum(exact(1)), rtol=1e-9)
+
     @pytest.mark.parametrize("name", ["custom_gradient", "with_gradient, host", "from_numpy"])
     @WRAPS
     def test_hmc_in_a_tape(self, name, wrap):

@@ -7,7 +7,7 @@ import tensorflow as tf
 import sgtrick
 from matrix import spread, traced
 from matrix.problem import SLIPS
-from shared import compiled, derivative, looped
+from shared import WRAPS_AND_XLA, compiled, derivative, looped
 
 X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
 ALONG = np.array([[0.7, -1.1, 0.4], [-0.3, 0.8, 1.9]])  # tangents, or upstream gradients
@@ -150,31 +150,29 @@ class TestRulesThatAreNotLinear:
         np.testing.assert_allclose(linear(x, along), [2.0 - 1j, 4 + 1j], rtol=1e-12)
 
     @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
-    def test_of_several_outputs_together(self, way):
+    def test_of_several_together(self, way):
+        """Outputs or arguments, of which each alone is linear."""
         two = sgtrick.custom_vjp(lambda x: ((2 * x, 3 * x), tf.maximum))
-        run = WAYS[way](forward, lambda x: tf.add_n(two(x)))
-        assert is_loud(run, tf.constant(X), tf.constant(ALONG))
-
-    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
-    def test_of_several_arguments_together(self, way):
         form = sgtrick.custom_jvp(lambda x, y: x + y)
         form.defjvp(lambda primals, tangents: (sum(primals), tf.maximum(*tangents)))
-        run = WAYS[way](reverse, lambda x: form(x, 2 * x))
-        assert is_loud(run, tf.constant(X), tf.constant(ALONG))
+        for run in (
+            WAYS[way](forward, lambda x: tf.add_n(two(x))),
+            WAYS[way](reverse, lambda x: form(x, 2 * x)),
+        ):
+            assert is_loud(run, tf.constant(X), tf.constant(ALONG))
 
-    def test_the_errors(self):
-        message = "Forward mode transposes the gradient function.*is not linear"
-        run = forward(with_vjp(NOT_LINEAR["relu"]))
-        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
-            run(tf.constant(X), tf.constant(ALONG))
-        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-            tf.function(run)(tf.constant(X), tf.constant(ALONG))
-        message = "Reverse mode transposes the JVP rule.*is not linear"
-        run = reverse(with_jvp(NOT_LINEAR["abs"]))
-        with pytest.raises(LookupError, match=message):
-            run(tf.constant(X), tf.constant(ALONG))
-        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-            tf.function(run)(tf.constant(X), tf.constant(ALONG))
+    @pytest.mark.parametrize(
+        ("run", "message"),
+        [
+            (forward(with_vjp(NOT_LINEAR["relu"])), "Forward mode transposes the gradient function.*is not linear"),
+            (reverse(with_jvp(NOT_LINEAR["abs"])), "Reverse mode transposes the JVP rule.*is not linear"),
+        ],
+        ids=["forward", "reverse"],
+    )  # fmt: skip
+    def test_the_errors(self, run, message):
+        for wrapped in (run, tf.function(run)):
+            with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
+                wrapped(tf.constant(X), tf.constant(ALONG))
 
     @pytest.mark.parametrize("way", [w for w in WAYS if "loop" not in w])
     @pytest.mark.parametrize("rule", ["relu", "clipped", "norm"])
@@ -267,18 +265,6 @@ class TestLinearRules:
         atol = digits * np.max(np.abs(expected))
         np.testing.assert_allclose(tf.cast(came, "float64"), expected, atol=atol)
 
-    @FORM
-    def test_are_evaluated_twice(self, form):
-        make, mode = TRANSPOSED[form]
-        count = tf.Variable(0)
-
-        def rule(u, x):
-            with tf.control_dependencies([count.assign_add(1)]):
-                return tf.identity(u) * x
-
-        mode(make(rule))(tf.constant(X), tf.constant(ALONG))
-        assert count.numpy() == 2
-
 
 def _scaled(pull):
     return sgtrick.custom_vjp(lambda x: (2 * x, pull))
@@ -308,16 +294,14 @@ class TestRulesInRules:
 
         return way(run)(tf.constant(X), tf.constant(ALONG))
 
-    @pytest.mark.parametrize("way", [lambda f: f, tf.function, compiled])
-    def test_mixed_derivatives(self, way):
-        np.testing.assert_allclose(self.mixed(self.RIGHT, way), 2 * np.cos(X), rtol=1e-12)
-        assert is_loud(lambda: self.mixed(self.WRONG, way))
-
-    def test_the_error_of_mixed_derivatives(self):
-        with pytest.raises(LookupError, match=r"mixed derivative.*not linear"):
-            self.mixed(self.WRONG, lambda f: f)
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"mixed derivative.*not linear"):
-            self.mixed(self.WRONG, tf.function)
+    @WRAPS_AND_XLA
+    def test_mixed_derivatives(self, wrap):
+        np.testing.assert_allclose(self.mixed(self.RIGHT, wrap), 2 * np.cos(X), rtol=1e-12)
+        assert is_loud(lambda: self.mixed(self.WRONG, wrap))
+        if wrap is not compiled:
+            errors = (LookupError, tf.errors.InvalidArgumentError)
+            with pytest.raises(errors, match=r"mixed derivative.*not linear"):
+                self.mixed(self.WRONG, wrap)
 
     @pytest.mark.parametrize("way", ["eager", "in tf.function", "in XLA"])
     def test_forward_over_reverse(self, way):
