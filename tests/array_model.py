@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import sgtrick
-from forms import forward_derivative
+from shared import forward_derivative
 
 RANDOM = np.random.default_rng(7)
 W = RANDOM.normal(size=(3, 2))

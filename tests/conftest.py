@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-sys.path.insert(0, str(Path(__file__).parent))  # tests/matrix, for xdist's workers too
+sys.path.insert(0, str(Path(__file__).parent))  # what folders share, for xdist too
 
 
 def pytest_configure(config):

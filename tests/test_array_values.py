@@ -30,8 +30,8 @@ from array_model import (
 )
 
 import sgtrick
-from forms import derivative, forward_derivative
 from matrix import traced
+from shared import derivative, forward_derivative
 
 tfd = tfp.distributions
 RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)

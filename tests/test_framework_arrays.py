@@ -16,8 +16,8 @@ from array_model import (
 from test_array_hessians import of_a_likelihood, reverse_over_forward, reverse_over_reverse
 
 import sgtrick
-from forms import forward_derivative
 from matrix import traced
+from shared import forward_derivative
 
 # PyTorch's, of itself, at its first derivative in forward mode.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

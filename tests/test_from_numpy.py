@@ -18,10 +18,10 @@ from tensorflow.python.autograph.pyct import transpiler
 import engines
 import sgtrick
 import sgtrick._host.from_numpy
-from forms import derivative
 from matrix import CELLS, Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS, POINTS
+from shared import derivative
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)

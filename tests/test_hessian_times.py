@@ -10,9 +10,9 @@ import tensorflow as tf
 
 import engines
 import sgtrick
-from forms import derivative, mapped
 from hanging import HANGS
 from matrix import spread
+from shared import derivative, mapped
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)

@@ -10,11 +10,11 @@ import scipy.sparse.linalg
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-from forms import FIRST_WAYS, derivative, forward_derivative, on_host
 from matrix import Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS
 from sgtrick import _implicit, from_numpy, implicit_reparameterize, implicit_root
+from shared import FIRST_WAYS, derivative, forward_derivative, on_host
 
 tfd = tfp.distributions
 

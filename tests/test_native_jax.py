@@ -17,8 +17,8 @@ from test_array_hessians import (
 )
 
 import sgtrick
-from forms import derivative
 from matrix import traced
+from shared import derivative
 
 pytest.importorskip("jax.experimental.jax2tf", reason="JAX is not installed")
 import jax

@@ -17,7 +17,6 @@ import tf_keras
 
 import keras_model
 import sgtrick
-from sgtrick.tfp import Factor, LogDensity
 
 _random = np.random.default_rng(11)
 A, T = _random.normal(size=(12, 3)), _random.normal(size=12)
@@ -98,46 +97,8 @@ def implicit_root(w, b, a, t):
     return value(sgtrick.implicit_root(lambda r, w: r**3 - w, root, w) ** 3, b, a, t)
 
 
-def straight_through(w, b, a, t):
-    return value(sgtrick.straight_through(tf.stop_gradient(w), w), b, a, t)
-
-
-def stop_gradient(w, b, a, t):
-    halves = [sgtrick.stop_gradient(w, where=where) for where in ([0, 1], [2])]
-    return value(tf.concat([halves[1][:2], halves[0][2:]], 0), b, a, t)
-
-
 def clip_gradient(w, b, a, t):
     return value(sgtrick.clip_gradient(w, -1e9, 1e9), b, a, t)
-
-
-def reverse_gradient(w, b, a, t):
-    return value(sgtrick.reverse_gradient(sgtrick.reverse_gradient(w)), b, a, t)
-
-
-def magic_box(w, b, a, t):
-    return sgtrick.magic_box(value(w, b, a, t))
-
-
-def implicit_reparameterize(w, b, a, t):
-    def cdf(sample, loc):
-        return tf.math.erfc((loc - sample) / 2**0.5) / 2
-
-    w = tf.convert_to_tensor(w)
-    return value(sgtrick.implicit_reparameterize(cdf, w + 0.5, w) - 0.5, b, a, t)
-
-
-def factor(w, b, a, t):
-    return Factor(custom_gradient(w, b, a, t)).log_prob(tf.zeros([0], tf.float64))
-
-
-def log_density(w, b, a, t):
-    return LogDensity(lambda w: custom_gradient(w, b, a, t), 3, tf.float64).log_prob(w)
-
-
-def scale_gradient(w, b, a, t):
-    half = (tf.convert_to_tensor(w) + tf.stop_gradient(w)) / 2
-    return value(sgtrick.scale_gradient(half, 2), b, a, t)
 
 
 FORMS = {
@@ -153,15 +114,7 @@ FORMS = {
     "custom_jvp": custom_jvp,
     "from_numpy": sgtrick.from_numpy(engine, event_ndims=(1, 0, 2, 1)),
     "implicit_root": implicit_root,
-    "straight_through": straight_through,
-    "scale_gradient": scale_gradient,
-    "reverse_gradient": reverse_gradient,
-    "stop_gradient": stop_gradient,
     "clip_gradient": clip_gradient,
-    "magic_box": magic_box,
-    "implicit_reparameterize": implicit_reparameterize,
-    "Factor": factor,
-    "LogDensity": log_density,
 }
 
 

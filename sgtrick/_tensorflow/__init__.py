@@ -2,5 +2,5 @@
 
 TensorFlow's public interface cannot override a gradient in forward mode or in `tf.vectorized_map`,
 nor free what an override holds. If a version of TensorFlow removes one of these names,
-`tests/test_tensorflow.py` fails and names what is missing.
+`tests/forms/test_tensorflow.py` fails and names what is missing.
 """

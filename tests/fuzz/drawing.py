@@ -23,10 +23,10 @@ SETTINGS = settings(
     print_blob=False,
     report_multiple_bugs=False,
 )
-MANY = settings(SETTINGS, max_examples=1000)
+MANY = settings(SETTINGS, max_examples=1000, phases=[Phase.generate])
 
 
-def check_some(strategy: SearchStrategy, seed: int, count: int, check: Check, shrink: bool) -> None:
+def check_some(strategy: SearchStrategy, seed: int, count: int, check: Check) -> None:
     """Checks some of what a seed draws.
 
     Args:
@@ -34,23 +34,18 @@ def check_some(strategy: SearchStrategy, seed: int, count: int, check: Check, sh
         seed: Of the draws.
         count: How many are checked.
         check: Raises an AssertionError.
-        shrink: Whether to make smaller what is wrong.
 
     Raises:
-        AssertionError: For the smallest that is wrong.
+        AssertionError: For the first that is wrong.
     """
     for drawn in _some(strategy, seed, count):
-        try:
-            check(drawn)
-        except AssertionError:
-            if shrink:
-                _check_smaller(strategy, seed, drawn, check)
-            raise
+        check(drawn)
 
 
 def _some(strategy: SearchStrategy, seed: int, count: int) -> list[Any]:
     drawn: list[Any] = []
-    _draw(strategy, seed, settings(MANY, phases=[Phase.generate]), lambda d: drawn.append(d))
+    draw = MANY(hypothesis.given(strategy)(lambda d: drawn.append(d)))
+    hypothesis.seed(seed)(draw)()
     chosen = list(_in_turn({repr(d): d for d in drawn}.values(), random.Random(seed)))
     return chosen[:count]
 
@@ -69,20 +64,3 @@ def _in_turn(drawn: Iterable[Any], order: random.Random) -> Iterable[Any]:
             yield by_form[form].pop()
             if not by_form[form]:
                 del by_form[form]
-
-
-def _check_smaller(strategy: SearchStrategy, seed: int, found: Any, check: Check) -> None:
-    """Draws the same again, up to what was found, and lets Hypothesis shrink it."""
-    is_reached = False
-
-    def check_after(drawn: Any) -> None:
-        nonlocal is_reached
-        is_reached |= drawn == found
-        if is_reached:
-            check(drawn)
-
-    _draw(strategy, seed, MANY, check_after)
-
-
-def _draw(strategy: SearchStrategy, seed: int, options: settings, function: Check) -> None:
-    hypothesis.seed(seed)(options(hypothesis.given(strategy)(function)))()

@@ -4,7 +4,6 @@ The function is `t + t^2 / 2` of `t = sum_k a_k sum(sin(x_k)) + ...`: every leaf
 derivative, and the Hessian is full. Leaves without derivatives add a constant to `t`.
 """
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -14,27 +13,18 @@ import tensorflow as tf
 import sgtrick
 from fuzz.calls import LOUD, Call, named
 
-FAULTS = ("value", "gradient", "structure", "no gradient", "complex", "text")
-
 
 @dataclasses.dataclass(frozen=True)
 class Host(Call):
     """A call of `from_numpy`.
 
     Attributes:
-        apart: Whether the gradient is a function of its own.
-        hessian: `hess`, `hessp` or none.
+        hessian: Whether the product of the Hessian and a vector is known.
         above: The engine fails where `t` is larger.
-        careless: Whether the engine spoils its arguments, where it may, and gives the same arrays
-            each time.
-        method: Whether it is a method, of one of two objects.
     """
 
-    apart: bool = False
-    hessian: str | None = None
+    hessian: bool = False
     above: float = np.inf
-    careless: bool = False
-    method: bool = False
 
     # The engine, on arrays with any number of batch dimensions.
 
@@ -66,9 +56,6 @@ class Host(Call):
     def value(self, *arguments: Any) -> Any:
         _, t = self._checked(arguments)
         y = t + t**2 / 2
-        y = {"value": lambda: y[..., None], "complex": lambda: y + 1j, "text": lambda: "y"}.get(
-            self.fault, lambda: y
-        )()
         return (y, np.stack([t, 2 * t], -1)) if self.has_aux else y
 
     def gradient(self, *arguments: Any) -> Any:
@@ -77,10 +64,7 @@ class Host(Call):
             self._over(1 + t, leaf) * slope if leaf.live and leaf.known else None
             for leaf, slope in zip(self.leaves, self._slopes(leaves), strict=True)
         ]
-        if self.fault == "gradient":
-            flat = [None if g is None else g[..., None] for g in flat]
-        packed = self._packed(flat)
-        return (packed, None, None, None) if self.fault == "structure" else packed
+        return self._packed(flat)
 
     def both(self, *arguments: Any) -> Any:
         return self.value(*arguments), self.gradient(*arguments)
@@ -100,57 +84,23 @@ class Host(Call):
             flat[k] = flat[k] + self._over(along, leaf) * slopes[k]
         return self._packed(flat)
 
-    def hess(self, *arguments: Any) -> Any:
-        leaves, t = self._checked(arguments)
-        slopes, bends = self._slopes(leaves), self._slopes(leaves, lambda a: -np.sin(a))
-        front = np.shape(t)
-
-        def block(i: int, j: int) -> Any:
-            if i not in self.live or j not in self.live:
-                return None
-            shape = front + self.leaves[i].event + self.leaves[j].event
-            a, b = slopes[i].reshape((*front, -1, 1)), slopes[j].reshape((*front, 1, -1))
-            h = a * b
-            if i == j:
-                diagonal = (self._over(1 + t, self.leaves[i]) * bends[i]).reshape((*front, -1, 1))
-                h = h + diagonal * np.eye(diagonal.shape[-2])
-            return h.reshape(shape)
-
-        places = range(len(leaves))
-
-        return self._packed([self._packed([block(i, j) for j in places]) for i in places])
-
-    def form(self, executor: Any) -> Any:
-        functions: Any = {"fn": self.value, "grad": self.gradient}
-        if not self.apart:
-            functions = {"fn": self.both}
-        if self.fault == "no gradient":
-            functions = {"fn": self.value}
-        if self.hessian is not None:
-            functions[self.hessian] = getattr(self, self.hessian)
+    def form(self) -> Any:
         names = "xyz"[: len(self.arguments)]
-        for key, f in functions.items():
-            f = _careless(f) if self.careless else f
-            functions[key] = named(f, names + "v" * (key == "hessp"), self.method)
-        engine = sgtrick.from_numpy(
-            **functions,
+        fn, hessp = (_careless(f) if self.careless else f for f in (self.both, self.hessp))
+        return sgtrick.from_numpy(
+            named(fn, names),
+            hessp=named(hessp, names + "v") if self.hessian else None,
             event_ndims=self.event_ndims,
             vectorized=self.vectorized,
             has_aux=self.has_aux,
             dtype=self.dtype,
-            executor=executor,
             on_error=self.on_error,
             name="engine",
         )
-        if not self.method:
-            return engine
-        owner = type("Owner", (_Owner,), {"engine": engine})
-        assert owner(is_used=False).engine.calls == 0
-        return owner(is_used=True).engine
 
     def member(self, arrays: list[np.ndarray], vs: list[np.ndarray]) -> Any:
-        """By NumPy, from the engine without its fault."""
-        good = dataclasses.replace(self, fault=None, vectorized=False)
+        """By NumPy."""
+        good = dataclasses.replace(self, vectorized=False)
         arguments = tf.nest.pack_sequence_as(self.arguments, arrays)
         try:
             y = good.value(*arguments)
@@ -166,46 +116,28 @@ class Host(Call):
             [hs[k] for k in self.live],
         )
 
-    def _after(self, call: Any) -> None:
-        if self.careless:  # another call harms none that was answered
-            with contextlib.suppress(*LOUD):
-                call(self._points(-0.5))
-
     # What comes.
 
     def verdict(self) -> str:
         """`right`, or what is wrong."""
         expected = self.expected()
-        with self.pool() as pool:
-            form = self.form(pool)
-            try:
-                came = self._came(form)
-            except LOUD as error:
-                if expected is None:
-                    is_due = "engine" in str(error)
-                else:
-                    is_due = self.way == "second" and self.hessian is None and "hessp" in str(error)
-                return "right" if is_due else f"{error!r}, expected {expected}"
+        try:
+            came = self._came(self.form())
+        except LOUD as error:
+            if expected is None:
+                is_due = "engine" in str(error)
+            else:
+                is_due = self.way == "second" and not self.hessian and "hessp" in str(error)
+            return "right" if is_due else f"{error!r}, expected {expected}"
         if expected is None:
             return f"no error, but {came}"
-        if self.way == "second" and self.hessian is None and 0 not in self.batch:
+        if self.way == "second" and not self.hessian and 0 not in self.batch:
             is_loud = all(
                 g is not None and not np.isfinite(np.asarray(g, np.float64)).any()
                 for g in came["second"]
             )
             return "right" if is_loud else f"no error without a Hessian, but {came}"
         return self._compared(came, expected) or "right"
-
-
-class _Owner:
-    """What an engine is a method of."""
-
-    def __init__(self, is_used: bool) -> None:
-        self.is_used = is_used
-
-    def own(self, f: Any) -> Any:
-        assert self.is_used, "another object is used"
-        return f
 
 
 def _careless(f: Any) -> Any:

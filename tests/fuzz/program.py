@@ -1,8 +1,6 @@
-"""A composition of pieces: what it should give, what it gives, and its text."""
+"""A composition of pieces: what it should give, and what it gives."""
 
-import ast
 import dataclasses
-import inspect
 import pathlib
 import traceback
 from collections.abc import Callable
@@ -59,7 +57,7 @@ class Program:
         """By eager tapes of the true function in 64 bits, None where there is nothing to expect."""
         f = self.function.true
         for step in self.steps:
-            f = pieces.by_tapes(step)(f)
+            f = pieces.BY_TAPES[step](f)
         try:
             return f(
                 tf.cast(self.point(), tf.complex128 if self.is_complex else tf.float64)
@@ -115,44 +113,3 @@ class Program:
             f"Program({self.function.__name__}, {self.rule.__name__}, {self.form.__name__}, "
             f"({steps}), {self.shape}, {self.members}, {self.dtype!r})"
         )
-
-    def script(self) -> str:
-        """The same as a program that runs by itself."""
-        used = [self.function, self.rule, self.form]
-        used += [f for step in self.steps for f in (step, pieces.by_tapes(step))]
-        texts: dict[str, str] = {}
-        while used:
-            piece = used.pop()
-            if piece.__name__ not in texts:
-                texts[piece.__name__] = inspect.getsource(piece)
-                nodes = list(ast.walk(ast.parse(texts[piece.__name__])))
-                names = {node.id for node in nodes if isinstance(node, ast.Name)}
-                names -= {node.arg for node in nodes if isinstance(node, ast.arg)}
-                used += [vars(pieces)[name] for name in sorted(names & PIECES)]
-        form = f"{self.form.__name__}({self.function.__name__}, {self.rule.__name__})"
-        came, expected = form, f"{self.function.__name__}.true"
-        for step in self.steps:
-            came = f"{step.__name__}({came})"
-            expected = f"{pieces.by_tapes(step).__name__}({expected})"
-        wide = "complex128" if self.is_complex else "float64"
-        return "\n\n".join(
-            [
-                "import functools\nimport tempfile\n\nimport numpy as np\n"
-                "import tensorflow as tf\n\nimport sgtrick\n\n"
-                "ONE, SCALE = tf.Variable(1.0, trainable=False), tf.Variable(1.0)",
-                *texts.values(),
-                f"x = tf.constant({self.point().tolist()}, tf.{self.dtype})\n"
-                f"expected = {expected}(tf.cast(x, tf.{wide}))\n"
-                'print("expected", expected)\n'
-                f"came = {came}(x)\n"
-                'print("came", came)\n',
-            ]
-        )
-
-
-# The names of those that are defined in their module.
-PIECES = {
-    name
-    for name, value in vars(pieces).items()
-    if str(getattr(value, "__module__", "")).startswith(pieces.__name__) and value.__name__ == name
-}

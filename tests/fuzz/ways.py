@@ -64,20 +64,6 @@ def replaced(host, points, xs):
 
 
 def vectorized_map(host, call, points):
-    return mapped(host, call, points, tf.vectorized_map)
-
-
-def map_fn(host, call, points):
-    def over_members(f, elems):
-        like = tf.nest.map_structure(
-            lambda t: tf.TensorSpec(None, t.dtype), f([e[0] for e in elems])
-        )
-        return tf.map_fn(f, elems, fn_output_signature=like)
-
-    return mapped(host, call, points, over_members)
-
-
-def mapped(host, call, points, over):
     """Over the first dimension of the batch, of those points that have it."""
     kinds = [leaf.kind for leaf in host.leaves]
     points = [x if kind == "number" else tf.convert_to_tensor(x)
@@ -96,7 +82,7 @@ def mapped(host, call, points, over):
                 flat[k] = row
             return call(flat)
 
-        return over(member, [own[k] for k in places])
+        return tf.vectorized_map(member, [own[k] for k in places])
 
     return eager(host, call_mapped, points)
 

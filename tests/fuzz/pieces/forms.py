@@ -1,11 +1,10 @@
 """Forms, on computations of the value that have twice its derivative."""
 
-import numpy as np
 import tensorflow as tf
 
 import sgtrick
-from fuzz.pieces.functions import Asinh, conj, hess, hessian, hessian_times
-from fuzz.pieces.rules import copied_by_host, is_near
+from fuzz.pieces.functions import Asinh, conj, hessian, hessian_times
+from fuzz.pieces.rules import is_near
 
 
 def misled(function, x):
@@ -20,18 +19,6 @@ def with_gradient_in_part(function, rule):
     """The other argument keeps autodiff, and is made of x as well."""
 
     @sgtrick.with_gradient(grad=lambda x, scale: rule(function, x) * scale)
-    def form(x, scale):
-        return misled(function, x) * scale
-
-    return lambda x: form(x, tf.exp(tf.reduce_mean(x))) * tf.exp(-tf.reduce_mean(x))
-
-
-def with_gradient_scaled_by_host(function, rule):
-    """Of which the gradient gets a half of the other argument."""
-
-    @sgtrick.with_gradient(
-        grad=lambda x, scale: rule(function, x) * (scale + copied_by_host(scale)) / 2
-    )
     def form(x, scale):
         return misled(function, x) * scale
 
@@ -69,13 +56,6 @@ def misled_only_in_eager(function, x):
 
 def with_gradient_only_in_eager(function, rule):
     return with_gradient_closing_over_a_scale(function, rule, value=misled_only_in_eager)
-
-
-def with_gradient_closing_over_what_host_scales(function, rule):
-    """Of which the gradient gets a half from the host."""
-    return with_gradient_closing_over_a_scale(
-        function, rule, lambda scale: (scale + copied_by_host(scale)) / 2
-    )
 
 
 def from_value_and_gradient(function, rule):
@@ -146,20 +126,6 @@ def custom_vjp_closing_over_a_scale(function, rule):
     return run
 
 
-def custom_jvp_of_one_tensor_twice(function, rule):
-    form = sgtrick.custom_jvp(lambda x, z: misled(function, x) * tf.exp(tf.reduce_mean(z)))
-
-    @form.defjvp
-    def _(primals, tangents):
-        (x, z), (along_x, along_z) = primals, tangents
-        moved = function.push(rule(function, x), along_x)
-        return None, tf.exp(tf.reduce_mean(z)) * (
-            moved + function.true(x) * tf.reduce_mean(along_z)
-        )
-
-    return lambda x: form(x, x) * tf.exp(-tf.reduce_mean(x))
-
-
 def custom_jvp_on_host(function, rule):
     """Which cannot be transposed."""
     form = sgtrick.custom_jvp(lambda x: misled(function, x))
@@ -169,20 +135,6 @@ def custom_jvp_on_host(function, rule):
         return None, function.push(rule(function, primals[0]), host(tangents[0]))
 
     return form
-
-
-def custom_vjp_of_one_tensor_twice(function, rule):
-    @sgtrick.custom_vjp
-    def form(x, z):
-        scale, y = tf.exp(tf.reduce_mean(z)), function.true(x)
-
-        def grad_fn(u):
-            by_z = tf.reduce_sum(u * y) * scale / tf.cast(tf.size(z), z.dtype)
-            return function.pull(rule(function, x), u * scale), by_z * tf.ones_like(z)
-
-        return misled(function, x) * scale, grad_fn
-
-    return lambda x: form(x, x) * tf.exp(-tf.reduce_mean(x))
 
 
 def host(u):
@@ -249,36 +201,6 @@ def from_numpy_with_hessp(function, rule):
     return run
 
 
-def from_numpy_with_hess(function, rule):
-    """And its gradient apart."""
-    del rule
-
-    def run(x):
-        return sgtrick.from_numpy(
-            lambda x: function.engine(x)[0],
-            grad=lambda x: function.engine(x)[1],
-            hess=lambda x: hess(function, x),
-            event_ndims=0 if function is Asinh else x.shape.rank,
-        )(x)
-
-    return run
-
-
-def from_numpy_vectorized(function, rule):
-    del rule
-
-    def run(x):
-        ndims = 0 if function is Asinh else x.shape.rank
-        point = f"({','.join('mn'[:ndims])})"
-        both = np.vectorize(function.engine, "dd", signature=f"{point}->(),{point}")
-        hessp = np.vectorize(function.hessp, "d", signature=f"{point},{point}->{point}")
-        return sgtrick.from_numpy(
-            lambda x: both(x), hessp=lambda x, v: hessp(x, v), event_ndims=ndims, vectorized=True
-        )(x)
-
-    return run
-
-
 def custom_gradient_with_hx(function, rule):
     def run(x):
         value, hx = misled(function, x), hessian(function, x)
@@ -299,14 +221,6 @@ def custom_gradient_with_a_function_hx(function, rule):
     return run
 
 
-def custom_gradient_without_curvature(function, rule):
-    """The identity, of which the Hessian is zero, before a form."""
-    form = custom_vjp(function, rule)
-    return lambda x: form(
-        sgtrick.custom_gradient(x * 1, tf.ones_like(x), x, batch_ndims=x.shape.rank, hx=0)
-    )
-
-
 def custom_vjp_in_a_function(function, rule):
     """Which closes over what was computed outside of the function that it is called in."""
 
@@ -316,17 +230,6 @@ def custom_vjp_in_a_function(function, rule):
         return tf.function(form)(x)
 
     return run
-
-
-def custom_vjp_closing_over_an_array(function, rule):
-    @sgtrick.custom_vjp
-    def form(x):
-        j = rule(function, x)
-        array = tf.TensorArray(j.dtype, 1, element_shape=j.shape, clear_after_read=False)
-        array = array.write(0, j)
-        return misled(function, x), lambda u: function.pull(array.read(0), u)
-
-    return form
 
 
 def with_gradient_in_a_branch(function, rule):
@@ -392,48 +295,9 @@ def implicit_root(function, rule):
     return run
 
 
-def implicit_reparameterize(function, rule):
-    form = custom_vjp(function, rule)
-
-    def run(x):
-        return sgtrick.implicit_reparameterize(
-            lambda y, x: tf.sigmoid((y - form(x)) * (2 + tf.sin(y))), misled(function, x), x
-        )
-
-    return run
-
-
-def straight_through(function, rule):
-    return lambda x: sgtrick.straight_through(misled(function, x), custom_vjp(function, rule)(x))
-
-
-def scale_gradient(function, rule):
-    """There and back, by reversing it twice on the way."""
-    form = custom_vjp(function, rule)
-
-    def run(x):
-        x = sgtrick.reverse_gradient(sgtrick.scale_gradient(x, 2))
-        return form(sgtrick.scale_gradient(x, -0.5))
-
-    return run
-
-
 def clip_gradient(function, rule):
     """As far out as nobody goes."""
     return lambda x: sgtrick.clip_gradient(custom_vjp(function, rule)(x), -1e6, 1e6)
-
-
-def stop_gradient(function, rule):
-    """Of every other entry, and of the rest."""
-    form = custom_vjp(function, rule)
-
-    def run(x):
-        n = tf.reshape(tf.range(tf.size(x)), tf.shape(x))
-        even, odd = tf.equal(n % 2, 0), tf.equal(n % 2, 1)
-        some, rest = sgtrick.stop_gradient(x, where=even), sgtrick.stop_gradient(x, where=odd)
-        return form(some + rest - tf.stop_gradient(x))
-
-    return run
 
 
 def magic_box(function, rule):
@@ -447,35 +311,33 @@ def magic_box(function, rule):
 
 
 FORMS = (
-    with_gradient, with_gradient_in_part, with_gradient_scaled_by_host,
-    with_gradient_of_one_tensor_twice, custom_jvp_of_one_tensor_twice,
-    custom_vjp_of_one_tensor_twice, with_gradient_closing_over_a_scale,
-    with_gradient_closing_over_what_host_scales, with_gradient_only_in_eager,
+    with_gradient, with_gradient_in_part,
+    with_gradient_of_one_tensor_twice,
+    with_gradient_closing_over_a_scale,
+    with_gradient_only_in_eager,
     with_gradient_of_a_variable,
     from_value_and_gradient, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_vjp, custom_vjp_on_host,
     custom_jvp_on_host, custom_vjp_of_a_variable,
     custom_gradient, custom_gradient_with_hx, custom_gradient_with_a_function_hx,
-    custom_gradient_without_curvature,
     custom_gradient_stopped_by_hand, custom_gradient_with_hx_stopped_by_hand, from_numpy,
-    from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized, custom_vjp_in_a_function,
-    custom_vjp_closing_over_an_array, custom_vjp_closing_over_a_scale, with_gradient_in_a_branch,
-    implicit_root, implicit_reparameterize, straight_through, scale_gradient, clip_gradient,
-    stop_gradient, magic_box,
+    from_numpy_with_hessp, custom_vjp_in_a_function,
+    custom_vjp_closing_over_a_scale, with_gradient_in_a_branch,
+    implicit_root, clip_gradient,
+    magic_box,
 )  # fmt: skip
 # Which there are only of functions to a number and of those entry by entry.
-ENGINES = (from_numpy, from_numpy_with_hessp, from_numpy_with_hess, from_numpy_vectorized)
+ENGINES = (from_numpy, from_numpy_with_hessp)
 # Which there are not of complex numbers.
 OF_REAL = (
-    *ENGINES, custom_jvp_of_one_tensor_twice, custom_vjp_of_one_tensor_twice,
+    *ENGINES,
     with_gradient_of_a_variable, implicit_root,
-    implicit_reparameterize, clip_gradient, magic_box,
+    clip_gradient, magic_box,
 )  # fmt: skip
 # Whose gradient has another connection: beside it, a Jacobian that is stopped is meant to be so.
 CONNECTED = (
-    with_gradient_in_part, with_gradient_scaled_by_host, with_gradient_of_one_tensor_twice,
-    custom_jvp_of_one_tensor_twice, custom_vjp_of_one_tensor_twice,
-    with_gradient_closing_over_a_scale, with_gradient_closing_over_what_host_scales,
+    with_gradient_in_part, with_gradient_of_one_tensor_twice,
+    with_gradient_closing_over_a_scale,
     with_gradient_only_in_eager, with_gradient_of_a_variable, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_vjp_closing_over_a_scale,
     custom_vjp_of_a_variable, custom_gradient_stopped_by_hand, with_gradient_in_a_branch,

@@ -1,10 +1,5 @@
-"""Transformations of functions.
+"""Transformations of functions, and what each means."""
 
-Each transformation `t` comes with `t_by_tapes`, which says what it means by eager tapes and Python's
-loops alone; where it means nothing, there is none.
-"""
-
-import functools
 import tempfile
 
 import tensorflow as tf
@@ -29,9 +24,6 @@ def tape(f):
     return run
 
 
-tape_by_tapes = tape
-
-
 def jacobian(f):
     def run(x):
         with tf.GradientTape() as t:
@@ -43,9 +35,6 @@ def jacobian(f):
     return run
 
 
-jacobian_by_tapes = tape
-
-
 def symbolic(f):
     """By `tf.gradients`."""
 
@@ -55,29 +44,6 @@ def symbolic(f):
         return tf.gradients(y, x, weights(y))[0]
 
     return run
-
-
-symbolic_by_tapes = tape
-
-
-def graph_and_session(f):
-    """Only outside of all others, as of the first version of TensorFlow."""
-
-    def run(x):
-        if not tf.executing_eagerly():
-            raise NotImplementedError("a graph of its own")
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            point = tf.compat.v1.placeholder(x.dtype, x.shape)
-            y = f(point)
-            (g,) = tf.gradients(y, point, weights(y))
-            session.run(tf.compat.v1.global_variables_initializer())
-            found = session.run(g, {point: x.numpy()})
-        return tf.constant(found)
-
-    return run
-
-
-graph_and_session_by_tapes = tape
 
 
 def accumulator(f):
@@ -106,9 +72,6 @@ def twice_in_reverse(f):
     return run
 
 
-twice_in_reverse_by_tapes = accumulator_by_tapes = twice_in_reverse
-
-
 def pullback_by_accumulator(f):
     """The pullback of weights, as their tangent: it is linear in what it pulls back."""
 
@@ -122,9 +85,6 @@ def pullback_by_accumulator(f):
         return a.jvp(g)
 
     return run
-
-
-pullback_by_accumulator_by_tapes = tape
 
 
 def tangent_by_tape(f):
@@ -142,9 +102,6 @@ def tangent_by_tape(f):
     return run
 
 
-tangent_by_tape_by_tapes = tape
-
-
 def tangent_by_accumulator(f):
     """The pushforward, as its own tangent."""
 
@@ -159,15 +116,8 @@ def tangent_by_accumulator(f):
     return run
 
 
-tangent_by_accumulator_by_tapes = twice_in_reverse
-
-
 def function(f):
     return tf.function(f)
-
-
-def function_by_tapes(f):
-    return f
 
 
 def function_of_unknown_shape(f):
@@ -178,9 +128,6 @@ def function_of_unknown_shape(f):
     return run
 
 
-function_of_unknown_shape_by_tapes = function_by_tapes
-
-
 def function_of_unknown_rank(f):
     def run(x):
         return tf.function(f, input_signature=[tf.TensorSpec(None, x.dtype)])(x)
@@ -188,72 +135,15 @@ def function_of_unknown_rank(f):
     return run
 
 
-function_of_unknown_rank_by_tapes = function_by_tapes
-
-
-def at_a_variable(f):
-    def run(x):
-        if not tf.executing_eagerly():
-            raise NotImplementedError("a function makes no variables")
-        x = tf.Variable(x)
-        with tf.GradientTape() as t:
-            y = f(x)
-        return t.gradient(y, x, weights(y))
-
-    return run
-
-
-at_a_variable_by_tapes = tape
-
-
 def xla(f):
     return tf.function(f, jit_compile=True)
-
-
-xla_by_tapes = function_by_tapes
 
 
 def recompute(f):
     return tf.recompute_grad(f)
 
 
-recompute_by_tapes = function_by_tapes
-
-
-def native_rule(f):
-    """In a function with a gradient in TensorFlow's own protocol."""
-
-    @tf.custom_gradient
-    def run(x):
-        with tf.GradientTape() as t:
-            t.watch(x)
-            y = f(x)
-        return y, lambda u: t.gradient(y, x, u)
-
-    return run
-
-
-native_rule_by_tapes = function_by_tapes
-
-
-def replicas(f):
-    """Two of them, each with a batch of its own."""
-
-    def run(x):
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        batches = strategy.experimental_distribute_values_from_function(
-            lambda replica: x * (1 + replica.replica_id_in_sync_group / 4)
-        )
-        return tf.add_n(strategy.experimental_local_results(strategy.run(f, (batches,))))
-
-    return run
-
-
-def replicas_by_tapes(f):
-    return lambda x: f(x) + f(1.25 * x)
-
-
-def saved_model(f, with_gradients=True):
+def saved_model(f):
     """Stored and loaded."""
 
     def run(x):
@@ -261,47 +151,12 @@ def saved_model(f, with_gradients=True):
         module.variables_of_pieces = [ONE, SCALE]
         module.f = tf.function(f, input_signature=[tf.TensorSpec(x.shape, x.dtype)])
         with tempfile.TemporaryDirectory() as folder:
-            options = tf.saved_model.SaveOptions(experimental_custom_gradients=with_gradients)
+            options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
             tf.saved_model.save(module, folder, options=options)
             loaded = tf.saved_model.load(folder)  # whose function does not keep its variables
             return loaded.f(x)
 
     return run
-
-
-saved_model_by_tapes = function_by_tapes
-
-
-def saved_model_without_gradients(f):
-    return saved_model(f, with_gradients=False)
-
-
-saved_model_without_gradients_by_tapes = function_by_tapes
-
-
-def lite(f):
-    """Converted for TensorFlow Lite."""
-
-    def run(x):
-        if not tf.executing_eagerly():
-            raise NotImplementedError("an interpreter of its own")
-        module = tf.Module()
-        module.variables_of_pieces = [ONE, SCALE]
-        module.f = tf.function(f, input_signature=[tf.TensorSpec(x.shape, x.dtype)])
-        concrete = [module.f.get_concrete_function()]
-        converter = tf.lite.TFLiteConverter.from_concrete_functions(concrete, module)
-        ops = tf.lite.OpsSet
-        converter.target_spec.supported_ops = [ops.TFLITE_BUILTINS, ops.SELECT_TF_OPS]
-        interpreter = tf.lite.Interpreter(model_content=converter.convert())
-        interpreter.allocate_tensors()
-        interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x)
-        interpreter.invoke()
-        return tf.constant(interpreter.get_tensor(interpreter.get_output_details()[0]["index"]))
-
-    return run
-
-
-lite_by_tapes = function_by_tapes
 
 
 def loop(f):
@@ -334,29 +189,16 @@ def loop_in_autograph(f):
     return run
 
 
-loop_in_autograph_by_tapes = loop_by_tapes
-
-
 def branch(f):
     return lambda x: tf.cond(is_near(x), lambda: f(x), lambda: f(2 * x))
-
-
-def branch_by_tapes(f):
-    return f
 
 
 def square(f):
     return lambda x: f(x) ** 2
 
 
-square_by_tapes = square
-
-
 def plus_native(f):
     return lambda x: f(x) + tf.reduce_sum(tf.sin(x))
-
-
-plus_native_by_tapes = plus_native
 
 
 # Over the first dimension.
@@ -366,7 +208,7 @@ def vectorized_map(f):
     return lambda x: tf.vectorized_map(f, x)
 
 
-def vectorized_map_by_tapes(f):
+def over_members(f):
     return lambda x: tf.stack([f(row) for row in tf.unstack(x)])
 
 
@@ -374,17 +216,11 @@ def map_fn(f):
     return lambda x: tf.map_fn(f, x)
 
 
-map_fn_by_tapes = vectorized_map_by_tapes
-
-
 def scan(f):
     def run(x):
         return tf.scan(lambda _, row: f(row), x, f(x[0]))
 
     return run
-
-
-scan_by_tapes = vectorized_map_by_tapes
 
 
 def batch_jacobian(f):
@@ -398,20 +234,31 @@ def batch_jacobian(f):
     return run
 
 
-def batch_jacobian_by_tapes(f):
-    return vectorized_map_by_tapes(tape(f))
+def same(f):
+    return f
 
 
-STEPS = (
-    tape, jacobian, symbolic, graph_and_session, accumulator, twice_in_reverse,
-    pullback_by_accumulator, tangent_by_tape, tangent_by_accumulator,
-    function, function_of_unknown_shape, function_of_unknown_rank, at_a_variable,
-    xla, recompute, native_rule, replicas, saved_model,
-    saved_model_without_gradients, lite, loop, loop_in_autograph, branch, square, plus_native,
-)  # fmt: skip
-OVER_MEMBERS = (
-    vectorized_map, map_fn, scan, batch_jacobian,
-)  # fmt: skip
+# What each means, by eager tapes and Python's loops alone.
+BY_TAPES = {
+    **dict.fromkeys(
+        (tape, jacobian, symbolic, pullback_by_accumulator, tangent_by_tape), tape
+    ),
+    **dict.fromkeys((accumulator, twice_in_reverse, tangent_by_accumulator), twice_in_reverse),
+    **dict.fromkeys(
+        (
+            function, function_of_unknown_shape, function_of_unknown_rank, xla, recompute,
+            saved_model, branch,
+        ),
+        same,
+    ),
+    **dict.fromkeys((loop, loop_in_autograph), loop_by_tapes),
+    square: square,
+    plus_native: plus_native,
+    **dict.fromkeys((vectorized_map, map_fn, scan), over_members),
+    batch_jacobian: lambda f: over_members(tape(f)),
+}  # fmt: skip
+OVER_MEMBERS = (vectorized_map, map_fn, scan, batch_jacobian)
+STEPS = tuple(step for step in BY_TAPES if step not in OVER_MEMBERS)
 # What has found the most.
 OFTEN = (
     *4 * [(vectorized_map, tape)], *2 * [(tape, tape)], *2 * [(tape, vectorized_map)],
@@ -422,8 +269,3 @@ OFTEN = (
     (twice_in_reverse, pullback_by_accumulator), (tape, twice_in_reverse), (tape, tangent_by_tape),
     (tape, pullback_by_accumulator),
 )  # fmt: skip
-
-
-@functools.cache
-def by_tapes(step):
-    return globals()[f"{step.__name__}_by_tapes"]

@@ -1,0 +1,123 @@
+"""Results beside a value, of which only the gradient of the value is known."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from asinh_forms import POINTS, exact, hidden, slope, verdict
+from matrix import spread, traced
+from shared import MODES, compiled, derivative, mapped_with_loops, on_host
+
+host_square = on_host(np.square)
+
+
+def square_of_numbers(x):
+    """As code that only runs eagerly: nobody can trace it."""
+    return tf.constant(x.numpy() ** 2)
+
+
+def form_with(aux):
+    return sgtrick.from_value_and_gradient(lambda x: ((hidden(x), aux(x)), slope(x)), has_aux=True)
+
+
+FORMS = {
+    "autodiff": form_with(tf.square),
+    "host": form_with(host_square),
+    "the value": form_with(hidden),
+    "numbers": form_with(square_of_numbers),
+    "from_numpy": sgtrick.from_numpy(
+        lambda x: ((np.arcsinh(x), x**2), (1 + x**2) ** -0.5),
+        event_ndims=0,
+        vectorized=True,
+        has_aux=True,
+    ),
+}
+WHERE = {
+    "eager": lambda f: f,
+    "tf.function": tf.function,
+    "XLA": compiled,
+    "mapped": mapped_with_loops,
+    "mapped in tf.function": lambda f: traced(mapped_with_loops(f)),
+}
+
+
+def both(form):
+    return lambda x: tf.add_n(form(x))
+
+
+def alone(form):
+    return lambda x: form(x)[0]
+
+
+def is_possible(form, where, mode):
+    if form == "numbers":  # TensorFlow traces what it pushes forward
+        return (where, mode) == ("eager", "reverse")
+    return where != "XLA" or form in ("autodiff", "the value")
+
+
+@pytest.mark.parametrize(("form", "where", "mode"), spread(FORMS, WHERE, MODES, valid=is_possible))
+class TestInEveryWay:
+    def test_its_derivative_is_loud(self, form, where, mode):
+        for f in (both(FORMS[form]), lambda x: FORMS[form](x)[1]):
+            inside = WHERE[where](MODES[mode](f))
+            assert verdict(inside, exact(1)) in {"raises", "NaN"}
+            around = MODES[mode](WHERE[where](f))
+            assert verdict(around, exact(1)) in {"raises", "NaN"}
+
+    def test_the_value_alone_is_right(self, form, where, mode):
+        f = alone(FORMS[form])
+        assert verdict(WHERE[where](MODES[mode](f)), exact(1)) == "right"
+        if "mapped" not in where or mode != "forward by the upstream gradient":
+            # There, TensorFlow transposes the gradient of all results.
+            assert verdict(MODES[mode](WHERE[where](f)), exact(1)) == "right"
+
+
+@pytest.mark.parametrize("name", ["autodiff", "from_numpy"])
+def test_the_error_says_what_to_do(name):
+    with pytest.raises(LookupError, match=r"\(aux\) was differentiated.* use tf.stop_gradient"):
+        derivative(both(FORMS[name]))(tf.constant(POINTS))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\(aux\) was differentiated"):
+        tf.function(derivative(both(FORMS[name])))(tf.constant(POINTS))
+
+    def stopped(x):  # as it says
+        y, aux = FORMS[name](x)
+        return y + tf.stop_gradient(aux)
+
+    assert verdict(derivative(stopped), exact(1)) == "right"
+
+
+def test_any_structure():
+    """Only what has a derivative is changed."""
+
+    @sgtrick.from_value_and_gradient(has_aux=True)
+    def form(x):
+        aux = {
+            "text": "a name",
+            "number": 3,
+            "array": np.arange(3),
+            "tensors": (tf.size(x), x * 2),
+            "ragged": tf.RaggedTensor.from_row_lengths(x * 3, [1, 2]),
+        }
+        return (tf.reduce_sum(x**2), aux), 2 * x
+
+    x = tf.constant(POINTS)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        _, aux = form(x)
+    assert (aux["text"], aux["number"], int(aux["tensors"][0])) == ("a name", 3, 3)
+    np.testing.assert_array_equal(aux["array"], np.arange(3))
+    np.testing.assert_array_equal(aux["ragged"].flat_values, 3 * POINTS)
+    for result in (aux["tensors"][1], aux["ragged"].flat_values):
+        with pytest.raises(LookupError, match="was differentiated"):
+            tape.gradient(result, x)
+
+
+def test_of_an_engine_without_derivatives():
+    """Whose arguments are all integers."""
+    h = sgtrick.from_numpy(
+        lambda n: ((np.float64(n.sum()), n), None), has_aux=True, dtype="float64"
+    )
+    y, aux = h(tf.constant([1, 2]))
+    np.testing.assert_array_equal(y, 3.0)
+    np.testing.assert_array_equal(aux, [1.0, 2.0])

@@ -1,0 +1,146 @@
+"""Complex numbers, in XLA above all, for every form that takes them."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from asinh_forms import jvp_form
+from shared import WRAPS, compiled, derivative, forward_derivative, mapped
+
+Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
+
+
+def cube(z):
+    return z**3
+
+
+def stopped(z):
+    """The value alone."""
+    return tf.stop_gradient(z**3)
+
+
+def slope(z):
+    return 3 * z**2
+
+
+OF_COMPLEX = {
+    "custom_gradient": lambda z: sgtrick.custom_gradient(stopped(z), slope(z), z),
+    "custom_gradient, hx": lambda z: sgtrick.custom_gradient(
+        stopped(z), slope(z), z, batch_ndims=1, hx=6 * z
+    ),
+    "with_gradient": sgtrick.with_gradient(stopped, slope),
+    "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda z: (stopped(z), slope(z))),
+    "custom_jvp": jvp_form(stopped, slope),
+    "custom_vjp": sgtrick.custom_vjp(lambda z: (stopped(z), lambda u: u * tf.math.conj(slope(z)))),
+    "scale_gradient": lambda z: cube(sgtrick.scale_gradient(z, 1.0)),
+    "straight_through": lambda z: sgtrick.straight_through(stopped(z), cube(z)),
+    "stop_gradient": lambda z: cube(sgtrick.stop_gradient(z, where=[False, False, False])),
+    "reverse_gradient": lambda z: cube(sgtrick.reverse_gradient(sgtrick.reverse_gradient(z))),
+}
+
+
+WAYS = {
+    "tape in XLA": lambda f: compiled(derivative(f)),
+    "tape around XLA": lambda f: derivative(compiled(f)),
+    "tf.function": lambda f: tf.function(derivative(f)),
+    "eager": derivative,
+    "forward mode in XLA": lambda f: compiled(forward_derivative(f)),
+    "vectorized_map": lambda f: derivative(mapped(f)),
+}
+
+
+def second(f):
+    return compiled(derivative(lambda z: derivative(f)(z) * (1 + 2j)))
+
+
+@functools.cache
+def natively(way, dtype):
+    """What TensorFlow's own code gives at these points."""
+    return way(cube)(tf.cast(Z, dtype)).numpy()
+
+
+@pytest.mark.parametrize("dtype", [tf.complex64, tf.complex128])
+@pytest.mark.parametrize("name", OF_COMPLEX)
+class TestComplex:
+    """TensorFlow's convention for gradients: the conjugate of the derivative."""
+
+    @pytest.mark.parametrize("way", ["eager", "tape in XLA"])
+    def test_first_derivatives(self, name, dtype, way):
+        came = WAYS[way](OF_COMPLEX[name])(tf.cast(Z, dtype))
+        np.testing.assert_allclose(came, natively(WAYS[way], dtype), rtol=1e-5)
+
+    def test_value(self, name, dtype):
+        z = tf.cast(Z, dtype)
+        y = compiled(OF_COMPLEX[name])(z)
+        assert y.dtype == dtype
+        np.testing.assert_allclose(y, Z**3, rtol=1e-5)
+
+    def test_second_derivatives(self, name, dtype):
+        """Right, or not finite, which is all that XLA has to say no."""
+        came = second(OF_COMPLEX[name])(tf.cast(Z, dtype))
+        if name == "custom_gradient":
+            assert not np.any(np.isfinite(came))
+        else:
+            np.testing.assert_allclose(came, natively(second, dtype), rtol=1e-4)
+
+
+OF_EACH_ENTRY = [
+    name for name in OF_COMPLEX if name not in ("custom_gradient, hx", "stop_gradient")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(OF_COMPLEX, ["tape around XLA", "tf.function", "forward mode in XLA"]),
+        *itertools.product(OF_EACH_ENTRY, ["vectorized_map"]),
+    ],
+)
+def test_first_derivatives_in_other_ways(name, way):
+    """In one dtype: the operations are the same."""
+    came = WAYS[way](OF_COMPLEX[name])(tf.constant(Z))
+    np.testing.assert_allclose(came, natively(WAYS[way], tf.complex128), rtol=1e-5)
+
+
+def test_second_derivatives_by_a_function_for_the_hessian():
+    def form(z):
+        h = tf.stop_gradient(6 * z)
+        return sgtrick.custom_gradient(cube(z), slope(z), z, batch_ndims=1, hx=lambda v: h * v)
+
+    def twice(f):
+        return derivative(lambda z: derivative(f)(z) * (1 + 2j))(tf.constant(Z))
+
+    np.testing.assert_allclose(twice(form), twice(cube), rtol=1e-12)
+
+
+class TestComplexValuesOfRealPoints:
+    """Whose Hessian is complex, and with it the products with cotangents of the gradient."""
+
+    @staticmethod
+    def native(x):
+        return tf.exp(tf.complex(0 * x, 2 * x))
+
+    @classmethod
+    def form(cls, product):
+        def f(x):
+            y = tf.stop_gradient(cls.native(x))
+            hx = (lambda v: tf.complex(-4 * v, 0 * v) * y) if product else -4 * y
+            return sgtrick.custom_gradient(y, 2j * y, x, batch_ndims=1, hx=hx)
+
+        return f
+
+    @WRAPS
+    @pytest.mark.parametrize("product", [False, True])
+    def test_second_derivatives(self, product, wrap):
+        def of(f, outer, inner):
+            first = inner(lambda x: (1 - 3j) * f(x))
+            return outer(lambda x: tf.cast(first(x), tf.complex128) * (1 + 2j))
+
+        x = tf.constant([0.3, -1.2], tf.float64)
+        for modes in itertools.product([derivative, forward_derivative], repeat=2):
+            want = of(self.native, *modes)(x)
+            np.testing.assert_allclose(wrap(of(self.form(product), *modes))(x), want, rtol=1e-12)

@@ -1,0 +1,564 @@
+"""What a kept override promises: the value of `f`, and the rule's derivatives everywhere."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from asinh_forms import (
+    ALL,
+    CALLS_HOST,
+    POINTS,
+    exact,
+    hidden,
+    jvp_form,
+    map_of,
+    slope,
+    true,
+    verdict,
+    vjp_form,
+)
+from matrix import spread, traced
+from matrix.functions import misled
+from shared import (
+    FIRST_WAYS,
+    LOUD,
+    WRAPS,
+    compiled,
+    constant,
+    derivative,
+    forward_derivative,
+    mapped,
+    mapped_with_loops,
+    on_host,
+)
+
+MAYBE = {"right", *LOUD}
+
+FORWARD_MODES = {
+    "eager": forward_derivative,
+    "around tf.function": lambda f: forward_derivative(traced(f)),
+    "in tf.function": lambda f: traced(forward_derivative(f)),
+    "XLA": lambda f: compiled(forward_derivative(f)),
+}
+MAPPED = {
+    "tape around": lambda f, m=mapped: derivative(m(f)),
+    "tape inside": lambda f, m=mapped: m(derivative(f)),
+    "tape around, in tf.function": lambda f, m=mapped: traced(derivative(m(f))),
+    "tape around, XLA": lambda f, m=mapped: compiled(derivative(m(f))),
+    "forward mode around": lambda f, m=mapped: forward_derivative(m(f)),
+    "forward mode inside": lambda f, m=mapped: m(forward_derivative(f)),
+}
+PLACES = {
+    "eager": lambda f: f,
+    "tf.function": tf.function,
+    "XLA": compiled,
+    "vectorized_map": mapped,
+}
+
+
+# Of a function and its slope.
+FORMS_OF_RULES = {
+    "with_gradient": sgtrick.with_gradient,
+    "from_value_and_gradient": lambda f, slope: sgtrick.from_value_and_gradient(
+        lambda x: (f(x), slope(x))
+    ),
+    "custom_jvp": jvp_form,
+    "custom_vjp": vjp_form,
+}
+
+
+class TestTheValue:
+    """To the last bit that of `f`, whatever the rule says."""
+
+    # Not a number that arithmetic with the rule's result could hide.
+    SPECIAL = np.array([-0.0, 0.0, np.inf, -np.inf, 1e-300, 0.1, -1e308])
+
+    RULES = {
+        "NaN": lambda x: x * np.nan,
+        "infinite": lambda x: tf.fill(tf.shape(x), constant(np.inf)),
+        "huge": lambda x: 1e300 + 0 * x,
+    }
+
+    @pytest.mark.parametrize(
+        ("rule", "place", "mode"), spread(RULES, PLACES, ["nothing", "tape", "forward"])
+    )
+    def test_is_that_of_f(self, rule, place, mode):
+        rule = self.RULES[rule]
+        forms = [
+            *(make(lambda x: tf.identity(x), rule) for make in FORMS_OF_RULES.values()),
+            lambda x: sgtrick.custom_gradient(tf.identity(x), rule(x), x),
+            lambda x: sgtrick.implicit_root(
+                lambda y, a: y * rule(a), x, x, batch_ndims=x.shape.rank
+            ),
+        ]
+
+        def values(x):
+            return [f(x) for f in forms]
+
+        def recorded(x):
+            if mode == "tape":
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    return values(x)
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)):
+                return values(x)
+
+        x = tf.constant(self.SPECIAL)
+        for y in PLACES[place](values if mode == "nothing" else recorded)(x):
+            assert y.numpy().tobytes() == self.SPECIAL.tobytes()
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_beside_a_grad_fn_that_calls_a_form(self, place):
+        # Whose tangent is not linear: the rule of the inner one adds a constant.
+        inner = sgtrick.custom_vjp(lambda u: (2 * u, lambda v: 2 * v + 0.5))
+        outer = sgtrick.custom_vjp(lambda x: (x**2, lambda u: inner(u) * x))
+        x = constant([2.0, 3.0])
+        np.testing.assert_array_equal(PLACES[place](outer)(x), [4.0, 9.0])
+        np.testing.assert_array_equal(PLACES[place](derivative(outer))(x), [4.0, 6.0])
+
+
+def recomputed(way):
+    return lambda f: way(tf.recompute_grad(f))
+
+
+class TestRulesWithTapes:
+    """Tapes in rules, where TensorFlow suspends or silences tapes."""
+
+    WAYS = FORWARD_MODES | {
+        "recomputed": recomputed(derivative),
+        "recomputed in tf.function": recomputed(lambda f: traced(derivative(f))),
+        "recomputed and mapped": recomputed(MAPPED["tape around"]),
+        "recomputed in mapped": recomputed(MAPPED["tape inside"]),
+    }
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("name", FORMS_OF_RULES)
+    def test_first_derivatives(self, name, way):
+        form = FORMS_OF_RULES[name](hidden, derivative(true))
+        assert verdict(self.WAYS[way](form), exact(1)) == "right"
+
+
+def _grad_fns():
+    """What `custom_vjp` makes of `asinh` with a part of `grad_fn` that is hard to transpose."""
+    host_times = on_host(lambda u, x: u * (1 + x**2) ** -0.5)
+    identity = sgtrick.custom_vjp(lambda u: (2 * u - u, lambda v: v))
+
+    def of(pull):
+        return sgtrick.custom_vjp(lambda x: (hidden(x), lambda u: pull(u, x)))
+
+    @sgtrick.custom_vjp
+    def two(x):
+        return (hidden(x), hidden(x)), lambda u, v: u * slope(x) + host_times(v, x)
+
+    return {
+        "a call of the host": of(host_times),
+        "half a call of the host": of(lambda u, x: u * slope(x) / 2 + host_times(u, x) / 2),
+        "stopped in part": of(lambda u, x: (u + tf.stop_gradient(u)) / 2 * slope(x)),
+        "a nested tf.function": of(lambda u, x: tf.function(lambda u: u * slope(x))(u)),
+        "one of several outputs": lambda x: two(x)[1],
+        "the native one of several outputs": lambda x: two(x)[0],
+        "maps another form": of(
+            lambda u, x: mapped(identity)(u) * slope(x) if u.shape.rank else identity(u) * slope(x)
+        ),
+        "a gradient of a tape": of(lambda u, x: u * derivative(true)(x)),
+        "a pullback of a tape": of(lambda u, x: _pullback(x, u)),
+    }
+
+
+def _pullback(x, u):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = true(x)
+    return tape.gradient(y, x, u)
+
+
+GRAD_FNS = _grad_fns()
+TRANSPOSABLE = {
+    "a nested tf.function",
+    "maps another form",
+    "a gradient of a tape",
+    "a pullback of a tape",
+}
+
+
+class TestGradFunctions:
+    """Of `custom_vjp`, that TensorFlow cannot transpose, or only with care."""
+
+    @pytest.mark.parametrize("way", ["tape around", "tape around, in tf.function", "tape inside"])
+    @pytest.mark.parametrize("name", GRAD_FNS)
+    def test_mapped(self, name, way):
+        came = verdict(MAPPED[way](GRAD_FNS[name], mapped_with_loops), exact(1))
+        assert came == "right"
+
+    @pytest.mark.parametrize("name", GRAD_FNS)
+    @pytest.mark.parametrize("mode", FORWARD_MODES)
+    def test_in_forward_mode(self, name, mode):
+        came = verdict(FORWARD_MODES[mode](GRAD_FNS[name]), exact(1))
+        if name == "the native one of several outputs":  # known with the other one or alone
+            assert came in {"right", *LOUD}
+        else:
+            assert came in ({"right"} if name in TRANSPOSABLE else LOUD)
+
+    @pytest.mark.parametrize("name", ["a call of the host", "stopped in part"])
+    def test_the_error_of_forward_mode(self, name):
+        x = tf.constant(POINTS)
+        message = "Forward mode transposes the gradient function.*sgtrick.custom_jvp"
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
+            forward_derivative(GRAD_FNS[name])(x)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            tf.function(forward_derivative(GRAD_FNS[name]))(x)
+
+
+with_host_call = sgtrick.custom_jvp(lambda x: hidden(x))
+with_host_call.defjvp(
+    lambda xs, ts: (None, on_host(lambda x, t: t * (1 + x**2) ** -0.5)(xs[0], ts[0]))
+)
+
+
+class TestHostCallsOnTangents:
+    """A JVP rule that calls the host with the tangents serves forward mode alone."""
+
+    WAYS = {
+        "forward mode": (FORWARD_MODES["eager"], {"right"}),
+        "forward mode in tf.function": (FORWARD_MODES["in tf.function"], {"right"}),
+        "forward mode around tf.function": (FORWARD_MODES["around tf.function"], MAYBE),
+        "forward mode in vectorized_map": (MAPPED["forward mode inside"], MAYBE),
+        "tape": (derivative, LOUD),
+        "tape in tf.function": (FIRST_WAYS["in tf.function"], LOUD),
+        "tape around tf.function": (FIRST_WAYS["around tf.function"], LOUD),
+        "tape around vectorized_map": (MAPPED["tape around"], LOUD),
+        "tape in vectorized_map": (MAPPED["tape inside"], LOUD),
+    }
+
+    @pytest.mark.parametrize(("way", "promised"), WAYS.values(), ids=WAYS)
+    def test_first_derivatives(self, way, promised):
+        assert verdict(way(with_host_call), exact(1)) in promised
+
+    def test_the_error_of_tapes(self):
+        with pytest.raises(LookupError, match="Reverse mode transposes the JVP rule"):
+            derivative(with_host_call)(tf.constant(POINTS))
+
+
+class TestRulesThatAreNotLinear:
+    """Gradients that are clipped, or only a sign: nothing to transpose, and right in reverse."""
+
+    PULLS = {
+        "clipped": lambda u: tf.clip_by_value(u, -0.5, 0.5),
+        "sign": tf.sign,
+        "clipped by norm": lambda u: tf.clip_by_norm(u, 1.0),
+    }
+    MEMBERS = np.random.default_rng(3).normal(size=(5, 3)) * 2
+
+    @pytest.mark.parametrize("pull", PULLS)
+    @pytest.mark.parametrize("way", [way for way in MAPPED if way.startswith("tape")])
+    def test_mapped_as_by_map_fn(self, pull, way):
+        pull = self.PULLS[pull]
+        form = sgtrick.custom_vjp(lambda x: (2 * x, pull))
+
+        def loss(x):
+            return tf.reduce_sum(form(x) ** 2, -1)
+
+        x = tf.constant(self.MEMBERS)
+        expected = tf.map_fn(derivative(loss), x)
+        np.testing.assert_allclose(expected[0], pull(8 * x[0]) / 1, rtol=1e-12)
+        np.testing.assert_allclose(MAPPED[way](loss)(x), expected, rtol=1e-12)
+
+
+# Operations of which TensorFlow has no derivative: identities for numbers less than 100.
+REFUSED = {
+    "none registered": lambda x: (
+        tf.raw_ops.Mod(x=x + 50, y=tf.fill(tf.shape(x), constant(100))) - 50
+    ),
+    "prevented": lambda x: tf.raw_ops.PreventGradient(input=x, message="not differentiable"),
+}
+
+
+class TestOperationsWithoutDerivatives:
+    """In a rule they are missed only in a second derivative, and in `f` not at all."""
+
+    FIRST = {way: run for way, run in FIRST_WAYS.items() if way != "forward around tf.function"} | {
+        "XLA": lambda f: compiled(derivative(f)),
+        "in vectorized_map": lambda f: mapped_with_loops(derivative(f)),
+        "around vectorized_map": lambda f: derivative(mapped_with_loops(f)),
+    }
+    SECOND = {
+        "eager": lambda f: derivative(derivative(f)),
+        "in tf.function": lambda f: traced(derivative(derivative(f))),
+        "around tf.function": lambda f: derivative(traced(derivative(f))),
+        "XLA": lambda f: compiled(derivative(derivative(f))),
+    }
+
+    @pytest.mark.parametrize(("refused", "name", "way"), spread(REFUSED, FORMS_OF_RULES, SECOND))
+    def test_second_derivatives(self, refused, name, way):
+        make, refused = FORMS_OF_RULES[name], REFUSED[refused]
+        of_rule = make(true, lambda x: slope(refused(x)))
+        of_f = make(lambda x: true(refused(x)), slope)
+        assert verdict(self.SECOND[way](of_rule), exact(2)) in LOUD
+        assert verdict(self.SECOND[way](of_f), exact(2)) == "right"
+
+    @pytest.mark.parametrize(("refused", "name", "way"), spread(REFUSED, FORMS_OF_RULES, FIRST))
+    def test_first_derivatives(self, refused, name, way):
+        make, refused = FORMS_OF_RULES[name], REFUSED[refused]
+        assert (
+            verdict(self.FIRST[way](make(true, lambda x: slope(refused(x)))), exact(1)) == "right"
+        )
+        if name == "custom_vjp" and "forward" in way:  # an accumulator follows f
+            return
+        assert (
+            verdict(self.FIRST[way](make(lambda x: true(refused(x)), slope)), exact(1)) == "right"
+        )
+
+    @pytest.mark.parametrize(("refused", "way"), spread(REFUSED, FIRST, together=1))
+    def test_with_respect_to_other_arguments(self, refused, way):
+        """The rule says how the derivative by `w` varies with the point, which is not asked."""
+        refused = REFUSED[refused]
+        form = sgtrick.with_gradient(lambda x, w: true(x) * w, lambda x, w: slope(x) * refused(w))
+        by_w = self.FIRST[way](lambda w: form(tf.ones_like(w), w))
+        assert verdict(by_w, np.arcsinh(np.ones(3))) == "right"
+
+    @pytest.mark.parametrize("refused", REFUSED)
+    def test_the_error(self, refused):
+        rule = lambda x: slope(REFUSED[refused](x))  # noqa: E731
+        form = sgtrick.from_value_and_gradient(lambda x: (true(x), rule(x)))
+        message = r"(?s)gradient.* was differentiated again.*TensorFlow says: "
+        with pytest.raises(LookupError, match=message):
+            derivative(derivative(form))(tf.constant(POINTS))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            tf.function(derivative(derivative(form)))(tf.constant(POINTS))
+
+
+class TestWhenRulesRun:
+    """Once a backward pass, and not before."""
+
+    @staticmethod
+    def counted(body):
+        """`asinh` with a rule that counts, and does `body` to the upstream gradient."""
+        count = tf.Variable(0, dtype=tf.int64)
+
+        @sgtrick.custom_vjp
+        def form(x):
+            def grad_fn(u):
+                with tf.control_dependencies([count.assign_add(1)]):
+                    return body(tf.identity(u)) * slope(x)
+
+            return hidden(x), grad_fn
+
+        return form, count
+
+    BODIES = {
+        "nothing": lambda u: u,
+        "loop": lambda u: (
+            tf.while_loop(
+                lambda i, _: i < tf.cast(tf.reduce_sum(u * 0), tf.int32) + 3,
+                lambda i, w: (i + 1, w + u),
+                (0, tf.zeros_like(u)),
+            )[1]
+            / 3
+        ),
+        "branch": lambda u: tf.cond(tf.reduce_sum(u) > 1e9, lambda: 0 * u, lambda: 1 * u),
+    }
+
+    @pytest.mark.parametrize("body", BODIES)
+    @pytest.mark.parametrize("place", PLACES)
+    def test_no_forward_pass_runs_them(self, body, place):
+        form, count = self.counted(self.BODIES[body])
+        x = tf.constant(POINTS)
+        np.testing.assert_allclose(PLACES[place](form)(x), exact(0), rtol=1e-12)
+
+        def recorded(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                return form(x)
+
+        np.testing.assert_allclose(PLACES[place](recorded)(x), exact(0), rtol=1e-12)
+        assert count.numpy() == 0
+
+    @pytest.mark.parametrize("body", BODIES)
+    @pytest.mark.parametrize(
+        "way",
+        [derivative, lambda f: traced(derivative(f)), lambda f: derivative(traced(f))],
+        ids=["eager", "tf.function", "around tf.function"],
+    )
+    def test_a_backward_pass_runs_them_once(self, body, way):
+        form, count = self.counted(self.BODIES[body])
+        run = way(form)
+        for n in range(1, 4):
+            np.testing.assert_allclose(run(tf.constant(POINTS)), exact(1), rtol=1e-12)
+            assert count.numpy() == n
+
+    @pytest.mark.parametrize("name", ["with_gradient", "custom_jvp", "custom_vjp"])
+    @WRAPS
+    def test_a_forward_pass_does_not_even_call_them(self, name, wrap):
+        def rule(x):
+            raise AssertionError("called")
+
+        form = FORMS_OF_RULES[name](hidden, rule)
+
+        @wrap
+        def run(x):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = form(x)
+                other = tf.sin(x)
+            return y, tape.gradient(other, x)
+
+        for came, expected in zip(
+            run(tf.constant(POINTS)), (exact(0), np.cos(POINTS)), strict=True
+        ):
+            np.testing.assert_allclose(came, expected, rtol=1e-12)
+
+
+def looped(f):
+    def run(x):
+        limit = {"maximum_iterations": 2}  # for XLA
+        return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, f(y)), (0, x), **limit)[1]
+
+    return run
+
+
+def branched(f):
+    return lambda x: tf.cond(tf.reduce_sum(x) > -100.0, lambda: f(f(x)), lambda: x)
+
+
+class TestLoopsAndBranches:
+    """Whose bodies TensorFlow copies, in forward mode in a graph."""
+
+    @pytest.mark.parametrize(
+        ("name", "inside", "mode"),
+        spread(
+            ALL,
+            [looped, branched],
+            [derivative, forward_derivative],
+            # Forward mode of a rule as long as that of a root takes TensorFlow five seconds.
+            valid=lambda name, _, mode: name != "implicit_root" or mode is derivative,
+        ),
+    )
+    def test_first_derivatives(self, name, inside, mode):
+        twice = tf.asinh(POINTS)
+        expected = (exact(1) * exact(1, twice)).numpy()
+        f = inside(ALL[name])
+        assert verdict(tf.function(mode(f)), expected) == "right"
+        assert verdict(mode(tf.function(f)), expected) == "right"
+        if inside is looped:  # XLA compiles the graph that has just run, and loops in its own way
+            promised = LOUD if name in CALLS_HOST else {"right"}
+            assert verdict(compiled(mode(f)), expected) in promised
+
+
+class TestRulesThatCallFunctions:
+    """And forms, their own among them."""
+
+    CALLS = {
+        "tf.function": lambda form, x: tf.function(form)(x),
+        "tf.cond": lambda form, x: tf.cond(tf.norm(x) < 1e6, lambda: form(x), lambda: x),
+        "tf.while_loop": lambda form, x: tf.while_loop(
+            lambda i, _: i < 1, lambda i, _: (i + 1, form(x)), (0, tf.zeros_like(x))
+        )[1],
+    }
+
+    @staticmethod
+    def calling_itself(call):
+        """`exp`, whose JVP rule begins as most do."""
+        form = sgtrick.custom_jvp(misled(tf.exp))
+
+        @form.defjvp
+        def _(primals, tangents):
+            y = call(form, *primals)
+            return y, y * tangents[0]
+
+        return form
+
+    @staticmethod
+    def calling_each_other(call):
+        """Functions that are each other's derivative."""
+        exp = sgtrick.with_gradient(lambda x: tf.stop_gradient(tf.exp(x)), lambda x: other(x))
+        other = sgtrick.with_gradient(lambda x: tf.stop_gradient(tf.exp(x)), lambda x: exp(x))
+        return lambda x: call(exp, x)
+
+    @pytest.mark.parametrize(
+        ("form_of", "call", "way"),
+        spread(["calling_itself", "calling_each_other"], CALLS, FIRST_WAYS),
+    )
+    def test_rules_that_call_forms(self, form_of, call, way):
+        form = getattr(self, form_of)(self.CALLS[call])
+        assert verdict(FIRST_WAYS[way](form), np.exp(POINTS)) == "right"
+
+    @pytest.mark.parametrize("way", FIRST_WAYS)
+    @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+    def test_a_jvp_rule_that_needs_itself_does_not_recurse(self, call, way):
+        double = sgtrick.custom_jvp(lambda x: 2 * x)
+        double.defjvp(lambda primals, tangents: (None, call(double, *tangents)))
+        # An error would be that of the recursion: what is unknown is NaN in all these cases.
+        assert verdict(FIRST_WAYS[way](double), np.full(3, 2.0)) in {"right", "NaN"}
+
+    @pytest.mark.parametrize("way", FIRST_WAYS)
+    def test_a_decorated_function_in_a_rule_closes_over_its_argument(self, way):
+        def slope_of(x):
+            return sgtrick.custom_vjp(lambda y: (slope(y), lambda u: -u * tf.sin(x)))(x)
+
+        form = sgtrick.with_gradient(hidden, slope_of)
+        assert verdict(FIRST_WAYS[way](form), exact(1)) == "right"
+
+
+IN_THE_MATRIX = {
+    "with_gradient", "from_value_and_gradient", "custom_jvp", "custom_vjp", "custom_gradient",
+}  # fmt: skip
+
+
+class TestMapped:
+    """Every form and trick by `tf.vectorized_map` without a loop."""
+
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        [
+            case
+            for case in itertools.product(ALL, MAPPED)
+            if case != ("implicit_root", "forward mode around")  # which takes minutes
+            and not (case[0] in IN_THE_MATRIX and case[1].startswith("tape"))
+        ],
+    )
+    def test_first_derivatives(self, name, way):
+        came = verdict(MAPPED[way](ALL[name], map_of(name)), exact(1))
+        if "XLA" in way and name in CALLS_HOST:
+            assert came in LOUD
+        else:
+            assert came == "right"
+
+    @pytest.mark.parametrize(
+        ("name", "wrap"),
+        spread(ALL, [lambda f: f, tf.function, compiled], together=1),
+    )
+    def test_nested(self, name, wrap):
+        x = np.stack([POINTS, 2 * POINTS])
+        map_ = map_of(name)
+        run = wrap(derivative(map_(map_(ALL[name]))))
+        came = verdict(run, exact(1, x), x)
+        if wrap is compiled and name in CALLS_HOST:
+            assert came in LOUD
+        else:
+            assert came == "right"
+
+    def test_arguments_that_members_share(self):
+        """The gradient is the sum over members."""
+
+        @sgtrick.custom_vjp
+        def form(x, w):
+            return hidden(x) * w, lambda u: (u * w * slope(x), u * true(x))
+
+        x, w = tf.constant(POINTS), constant(2.0)
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            y = tf.vectorized_map(lambda x: form(x, w), x, fallback_to_while_loop=False)
+        by_x, by_w = tape.gradient(y, [x, w])
+        np.testing.assert_allclose(by_x, 2 * exact(1), rtol=1e-12)
+        np.testing.assert_allclose(by_w, exact(0).sum(), rtol=1e-12)
+
+    def test_nothing_of_it_is_mapped(self):
+        form = ALL["custom_vjp"]
+        w = constant(0.4)
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = tf.vectorized_map(lambda x: x * form(w), tf.constant(POINTS))
+        np.testing.assert_allclose(tape.gradient(y, w), POINTS.sum() * exact(1, 0.4), rtol=1e-12)

@@ -1,0 +1,220 @@
+"""Loops in the function of a rule: where nobody differentiates them, they store no iterate.
+
+And XLA compiles them, which it does not if they store iterates and their length is not fixed.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from matrix import spread, traced
+from shared import WRAPS, derivative
+
+W = tf.Variable(tf.ones([3], tf.float64))
+X = tf.constant([0.1, 0.2, 0.3], tf.float64)
+STEPS = 5
+
+
+def reads(y):
+    return tf.sin(y * W)
+
+
+def draws(y):
+    return tf.sin(y * tf.random.uniform([3], dtype=tf.float64))
+
+
+def asserts(y):
+    tf.debugging.assert_less(tf.reduce_sum(y), tf.constant(100.0, y.dtype))
+    return tf.sin(y)
+
+
+def calls_the_host(y):
+    seen = tf.numpy_function(lambda a: a, [y], y.dtype)
+    seen.set_shape(y.shape)
+    return tf.sin(y) + 0 * tf.stop_gradient(seen)
+
+
+BODIES = {  # none can be pruned
+    "reads a variable": reads,
+    "draws": draws,
+    "asserts": asserts,
+    "calls the host": calls_the_host,
+}
+
+
+def while_loop(body):
+    return lambda x: tf.while_loop(lambda i, _: i < STEPS, lambda i, y: (i + 1, body(y)), (0, x))[1]
+
+
+def scan(body):
+    return lambda x: tf.scan(lambda y, _: body(y), tf.range(STEPS), x)[-1]
+
+
+def converted_by_autograph(body):
+    def f(x):
+        for _ in tf.range(STEPS):
+            x = body(x)
+        return x
+
+    return tf.autograph.to_graph(f)
+
+
+LOOPS = {"while_loop": while_loop, "scan": scan, "AutoGraph": converted_by_autograph}
+
+
+def vjp_form(f, reads_variable):
+    def value_and_rule(x):
+        return f(x), lambda upstream: 2 * upstream
+
+    def value_and_rule_of_variable(x):
+        return f(x), lambda upstream, variables: (2 * upstream, [upstream for _ in variables])
+
+    return sgtrick.custom_vjp(value_and_rule_of_variable if reads_variable else value_and_rule)
+
+
+def with_variables(f, reads_variable):
+    def slopes(x, variables):
+        return 2 * tf.ones_like(x), [tf.eye(3, dtype=x.dtype) for _ in variables]
+
+    return sgtrick.with_gradient(f, slopes)
+
+
+def with_gradient(f, reads_variable):
+    return sgtrick.with_gradient(f, lambda x: 2 * tf.ones_like(x))
+
+
+def from_value_and_gradient(f, reads_variable):
+    return sgtrick.from_value_and_gradient(lambda x: (f(x), 2 * tf.ones_like(x)))
+
+
+def jvp_form(f, reads_variable):
+    form = sgtrick.custom_jvp(f)
+    form.defjvp(lambda primals, tangents: (form(*primals), 2 * tangents[0]))
+    return form
+
+
+def root_form(f, reads_variable):
+    return lambda x: sgtrick.implicit_root(lambda y, a: y - 2 * a, f(x), x, batch_ndims=1)
+
+
+GIVE_ALL = {"custom_vjp": vjp_form, "with_gradient, variables": with_variables}
+GIVE_SOME = {
+    "with_gradient": with_gradient,
+    "from_value_and_gradient": from_value_and_gradient,
+    "custom_jvp": jvp_form,
+    "implicit_root": root_form,
+}
+
+
+def gradient(f):
+    """By `x` alone: variables that are read are not asked for."""
+
+    def run(x):
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.gradient(y, x)
+
+    return run
+
+
+CALLS = {
+    "forward": lambda f: f,
+    "gradient": gradient,
+    "gradient, variables watched": derivative,
+    "gradient around a function": lambda f: derivative(tf.function(f)),
+}
+
+
+def stored(f):
+    """How many tensors the loops of a graph store in each step, for the way back."""
+    definition = f.get_concrete_function(tf.TensorSpec([3], X.dtype)).graph.as_graph_def()
+    functions = [definition.node, *(f.node_def for f in definition.library.function)]
+    return sum(node.op == "TensorListPushBack" for nodes in functions for node in nodes)
+
+
+def insist_on_none_stored(form, body, call):
+    f = traced(CALLS[call](form))
+    assert stored(f) == 0
+    if body == "calls the host":  # which XLA cannot
+        return
+    result = traced(CALLS[call](form), jit_compile=True)(X).numpy()
+    assert np.isfinite(result).all()
+    if call != "forward":
+        np.testing.assert_array_equal(result, 2 * np.ones(3))
+
+
+@pytest.mark.parametrize(("name", "loop", "body", "call"), spread(GIVE_ALL, LOOPS, BODIES, CALLS))
+def test_rules_that_give_all_derivatives_store_nothing(name, loop, body, call):
+    form = GIVE_ALL[name](LOOPS[loop](BODIES[body]), body == "reads a variable")
+    insist_on_none_stored(form, body, call)
+
+
+@pytest.mark.parametrize(("name", "loop", "body", "call"), spread(GIVE_SOME, LOOPS, BODIES, CALLS))
+def test_other_rules_store_nothing_that_is_not_differentiated(name, loop, body, call):
+    reads_variable = body == "reads a variable"
+    watched = call not in ("forward", "gradient")
+    if reads_variable and watched and name != "implicit_root":
+        pytest.skip("TensorFlow differentiates the loop by the variable, as in native code")
+    insist_on_none_stored(GIVE_SOME[name](LOOPS[loop](BODIES[body]), reads_variable), body, call)
+
+
+def test_the_test_sees_what_is_stored():
+    assert stored(tf.function(gradient(while_loop(draws)))) > 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_another_argument_stores_nothing_forward(loop):
+    """Its gradient by that argument is that of autodiff, if it is asked for."""
+
+    def f(x, b):
+        return x * W * LOOPS[loop](draws)(b)
+
+    def slopes(x, b, variables):
+        return 2 * tf.ones_like(x), [tf.eye(3, dtype=x.dtype) for _ in variables]
+
+    form = sgtrick.with_gradient(f, slopes)
+    insist_on_none_stored(lambda x: form(x, X), "draws", "forward")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@WRAPS
+def test_other_arguments_of_a_loop_keep_autodiff(loop, wrap):
+    """Where the rule takes the variables too, and the loop reads one."""
+    looped = LOOPS[loop](reads)
+
+    def f(x, b):
+        return x * looped(b)
+
+    def slopes(x, b, variables):
+        return 2 * tf.ones_like(x), [3 * tf.eye(3, dtype=x.dtype) for _ in variables]
+
+    form = sgtrick.with_gradient(f, slopes)
+
+    def found(f):
+        def run(x, b):
+            with tf.GradientTape() as tape:
+                tape.watch([x, b])
+                y = f(x, b)
+            return tape.gradient(y, [x, b, W])
+
+        return wrap(run)(X, 2 * X)
+
+    by_x, by_b, by_w = found(form)
+    np.testing.assert_array_equal(by_x, 2 * np.ones(3))
+    np.testing.assert_array_equal(by_w, 3 * np.ones(3))
+    np.testing.assert_allclose(by_b, found(f)[1], rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", GIVE_ALL | GIVE_SOME)
+def test_a_for_statement(name):
+    def f(x):
+        for _ in tf.range(STEPS):
+            x = draws(x)
+        return x
+
+    form = (GIVE_ALL | GIVE_SOME)[name](f, False)
+    assert stored(tf.function(derivative(form))) == 0
+    found = tf.function(derivative(form), jit_compile=True)(X)
+    np.testing.assert_array_equal(found, 2 * np.ones(3))

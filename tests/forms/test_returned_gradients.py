@@ -1,0 +1,415 @@
+"""What a rule of `custom_vjp` returns: each gradient reaches its own argument, in its dtype."""
+
+import collections
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+import sgtrick.keras
+from shared import WRAPS
+
+DECORATORS = {"sgtrick": sgtrick.custom_vjp, "keras": sgtrick.keras.custom_vjp}
+decorated = pytest.mark.parametrize("custom_vjp", DECORATORS.values(), ids=DECORATORS)
+
+A = tf.constant([0.3, 0.7, 1.1], tf.float64)
+B = tf.constant([2.0, -3.0, 5.0], tf.float64)
+
+
+def gradients(h, *xs):
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        y = h(*xs)
+    return tape.gradient(y, xs)
+
+
+def of_map(h, *xs):
+    mapped = lambda *xs: tf.vectorized_map(lambda x: h(*x), xs, fallback_to_while_loop=False)  # noqa: E731
+    return gradients(mapped, *xs)
+
+
+WAYS = {
+    "eager": gradients,
+    "in tf.function": lambda h, *xs: tf.function(lambda *xs: gradients(h, *xs))(*xs),
+    "around tf.function": lambda h, *xs: gradients(tf.function(h), *xs),
+    "XLA": lambda h, *xs: tf.function(lambda *xs: gradients(h, *xs), jit_compile=True)(*xs),
+    "vectorized_map": of_map,
+    "vectorized_map in tf.function": lambda h, *xs: tf.function(lambda *xs: of_map(h, *xs))(*xs),
+}
+MAPS = [way for name, way in WAYS.items() if "map" in name]
+anyhow = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+Sizes = collections.namedtuple("Sizes", ["rows", "columns"])
+
+# For `f(dims, a, b, training)`, where the first argument has two leaves.
+RETURNED = {
+    "for each argument": ((6, 7), lambda ga, gb: (None, ga, gb, None)),
+    "for each argument, in a list": ([6.0, 7.0], lambda ga, gb: [None, ga, gb, None]),
+    "for each argument, in its structure": (
+        Sizes(6, 7),
+        lambda ga, gb: (Sizes(None, None), ga, gb, None),
+    ),
+    "for each leaf": ((6, 7), lambda ga, gb: (None, None, ga, gb, None)),
+}
+
+
+@decorated
+@anyhow
+@pytest.mark.parametrize(("dims", "returned"), RETURNED.values(), ids=RETURNED)
+def test_a_gradient_reaches_its_own_argument(custom_vjp, way, dims, returned):
+    """Beside arguments that are structures of numbers, of which none is wanted."""
+
+    def f(dims, a, b, training):
+        assert training
+        return tf.stop_gradient(a * b * dims[0]), lambda u: returned(
+            u * b * dims[0], u * a * dims[0]
+        )
+
+    by_a, by_b = way(lambda a, b: custom_vjp(f)(dims, a, b, True), A, B)
+    np.testing.assert_allclose(by_a, 6 * B)
+    np.testing.assert_allclose(by_b, 6 * A)
+
+
+# What the only argument is, and what the rule may return for it.
+ALONE = {
+    "dictionary": (lambda a, b: {"a": a, "b": b}, lambda a, b: {"b": b, "a": a}),
+    "dictionary in a tuple": (lambda a, b: {"a": a, "b": b}, lambda a, b: ({"a": a, "b": b},)),
+    "leaves of a dictionary": (lambda a, b: {"a": a, "b": b}, lambda a, b: (a, b)),
+    "pair": (lambda a, b: (a, b), lambda a, b: (a, b)),
+    "list for a pair": (lambda a, b: (a, b), lambda a, b: [a, b]),
+    "pair in a list": (lambda a, b: (a, b), lambda a, b: [(a, b)]),
+    "leaf for a list": (lambda a, b: {"a": [a], "b": b}, lambda a, b: {"a": a, "b": b}),
+    "leaves of a tree": (lambda a, b: ((a,), {"b": b}), lambda a, b: [a, b]),
+}
+
+
+@decorated
+@anyhow
+@pytest.mark.parametrize(("pack", "returned"), ALONE.values(), ids=ALONE)
+def test_of_one_argument(custom_vjp, way, pack, returned):
+    def f(point):
+        a, b = tf.nest.flatten(point)
+        return tf.stop_gradient(a * b), lambda u: returned(u * b, u * a)
+
+    by_a, by_b = way(lambda a, b: custom_vjp(f)(pack(a, b)), A, B)
+    np.testing.assert_allclose(by_a, B)
+    np.testing.assert_allclose(by_b, A)
+
+
+def function(returned):
+    """A function of several arguments whose rule returns this."""
+
+    def f(dims, a, b, training):
+        return a * b, lambda u: returned(u)
+
+    return f
+
+
+MISCOUNTED = {
+    "as for the arguments, but one": lambda u: (None, u, u),
+    "one too many": lambda u: (None, u, u, None, None, None),
+    "none": lambda u: [],
+    "a single None": lambda u: None,
+    "a single tensor": lambda u: u,
+    "in another structure": lambda u: ((None, None, None), u, u, None),
+    "by name": lambda u: {"dims": (None, None), "a": u, "b": u, "training": None},
+    "by name, in another order": lambda u: (u, u, {"a": None, "b": None}, None),
+    "a name in the place of an index": lambda u: ({"0": None, "1": None}, u, u, None),
+}
+
+
+@decorated
+@WRAPS
+@pytest.mark.parametrize("returned", MISCOUNTED.values(), ids=MISCOUNTED)
+def test_any_other_number_is_an_error(custom_vjp, returned, wrap):
+    h = custom_vjp(function(returned))
+    with pytest.raises(
+        ValueError,
+        match=r"of f returned \d gradients, expected one for each argument, None or in its "
+        r"structure: dims, a, b, training; or one for each leaf: dims\[0\], dims\[1\], a, b, train",
+    ):
+        wrap(lambda a, b: gradients(lambda a, b: h((6, 7), a, b, True), a, b))(A, B)
+
+
+@decorated
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda h, a: h(a, B), "3, one for each of: a, rest[0], c."),
+        (lambda h, a: h(a, B, B, d=B, c=B), "5, one for each of: a, rest[0], rest[1], c, d."),
+        (lambda h, a: h(d=B, e=B, a=a), "4, one for each of: a, c, d, e."),
+        (lambda h, a: h(a, {"p": [B]}), "a, rest[0], c; or one for each leaf: a, rest[0]['p'][0]"),
+    ],
+    ids=["positions", "keywords", "names", "structure"],
+)
+def test_errors_name_the_arguments(custom_vjp, call, expected):
+    @custom_vjp
+    def h(a, *rest, c=None, **others):
+        return a + 0, lambda u: (u,) * 9
+
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        gradients(lambda a: call(h, a), A)
+
+
+@decorated
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (3, "int"),
+        (True, "bool"),
+        ("mean", "str"),
+        (None, "NoneType"),
+        (np.arange(3), "of dtype int64"),
+        (tf.constant([1, 2, 3]), "of dtype int32"),
+        (tf.constant("mean"), "of dtype string"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_derivatives_has_no_gradient(custom_vjp, value, kind):
+    """Not even a gradient of zero: it was meant for something else."""
+    h = custom_vjp(lambda a, n: (a + 0, lambda u: (u, 0 * u)))
+    with pytest.raises(TypeError, match=f"gradient for n, which has no derivatives: it is {kind}"):
+        gradients(lambda a: h(a, value), A)
+    h = custom_vjp(lambda a, n: (a + 0, lambda u: (3 * u, None)))
+    np.testing.assert_allclose(gradients(lambda a: h(a, value), A)[0], [3, 3, 3])
+
+
+@decorated
+@pytest.mark.parametrize(
+    "value", [2.0, 1j, np.float32(2), np.ones(3)], ids=lambda v: type(v).__name__
+)
+def test_numbers_may_have_a_gradient(custom_vjp, value):
+    """Which nobody can request, as in the examples of `tf.custom_gradient`."""
+    h = custom_vjp(lambda a, c: (a + 0, lambda u: (3 * u, 5 * u)))
+    np.testing.assert_allclose(gradients(lambda a: h(a, value), A)[0], [3, 3, 3])
+
+
+@decorated
+def test_what_can_be_understood_in_two_ways_is_an_error(custom_vjp):
+    """One for each of `empty`, `a` and `pair`; or one for each of `a` and the two of `pair`."""
+    h = custom_vjp(lambda empty, a, pair: (a * pair[0] * pair[1], lambda u: (None, u, None)))
+    with pytest.raises(ValueError, match=r"understood in two ways.* each of empty, a, pair, or as"):
+        gradients(lambda a, b, c: h([], a, (b, c)), A, B, B)
+
+
+class TestDefaults:
+    """What a call leaves out is an argument like any other, whose name errors have."""
+
+    @decorated
+    @anyhow
+    def test_have_gradients(self, custom_vjp, way):
+        def f(a, b, power=2, *, shift=1.0, mode="mean"):
+            assert mode == "mean"
+            value = tf.stop_gradient((a * b) ** power + shift)
+            slope = power * (a * b) ** (power - 1)
+            return value, lambda u: (
+                u * slope * b,
+                u * slope * a,
+                None,
+                tf.reduce_sum(u),
+                None,
+            )
+
+        for call in (
+            lambda a, b: custom_vjp(f)(a, b),
+            lambda a, b: custom_vjp(f)(b=b, a=a, mode="mean"),
+            lambda a, b: custom_vjp(f)(a, b, 2, shift=tf.constant(1.0, tf.float64)),
+        ):
+            by_a, by_b = way(call, A, B)
+            np.testing.assert_allclose(by_a, 2 * A * B**2)
+            np.testing.assert_allclose(by_b, 2 * A**2 * B)
+
+    @decorated
+    @pytest.mark.parametrize("default", [2, 2.0, None, "mean", (1, 2)], ids=str)
+    def test_without_a_gradient_may_be_left_out_by_the_rule(self, custom_vjp, default):
+        """As in `tf.custom_gradient`, which counts what was passed."""
+
+        def f(a, b, option=default):
+            return a * b, lambda u: (u * b, u * a)
+
+        by_a, by_b = gradients(custom_vjp(f), A, B)
+        np.testing.assert_allclose(by_a, B)
+        np.testing.assert_allclose(by_b, A)
+        passed = "option" if not isinstance(default, tuple) else r"option; or one for each leaf"
+        with pytest.raises(ValueError, match=f"returned 2 gradients.*: a, b, {passed}"):
+            gradients(lambda a, b: custom_vjp(f)(a, b, default), A, B)
+
+    @decorated
+    def test_that_are_tensors_may_not(self, custom_vjp):
+        """Their gradients may be requested."""
+
+        def right(a, w=B):
+            return tf.stop_gradient(a * w), lambda u: (u * w, u * a)
+
+        by_a, by_w = gradients(lambda a, b: custom_vjp(right)(a), A, B)
+        np.testing.assert_allclose(by_a, B)
+        np.testing.assert_allclose(by_w, A)
+
+        def f(a, w=B):
+            return a * w, lambda u: u * w
+
+        with pytest.raises(ValueError, match=r"returned 1 gradients, expected 2, .*: a, w"):
+            gradients(lambda a, b: custom_vjp(f)(a), A, B)
+
+
+def mask(u):
+    return u > 0
+
+
+def mask_of_real(u):
+    return tf.math.real(u) > 0
+
+
+# Three times the upstream gradient of one, or one time.
+CONSTANTS = {
+    "int": (lambda u: 3, 3),
+    "float": (lambda u: 3.0, 3),
+    "bool": (lambda u: True, 1),
+    "int of NumPy": (lambda u: np.int64(3), 3),
+    "float of NumPy": (lambda u: np.float64(3), 3),
+    "array of ints": (lambda u: np.array(3), 3),
+    "array of bools": (lambda u: np.array(True), 1),
+    "int32": (lambda u: tf.constant(3), 3),
+    "uint8": (lambda u: tf.constant(3, tf.uint8), 3),
+    "mask": (mask, 1),
+    "tenth": (lambda u: 0.1, 0.1),
+    "float64": (lambda u: 3 * tf.cast(u, tf.float64), 3),
+    "float32": (lambda u: 3 * tf.cast(u, tf.float32), 3),
+    "float16": (lambda u: 3 * tf.cast(u, tf.float16), 3),
+}
+
+
+class TestDtypes:
+    """A gradient has the dtype of its argument, also where it is added to others."""
+
+    @decorated
+    @anyhow
+    @pytest.mark.parametrize("constant", ["int", "mask", "float64"])
+    def test_of_numbers(self, custom_vjp, way, constant):
+        returned, expected = CONSTANTS[constant]
+        h = custom_vjp(lambda x: (tf.stop_gradient(3 * x), returned))
+        x = tf.constant([1.0, 2.0] if way in MAPS else 1.0)
+        (g,) = way(lambda x: h(x) + x, x)
+        assert g.dtype == tf.float32
+        np.testing.assert_array_equal(g, np.full(x.shape, expected + 1))
+
+    @decorated
+    @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
+    @pytest.mark.parametrize(("returned", "expected"), CONSTANTS.values(), ids=CONSTANTS)
+    def test_of_arguments_of_other_precisions(self, custom_vjp, dtype, returned, expected):
+        h = custom_vjp(lambda x: (tf.stop_gradient(3 * x), returned))
+        (g,) = gradients(lambda x: h(x) + x, tf.constant(1.0, dtype))
+        assert g.dtype == dtype
+        # A Python number to the last digit.
+        assert g == tf.constant(expected, dtype) + 1
+
+    @WRAPS
+    def test_of_forward_mode(self, wrap):
+        """Which transposes the rule, the cast included."""
+        h = sgtrick.custom_vjp(lambda x: (tf.sin(x), lambda u: 3 * tf.cast(u, tf.float64)))
+
+        def run(x):
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+                y = h(x) + x
+            return accumulator.jvp(y)
+
+        np.testing.assert_array_equal(wrap(run)(tf.constant([1.0, 2.0])), [4, 4])
+
+    @decorated
+    @anyhow
+    def test_of_second_order(self, custom_vjp, way):
+        h = custom_vjp(
+            lambda x: (
+                tf.stop_gradient(x**3),
+                lambda u: tf.cast(u, tf.float64) * 3 * tf.cast(x, tf.float64) ** 2,
+            )
+        )
+        x = tf.constant([1.0, 2.0])
+        (g,) = way(lambda x: gradients(lambda x: h(x) + x, x)[0], x)
+        assert g.dtype == tf.float32
+        np.testing.assert_allclose(g, 6 * x)
+
+    @decorated
+    @pytest.mark.parametrize(
+        "returned",
+        [tf.math.real, lambda u: np.ones(2), lambda u: np.ones(2, int), mask_of_real],
+        ids=["real", "array", "ints", "mask"],
+    )
+    def test_of_complex_arguments(self, custom_vjp, returned):
+        z = tf.constant([1 + 2j, 3 - 1j], tf.complex64)
+        h = custom_vjp(lambda z: (z + 0, returned))
+        (g,) = gradients(lambda z: h(z) + z, z)
+        assert g.dtype == tf.complex64
+        np.testing.assert_allclose(g, [2, 2])
+
+    @decorated
+    @WRAPS
+    @pytest.mark.parametrize(
+        ("returned", "error", "message"),
+        [
+            (lambda u: tf.complex(u, u), TypeError, r"gradient of x .* has dtype complex128, expected float64, since x is"),
+            (lambda u: "three", TypeError, r"gradient of x .* expected float64|must be a tensor"),
+            (lambda u: 3, ValueError, r"shape \[\] for x, expected \[3\]"),
+        ],
+        ids=["complex", "text", "one number for several entries"],
+    )  # fmt: skip
+    def test_errors(self, custom_vjp, wrap, returned, error, message):
+        h = custom_vjp(lambda x: (3 * x, returned))
+        with pytest.raises(error, match=message):
+            wrap(lambda x: gradients(lambda x: h(x) + x, x))(A)
+
+    @WRAPS
+    @pytest.mark.parametrize("constant", ["int", "bool", "int of NumPy", "float64"])
+    def test_of_variables_that_are_read(self, constant, wrap):
+        returned, expected = CONSTANTS[constant]
+        v = tf.Variable(2.0)
+        h = sgtrick.custom_vjp(lambda x: (x * v, lambda u, variables: (u * v, [returned(u)])))
+
+        @wrap
+        def run(x):
+            with tf.GradientTape() as tape:
+                y = h(x) + v
+            return tape.gradient(y, v)
+
+        g = run(tf.constant(1.0))
+        assert g.dtype == tf.float32
+        assert g.numpy() == expected + 1
+
+    @WRAPS
+    def test_of_some_rows_of_a_variable(self, wrap):
+        table = tf.Variable(tf.ones([4, 2]))
+
+        @sgtrick.custom_vjp
+        def row(x):
+            def grad_fn(u, variables):
+                values = tf.cast(tf.expand_dims(u * x, 0), tf.float64)
+                return None, [tf.IndexedSlices(values, tf.constant([2]), tf.constant([4, 2]))]
+
+            return table[2] * x, grad_fn
+
+        @wrap
+        def run(x):
+            with tf.GradientTape() as tape:
+                y = row(x) + table[2]
+            g = tape.gradient(y, table)
+            assert g.dtype == tf.float32
+            return tf.convert_to_tensor(g)
+
+        np.testing.assert_array_equal(run(tf.constant(3.0)), [[0, 0], [0, 0], [4, 4], [0, 0]])
+
+
+@WRAPS
+@pytest.mark.parametrize("make", [tf.Variable, keras.Variable], ids=["tf", "keras"])
+def test_a_variable_that_is_returned_is_one_that_is_read(make, wrap):
+    v = make([1.0, 2.0])
+    h = sgtrick.custom_vjp(lambda x: (v, lambda u, variables: (None, [3 * u])))
+
+    def run():
+        with tf.GradientTape() as tape:
+            y = h(tf.constant(1.0))
+        return tape.gradient(y, getattr(v, "_value", v))
+
+    np.testing.assert_array_equal(wrap(run)(), [3, 3])

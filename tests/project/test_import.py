@@ -1,0 +1,75 @@
+"""What `import sgtrick` brings along, and which module imports which."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "sgtrick"
+
+CODE = """
+import sys, tensorflow
+before = set(sys.modules)
+import sgtrick
+print(*sorted(set(sys.modules) - before))
+"""
+ON_DEMAND = {
+    "jax",
+    "keras",
+    "matplotlib",
+    "scipy",
+    "sgtrick.keras",
+    "sgtrick.tfp",
+    "tensorflow_probability",
+    "torch",
+}
+
+
+def test_no_more_than_tensorflow_does():
+    command = [sys.executable, "-c", CODE]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "sgtrick" in imported
+    assert ON_DEMAND.isdisjoint(imported)
+
+
+# From the bottom: each layer imports from itself and from those before; what users import, from all.
+LAYERS = ["_types", "_arguments", "_tensorflow", "_core", "_host"]
+
+
+def imports():
+    """`(module, imported module)` of all within the package."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sgtrick"):
+                for alias in node.names:
+                    name = Path(*node.module.split(".")[1:], alias.name)
+                    is_module = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+                    yield path.relative_to(PACKAGE), name if is_module else name.parent
+
+
+def test_arrows_point_one_way():
+    """The core knows no engines and no forms, engines no forms, and no form a checker."""
+    found = list(imports())
+    assert len(found) > 100
+    for module, imported in found:
+        layer = module.with_suffix("").parts[0]
+        if layer in LAYERS:
+            below = LAYERS[: LAYERS.index(layer) + 1]
+            assert imported.parts[0] in below, f"{module} imports {imported}"
+        if imported.parts[0] == "_check":
+            assert module.parts[0] in ("_check", "__init__.py"), f"{module} imports {imported}"
+
+
+def test_no_module_imports_itself():
+    """By way of others, that is."""
+    arrows = {}
+    for module, imported in imports():
+        arrows.setdefault(str(module.with_suffix("")), set()).add(str(imported))
+
+    def visit(module, above):
+        assert module not in above, f"a cycle: {[*above, module]}"
+        for imported in arrows.get(module, ()):
+            visit(imported, [*above, module])
+
+    for module in arrows:
+        visit(module, [])

@@ -1,0 +1,201 @@
+"""Derivatives of second order of rules that have them: those of the rule, by any nesting."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from asinh_forms import (
+    EVERY_ORDER,
+    FIRST_ORDER,
+    POINTS,
+    exact,
+    hidden,
+    host_slope,
+    jvp_form,
+    slope,
+    true,
+    verdict,
+    vjp_form,
+)
+from matrix import spread, traced
+from shared import LOUD, WRAPS, compiled, constant, derivative, forward_derivative, mapped
+
+DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
+SECOND = {
+    "eager": lambda outer, inner: lambda f: outer(inner(f)),
+    "in tf.function": lambda outer, inner: lambda f: traced(outer(inner(f))),
+    "inner in tf.function": lambda outer, inner: lambda f: outer(traced(inner(f))),
+    "around tf.function": lambda outer, inner: lambda f: outer(inner(traced(f))),
+    "XLA": lambda outer, inner: lambda f: compiled(outer(inner(f))),
+    "around vectorized_map": lambda outer, inner: lambda f: traced(outer(inner(mapped(f)))),
+    "between": lambda outer, inner: lambda f: outer(mapped(inner(f))),
+    "in vectorized_map": lambda outer, inner: lambda f: mapped(outer(inner(f))),
+}
+
+
+BATCHED = {"between", "around vectorized_map"}
+# Where TensorFlow takes minutes for forward mode of a rule as long as that of a root.
+LONG = {"around tf.function", "between", "in vectorized_map", "around vectorized_map"}
+
+
+def is_run(name, where, modes):
+    """XLA compiles the graph that `tf.function` traced, so that one form is enough for the modes."""
+    outer, inner = modes
+    if where == "XLA" and name != "custom_vjp":
+        return outer == inner == "reverse"
+    if where == "around vectorized_map" and outer == "forward":
+        return False  # where TensorFlow has no derivative of native functions either
+    return not (name == "implicit_root" and where in LONG and "forward" in (outer, inner))
+
+
+@functools.cache
+def native(where, outer, inner):
+    return verdict(SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])(true), exact(2))
+
+
+class TestHigherDerivatives:
+    """By any nesting, those of the rule."""
+
+    @pytest.mark.parametrize(
+        ("name", "where", "modes"),
+        spread(EVERY_ORDER, SECOND, itertools.product(DERIVATIVES, repeat=2), valid=is_run),
+    )
+    def test_of_second_order(self, name, where, modes):
+        outer, inner = modes
+        way = SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])
+        came = verdict(way(EVERY_ORDER[name]), exact(2))
+        if came != "right":  # TensorFlow cannot do it with native code either
+            assert came in LOUD
+            # The rule of the batch is traced anew, where its host call cannot be carried.
+            is_batch = name == "from_value_and_gradient" and where in BATCHED
+            assert is_batch or native(where, outer, inner) in LOUD
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "index"),
+    spread(EVERY_ORDER, ["eager", "in tf.function", "around tf.function"], [tf.int32, tf.int64]),
+)
+def test_derivatives_behind_a_gather(name, where, index):
+    """Where TensorFlow makes upstream gradients of slices."""
+    places = tf.constant([0, 0, 2], index)
+
+    def twice(f):
+        total = lambda x: tf.gather(f(x), places) ** 2  # noqa: E731
+        first = lambda x: tf.convert_to_tensor(derivative(total)(x))  # noqa: E731
+        return lambda x: tf.convert_to_tensor(derivative(first)(x))
+
+    form, x = EVERY_ORDER[name], tf.constant(POINTS)
+    if where == "around tf.function":
+        run = twice(tf.function(form))
+    else:
+        run = twice(form) if where == "eager" else tf.function(twice(form))
+    np.testing.assert_allclose(run(x), twice(true)(x), rtol=1e-9)
+
+
+class TestTapesAroundForwardMode:
+    """They are asked for derivatives of a JVP, whose rule was traced apart."""
+
+    @staticmethod
+    def of_jvp(form, x, *sources, tangent=None):
+        """By each of the sources, those of the sum of the derivative at `x`."""
+        with tf.GradientTape() as tape:
+            tape.watch([s for s in sources if isinstance(s, tf.Tensor)])
+            tangent = tf.ones_like(x) if tangent is None else tangent
+            with tf.autodiff.ForwardAccumulator(x, tangent) as accumulator:
+                y = form(x)
+            moved = accumulator.jvp(y)
+        return tape.gradient(moved, sources)
+
+    @WRAPS
+    @pytest.mark.parametrize("alone", [False, True], ids=["and the function", "alone"])
+    def test_see_variables_that_the_rule_reads(self, alone, wrap):
+        v = tf.Variable(0.7, dtype=tf.float64)
+        form = jvp_form(lambda x: hidden(x) * (1 if alone else v), lambda x: slope(x) * v)
+        (by_v,) = wrap(lambda x: self.of_jvp(form, x, v))(tf.constant(POINTS))
+        np.testing.assert_allclose(by_v, exact(1).sum(), rtol=1e-12)
+
+    @WRAPS
+    def test_see_rows_that_the_rule_gathers(self, wrap):
+        table = tf.Variable(np.arange(8.0).reshape(4, 2))
+
+        def factor():
+            return tf.reduce_sum(tf.gather(table, [2, 0]) ** 2)
+
+        form = jvp_form(lambda x: x**3 * factor(), lambda x: 3 * x**2 * factor())
+        (by_table,) = wrap(lambda x: self.of_jvp(form, x, table))(constant(1.5))
+        expected = 3 * 1.5**2 * 2 * np.array([[0, 1], [0, 0], [4, 5], [0, 0]])
+        np.testing.assert_allclose(tf.convert_to_tensor(by_table), expected, rtol=1e-12)
+
+    SLOPES = {
+        "stopped": lambda x: tf.stop_gradient(slope(x)),
+        "host": host_slope,
+        "by a form": derivative(FIRST_ORDER["custom_gradient"]),
+    }
+
+    @WRAPS
+    @pytest.mark.parametrize("slope", SLOPES.values(), ids=SLOPES)
+    def test_of_a_slope_that_is_lost_beside_another_factor(self, slope, wrap):
+        """A `tf.stop_gradient` is taken at its word, a form or host call raises errors."""
+        form = sgtrick.custom_jvp(lambda x, w: hidden(x) * w)
+        form.defjvp(lambda xs, ts: (None, 0 if ts[0] is None else slope(xs[0]) * xs[1] * ts[0]))
+
+        w = constant(np.full(3, 2.0))
+
+        def by_w(x):
+            return self.of_jvp(lambda x: form(x, w), x, w)[0]
+
+        def by_x(x):
+            return self.of_jvp(lambda x: form(x, w), x, x)[0]
+
+        if slope is host_slope:
+            assert verdict(wrap(by_w), exact(1)) in LOUD
+        else:
+            assert verdict(wrap(by_w), exact(1)) == "right"
+        if slope is self.SLOPES["stopped"]:
+            assert wrap(by_x)(tf.constant(POINTS)) is None
+        else:
+            assert verdict(wrap(by_x), 2 * exact(2)) in LOUD
+
+    @WRAPS
+    @pytest.mark.parametrize("name", EVERY_ORDER)
+    def test_where_the_point_is_its_own_tangent(self, name, wrap):
+        form = EVERY_ORDER[name]
+        (by_x,) = wrap(lambda x: self.of_jvp(form, x, x, tangent=x))(tf.constant(POINTS))
+        np.testing.assert_allclose(by_x, exact(1) + POINTS * exact(2), rtol=1e-9)
+
+
+_one_more = tf.function(lambda x: 1 + x)
+_true = tf.function(true)
+
+
+class TestRulesThatCallFunctions:
+    """Their derivatives are found in each call."""
+
+    RULES = {
+        "with a constant first": lambda x: (_one_more(0 * POINTS[0]) * _one_more(x**2)) ** -0.5,
+        "with a constant second": lambda x: (_one_more(x**2) * _one_more(0 * POINTS[0])) ** -0.5,
+        "in a tape": derivative(_true),
+        "in a tape, once more": lambda x: derivative(_true)(x) + 0 * _true(constant(1.0)),
+    }
+    WAYS = {
+        "eager": lambda f: derivative(derivative(f)),
+        "in tf.function": lambda f: traced(derivative(derivative(f))),
+        "around tf.function": lambda f: derivative(derivative(traced(f))),
+        "around vectorized_map": lambda f: derivative(derivative(mapped(f))),
+    }
+
+    @pytest.mark.parametrize(
+        ("rule", "way", "make"),
+        spread(
+            RULES,
+            WAYS,
+            [sgtrick.with_gradient, vjp_form, jvp_form],
+            valid=lambda rule, way, make: make is not jvp_form or "map" not in way,  # slow
+        ),
+    )
+    def test_of_second_order(self, rule, way, make):
+        assert verdict(self.WAYS[way](make(hidden, self.RULES[rule])), exact(2)) == "right"

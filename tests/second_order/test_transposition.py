@@ -1,0 +1,332 @@
+"""Rules for one mode that are transposed for the other: right if they are linear, else unknown."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from matrix import spread, traced
+from matrix.problem import SLIPS
+from shared import WRAPS_AND_XLA, compiled, derivative, looped
+
+X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
+ALONG = np.array([[0.7, -1.1, 0.4], [-0.3, 0.8, 1.9]])  # tangents, or upstream gradients
+ONE_HOT = np.eye(X.size).reshape(-1, *X.shape)
+
+
+def _largest_alone(u, x):
+    return tf.where(tf.abs(u) >= tf.reduce_max(tf.abs(u), -1, keepdims=True), u, 0 * x)
+
+
+CLIPPING = {
+    "clipped": lambda u, x: tf.clip_by_value(u, -0.5, 0.5) * x,
+    "clipped far out": lambda u, x: tf.clip_by_value(u, -50, 50) * x,
+    "sign": lambda u, x: tf.sign(u) * x,
+    "constant added": lambda u, x: u + 0.5 * x,
+}
+# For these, `J(u) u = g(u)`.
+HOMOGENEOUS_BY_ENTRY = {
+    "relu": lambda u, x: tf.nn.relu(u) * x,
+    "abs": lambda u, x: tf.abs(u) * x,
+}
+HOMOGENEOUS = {
+    "guided relu": lambda u, x: u * tf.cast(u > 0, u.dtype) * tf.cast(x > 0, u.dtype),
+    "square by size": lambda u, x: u**2 / tf.norm(u, axis=-1, keepdims=True) + 0 * x,
+    "sorted": lambda u, x: tf.sort(u, -1) * x,
+    "largest": lambda u, x: tf.reduce_max(u, -1, keepdims=True) * x,
+    "largest alone": _largest_alone,
+    "norm": lambda u, x: tf.norm(u, axis=-1, keepdims=True) * x,
+}
+BY_ENTRY = CLIPPING | HOMOGENEOUS_BY_ENTRY
+NOT_LINEAR = BY_ENTRY | HOMOGENEOUS | {"clipped by norm": lambda u, x: tf.clip_by_norm(u, 1.0) * x}
+
+
+def with_vjp(rule):
+    return sgtrick.custom_vjp(lambda x: (2 * x, lambda u: rule(u, x)))
+
+
+def with_jvp(rule):
+    form = sgtrick.custom_jvp(lambda x: 2 * x)
+    form.defjvp(lambda primals, tangents: (2 * primals[0], rule(tangents[0], primals[0])))
+    return form
+
+
+def forward(f):
+    def run(x, t):
+        with tf.autodiff.ForwardAccumulator(x, t) as accumulator:
+            y = f(x)
+        return accumulator.jvp(y)
+
+    return run
+
+
+def reverse(f):
+    def run(x, u):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.gradient(y, x, u)
+
+    return run
+
+
+# A form, and the mode in which it is transposed.
+TRANSPOSED = {"custom_vjp": (with_vjp, forward), "custom_jvp": (with_jvp, reverse)}
+
+
+def _mapped(f):
+    return lambda *args: tf.vectorized_map(lambda a: f(*a), args, fallback_to_while_loop=False)
+
+
+WAYS = {
+    "eager": lambda mode, f: mode(f),
+    "in tf.function": lambda mode, f: traced(mode(f)),
+    "around tf.function": lambda mode, f: mode(traced(f)),
+    "in XLA": lambda mode, f: compiled(mode(f)),
+    "in vectorized_map": lambda mode, f: _mapped(mode(f)),
+    "around vectorized_map": lambda mode, f: mode(_mapped(f)),
+    "in tf.while_loop": lambda mode, f: traced(mode(looped(f))),
+    "around tf.while_loop": lambda mode, f: mode(traced(looped(f))),
+}
+
+
+FORM = pytest.mark.parametrize("form", TRANSPOSED)
+
+
+def is_loud(run, *args):
+    """Whether this raises, or nothing in the result is finite."""
+    try:
+        y = run(*args)
+    except SLIPS:
+        raise
+    except Exception:
+        return True
+    return y is not None and not np.any(np.isfinite(y))
+
+
+class TestRulesThatAreNotLinear:
+    @pytest.mark.parametrize(("form", "way", "rule"), spread(TRANSPOSED, WAYS, NOT_LINEAR))
+    def test_are_loud(self, form, way, rule):
+        make, mode = TRANSPOSED[form]
+        run = WAYS[way](mode, make(NOT_LINEAR[rule]))
+        assert is_loud(run, tf.constant(X), tf.constant(ALONG))
+
+    @FORM
+    @pytest.mark.parametrize("way", ["eager", "around tf.function"])
+    @pytest.mark.parametrize("rule", BY_ENTRY)
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_in_any_one_entry(self, form, way, rule, dtype):
+        make, mode = TRANSPOSED[form]
+        run = WAYS[way](mode, make(BY_ENTRY[rule]))
+        assert all(is_loud(run, tf.cast(X, dtype), tf.cast(along, dtype)) for along in ONE_HOT)
+
+    @pytest.mark.parametrize(
+        ("form", "way", "rule", "shape"),
+        spread(
+            TRANSPOSED,
+            ["eager", "in tf.function", "around tf.function"],
+            ["clipped", "relu", "abs", "sign"],
+            [(), (2,), (5, 4), (40, 30), (None,)],
+        ),
+    )
+    def test_of_any_shape(self, form, way, rule, shape):
+        make, mode = TRANSPOSED[form]
+        f = make(BY_ENTRY[rule])
+        unknown = shape == (None,)
+
+        def hidden(x):
+            return f(tf.boolean_mask(x, x > 0))
+
+        x = along = tf.ones([7] if unknown else shape, tf.float64)
+        assert is_loud(WAYS[way](mode, hidden if unknown else f), x, along)
+
+    @FORM
+    def test_of_complex_numbers(self, form):
+        make, mode = TRANSPOSED[form]
+        x, along = tf.constant([1.0 + 2j, 3j]), tf.constant([1.0 - 1j, 2 + 1j])
+        f = make(lambda u, x: tf.complex(tf.abs(tf.math.real(u)), tf.math.imag(u)) * x)
+        assert is_loud(mode(f), x, along)
+        linear = mode(make(lambda u, x: tf.complex(2 * tf.math.real(u), tf.math.imag(u))))
+        np.testing.assert_allclose(linear(x, along), [2.0 - 1j, 4 + 1j], rtol=1e-12)
+
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
+    def test_of_several_together(self, way):
+        """Outputs or arguments, of which each alone is linear."""
+        two = sgtrick.custom_vjp(lambda x: ((2 * x, 3 * x), tf.maximum))
+        form = sgtrick.custom_jvp(lambda x, y: x + y)
+        form.defjvp(lambda primals, tangents: (sum(primals), tf.maximum(*tangents)))
+        for run in (
+            WAYS[way](forward, lambda x: tf.add_n(two(x))),
+            WAYS[way](reverse, lambda x: form(x, 2 * x)),
+        ):
+            assert is_loud(run, tf.constant(X), tf.constant(ALONG))
+
+    @pytest.mark.parametrize(
+        ("run", "message"),
+        [
+            (forward(with_vjp(NOT_LINEAR["relu"])), "Forward mode transposes the gradient function.*is not linear"),
+            (reverse(with_jvp(NOT_LINEAR["abs"])), "Reverse mode transposes the JVP rule.*is not linear"),
+        ],
+        ids=["forward", "reverse"],
+    )  # fmt: skip
+    def test_the_errors(self, run, message):
+        for wrapped in (run, tf.function(run)):
+            with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
+                wrapped(tf.constant(X), tf.constant(ALONG))
+
+    @pytest.mark.parametrize("way", [w for w in WAYS if "loop" not in w])
+    @pytest.mark.parametrize("rule", ["relu", "clipped", "norm"])
+    def test_keep_their_own_mode(self, way, rule):
+        rule, x, along = NOT_LINEAR[rule], tf.constant(X), tf.constant(ALONG)
+        expected = rule(along, x)
+        if "vectorized_map" in way:
+            expected = tf.stack([rule(u, a) for u, a in zip(along, x, strict=True)])
+        np.testing.assert_allclose(WAYS[way](reverse, with_vjp(rule))(x, along), expected)
+        run = WAYS[way](forward, with_jvp(rule))
+        if "around" in way:  # TensorFlow transposes functions
+            assert is_loud(run, x, along)
+        else:
+            np.testing.assert_allclose(run(x, along), expected)
+
+    @pytest.mark.parametrize("rule", ["clipped", "relu", "largest", "norm"])
+    @pytest.mark.parametrize(
+        "way",
+        [
+            lambda f: derivative(derivative(f)),
+            lambda f: derivative(derivative(traced(f))),
+            lambda f: derivative(traced(derivative(f))),
+            lambda f: traced(derivative(derivative(f))),
+        ],
+        ids=["eager", "around both", "around one", "in tf.function"],
+    )
+    def test_have_second_derivatives(self, rule, way):
+        """Which transpose nothing."""
+        rule, x = NOT_LINEAR[rule], tf.constant(X)
+        one = tf.ones_like(x)
+        np.testing.assert_allclose(
+            way(with_vjp(lambda u, x: rule(u, x**2)))(x), rule(one, 2 * x), rtol=1e-12
+        )
+
+
+def _matrices():
+    """Factors of which the last have condition numbers of 1e5 and 1e3."""
+    rng = np.random.default_rng(0)
+    full = rng.normal(size=[3, 3])
+    factor = np.tril(rng.normal(size=[3, 3]), -1)
+    return full, factor + np.diag([1.0, 1e-5, 1.0]), factor + np.diag([1.0, 1e-3, 1.0])
+
+
+FULL, ILL, BAD = _matrices()
+
+
+def _solve(u, a):
+    a = tf.cast(a, u.dtype)
+    return tf.linalg.triangular_solve(a, u[..., tf.newaxis])[..., 0]
+
+
+# Linear functions of an upstream gradient or tangent with their matrices.
+LINEAR = {
+    "a matrix": (lambda u: tf.linalg.matvec(tf.cast(FULL, u.dtype), u), FULL),
+    "summed up": (lambda u: tf.cumsum(u, -1), np.tril(np.ones([3, 3]))),
+    "large": (lambda u: 1e3 * u, 1e3 * np.eye(3)),
+    "small": (lambda u: 1e-3 * u, 1e-3 * np.eye(3)),
+    "cancelling": (lambda u: u - tf.reduce_mean(u, -1, keepdims=True), np.eye(3) - 1 / 3),
+}
+SOLVED = {
+    "ill-conditioned": (lambda u: _solve(u, ILL), np.linalg.inv(ILL)),
+    "badly conditioned": (lambda u: _solve(u, BAD), np.linalg.inv(BAD)),
+}
+
+
+class TestLinearRules:
+    @pytest.mark.parametrize(("form", "way", "rule"), spread(TRANSPOSED, WAYS, LINEAR))
+    def test_are_right(self, form, way, rule):
+        (make, mode), (rule, matrix) = TRANSPOSED[form], LINEAR[rule]
+        f = make(lambda u, x: rule(u) * tf.ones_like(x))
+        came = WAYS[way](mode, f)(tf.constant(X), tf.constant(ALONG))
+        np.testing.assert_allclose(came, ALONG @ matrix, rtol=1e-11, atol=1e-14)
+
+    @FORM
+    @pytest.mark.parametrize("way", ["eager", "around tf.function"])
+    @pytest.mark.parametrize(
+        ("dtype", "rule"),
+        [(d, r) for d in ("float16", "bfloat16", "float32") for r in LINEAR]
+        + [("float32", "badly conditioned"), ("float64", "ill-conditioned")],
+    )
+    @pytest.mark.parametrize("batch", [(), (500,)])
+    def test_of_every_dtype(self, form, way, dtype, rule, batch):
+        """Without false alarms."""
+        (make, mode), (rule, matrix) = TRANSPOSED[form], (LINEAR | SOLVED)[rule]
+        along = np.random.default_rng(1).normal(size=[*batch, 3])
+        f = make(lambda u, x: rule(u) * tf.ones_like(x))
+        came = WAYS[way](mode, f)(tf.ones([*batch, 3], dtype), tf.cast(along, dtype))
+        expected = along @ matrix
+        digits = {"float16": 1e-2, "bfloat16": 1e-1, "float32": 1e-3, "float64": 1e-9}[dtype]
+        atol = digits * np.max(np.abs(expected))
+        np.testing.assert_allclose(tf.cast(came, "float64"), expected, atol=atol)
+
+
+def _scaled(pull):
+    return sgtrick.custom_vjp(lambda x: (2 * x, pull))
+
+
+class TestRulesInRules:
+    """What is transposed may contain another rule, which need not be linear."""
+
+    RIGHT = staticmethod(_scaled(lambda u: 2 * u))
+    WRONG = staticmethod(_scaled(lambda u: 2 * tf.abs(u)))
+
+    @staticmethod
+    def mixed(inner, way):
+        """`d/dx` of `d/dw` of `sin(x) w`, whose gradient by x says `2 w cos(x)` by `inner`."""
+        form = sgtrick.with_gradient(
+            lambda x, w: 2 * tf.sin(x) * w, lambda x, w: tf.cos(x) * inner(w)
+        )
+
+        def run(x, w):
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as tape:
+                    tape.watch(w)
+                    y = form(x, w)
+                first = tape.gradient(y, w)
+            return outer.gradient(first, x)
+
+        return way(run)(tf.constant(X), tf.constant(ALONG))
+
+    @WRAPS_AND_XLA
+    def test_mixed_derivatives(self, wrap):
+        np.testing.assert_allclose(self.mixed(self.RIGHT, wrap), 2 * np.cos(X), rtol=1e-12)
+        assert is_loud(lambda: self.mixed(self.WRONG, wrap))
+        if wrap is not compiled:
+            errors = (LookupError, tf.errors.InvalidArgumentError)
+            with pytest.raises(errors, match=r"mixed derivative.*not linear"):
+                self.mixed(self.WRONG, wrap)
+
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "in XLA"])
+    def test_forward_over_reverse(self, way):
+        """Of `from_value_and_gradient`, whose gradient is transposed."""
+
+        def run(inner):
+            form = sgtrick.from_value_and_gradient(lambda x: (x**2, inner(x)))
+            return WAYS[way](forward, derivative(form))
+
+        x, along = tf.constant(X), tf.constant(ALONG)
+        np.testing.assert_allclose(run(self.RIGHT)(x, along), 2 * ALONG, rtol=1e-12)
+        assert is_loud(run(self.WRONG), x, along)
+
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "in XLA"])
+    def test_implicit_functions(self, way):
+        """Of `y**3 = 2 a`, where a rule in the residual is pulled back."""
+
+        def run(inner):
+            def root(a):
+                star = tf.stop_gradient(tf.sign(a) * tf.abs(2 * a) ** (1 / 3))
+                return sgtrick.implicit_root(lambda y, a: y**3 - inner(a), star, a, batch_ndims=2)
+
+            return WAYS[way](forward, root)
+
+        x, along = tf.constant(X), tf.constant(ALONG)
+        expected = 2 * ALONG / (3 * np.cbrt(2 * X) ** 2)
+        np.testing.assert_allclose(run(self.RIGHT)(x, along), expected, rtol=1e-9)
+        assert is_loud(run(self.WRONG), x, along)

@@ -1,0 +1,119 @@
+"""What many tests share: ways to run a function, and to its first derivative entry by entry."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from matrix.problem import traced
+
+Form = Callable[[Any], Any]
+
+EXECUTED: dict[str, Callable[[Form], Form]] = {"eager": lambda f: f, "tf.function": tf.function}
+WRAPS = pytest.mark.parametrize("wrap", EXECUTED.values(), ids=EXECUTED)
+
+LOUD = {"raises", "NaN"}  # the verdicts that say that something is unknown
+
+
+def constant(value: Any, dtype: Any = tf.float64) -> Any:
+    return tf.constant(value, dtype)
+
+
+def on_host(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` of arrays as an operation that TensorFlow cannot differentiate."""
+
+    def call(*tensors: Any) -> Any:
+        y = tf.numpy_function(f, tensors, tensors[0].dtype, stateful=False)
+        y.set_shape(tensors[0].shape)
+        return y
+
+    return call
+
+
+def derivative(f: Form) -> Form:
+    """The derivative entry by entry, by a tape."""
+
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.gradient(y, x)
+
+    return run
+
+
+def forward_derivative(f: Callable[..., Any], k: int = 0) -> Callable[..., Any]:
+    """The derivative with respect to argument `k`, entry by entry, by an accumulator."""
+
+    def run(*args: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(args[k], tf.ones_like(args[k])) as accumulator:
+            y = f(*args)
+        return accumulator.jvp(y)
+
+    return run
+
+
+def linear_in_upstream(f: Form) -> Form:
+    """The derivative entry by entry, as the tangent of a pullback: it is linear in what it pulls.
+
+    The upstream gradient is none of those for which TensorFlow knows that they are zero.
+    """
+
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        u = 2 * tf.ones_like(y)
+        with tf.autodiff.ForwardAccumulator(u, tf.ones_like(u)) as accumulator:
+            gradient = tape.gradient(y, x, u)
+        return accumulator.jvp(gradient)
+
+    return run
+
+
+MODES: dict[str, Callable[[Form], Form]] = {
+    "reverse": derivative,
+    "forward": forward_derivative,
+    "forward by the upstream gradient": linear_in_upstream,
+}
+
+
+def mapped(f: Form) -> Form:
+    return lambda x: tf.vectorized_map(f, x, fallback_to_while_loop=False)
+
+
+def mapped_with_loops(f: Form) -> Form:
+    """For what calls the host by an operation that TensorFlow cannot map otherwise."""
+    return lambda x: tf.vectorized_map(f, x)
+
+
+def compiled(f: Form) -> Form:
+    return traced(f, jit_compile=True)
+
+
+WRAPS_AND_XLA = pytest.mark.parametrize(
+    "wrap", [*EXECUTED.values(), compiled], ids=[*EXECUTED, "XLA"]
+)
+
+
+def looped(f: Form) -> Form:
+    """`f`, by a loop that adds up two halves of it."""
+
+    def run(x: Any) -> Any:
+        return tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, y + f(x) / 2), (0, tf.zeros_like(x))
+        )[1]
+
+    return run
+
+
+# Ways to a first derivative.
+FIRST_WAYS = {
+    "eager": derivative,
+    "in tf.function": lambda f: tf.function(derivative(f)),
+    "around tf.function": lambda f: derivative(tf.function(f)),
+    "forward": forward_derivative,
+    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
+    "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
+}
