@@ -43,6 +43,14 @@ def derivative(f: Form) -> Form:
     return run
 
 
+def value_and_gradients(h: Callable[..., Any], *args: Any) -> Any:
+    """Values, and the gradients of their sum."""
+    with tf.GradientTape() as tape:
+        tape.watch([a for a in tf.nest.flatten(args) if tf.is_tensor(a) and a.dtype.is_floating])
+        y = h(*args)
+    return y, tape.gradient(y, args)
+
+
 def forward_derivative(f: Callable[..., Any], k: int = 0) -> Callable[..., Any]:
     """The derivative with respect to argument `k`, entry by entry, by an accumulator."""
 

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-import engines
+import engine_functions as engines
 import sgtrick
 
 CHAINS, DIMENSIONS = 8, 10

@@ -71,7 +71,7 @@ def test_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("package", ["numba", "numpyro", "pymc", "gpflow", "zfit"])
 def test_a_section_on_an_optional_engine_runs_as_copied(package):
-    """After the imports of the page alone; Stan's section is that of tests/test_posteriors.py."""
+    """After the imports of the page alone; Stan's section is that of tests/tfp/test_posteriors.py."""
     if not is_installed(package):
         pytest.skip(f"{package} is not installed: pip install {package}")
     import_quietly(package)

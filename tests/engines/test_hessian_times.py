@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import engines
+import engine_functions as engines
 import sgtrick
 from hanging import HANGS
 from matrix import spread
-from shared import derivative, mapped
+from shared import WRAPS, derivative, mapped
 
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)
 RANDOM = np.random.default_rng(11)
 POINTS, VECTORS = RANDOM.normal(size=(2, 4, 3))

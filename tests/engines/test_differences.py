@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tensorflow as tf
-from array_model import OPTIONS, A, U, X, by_forward_mode, gradients, mapped, true, value
 from scipy.optimize._numdiff import approx_derivative
 
 import sgtrick
+from array_model import OPTIONS, A, U, X, by_forward_mode, gradients, mapped, true, value
 from matrix import traced
 
 WITHIN = {"2-point": 1e-7, "3-point": 1e-10}

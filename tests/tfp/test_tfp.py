@@ -12,11 +12,11 @@ from matrix import Case, complaint, pairs, spread
 from matrix import functions as fn
 from matrix.values import POINTS
 from sgtrick.tfp import Factor, LogDensity
+from shared import WRAPS
 
 tfb, tfd, tfde = tfp.bijectors, tfp.distributions, tfp.experimental.distributions
 Root = tfd.JointDistributionCoroutine.Root
 
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 
 OBSERVED, SD = np.array([3.0, -1.0]), 0.5
 

@@ -9,12 +9,12 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-import engines
+import engine_functions as engines
 import sgtrick
 from hanging import HANGS
+from shared import WRAPS
 
 RAISED = (RuntimeError, tf.errors.UnknownError)
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 POINTS = np.random.default_rng(3).normal(size=(8, 3))
 
 

@@ -9,15 +9,15 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-import engines
+import engine_functions as engines
 import sgtrick
 from hanging import HANGS
 from sgtrick.tfp import Factor
+from shared import WRAPS
 
 tfd = tfp.distributions
 Root = tfd.JointDistributionCoroutine.Root
 
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 CHAINS, DIMENSIONS = 8, 3
 POINTS = np.random.default_rng(7).normal(size=(CHAINS, DIMENSIONS))
 DATA = np.random.default_rng(8).normal(size=(5,))

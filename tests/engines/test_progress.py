@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import engines
+import engine_functions as engines
 import sgtrick
 
 X = tf.constant([0.1, 0.2])

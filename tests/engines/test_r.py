@@ -17,7 +17,7 @@ import tensorflow as tf
 import sgtrick.keras
 from hanging import HANGS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def rscript(*command, **variables):
@@ -75,7 +75,7 @@ def test_of_scripts(run_one_by_one, tmp_path):
     code, outputs = blocks_of_the_docs_page()
     page = tmp_path / "page.R"
     page.write_text("\n".join(code))
-    scripts = ROOT / "tests" / "r"
+    scripts = ROOT / "tests" / "engines" / "r"
     engines, trouble, printed = run_one_by_one(
         scripts / "engines.R", scripts / "trouble_in_chain.R", page
     )
@@ -154,7 +154,7 @@ def check_trouble_in_mid_chain(results):
 def test_each_signature_of_grad_that_keras_documents(run_r, backend):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: pip install sgtrick[keras-{backend}]")
-    script = ROOT / "tests" / "r" / "signatures.R"
+    script = ROOT / "tests" / "engines" / "r" / "signatures.R"
     gradients = json.loads(run_r(script, KERAS_BACKEND=backend, JAX_ENABLE_X64="1"))
     of_upstream = ["upstream", "..., upstream = NULL", "..., upstream", "u", "..."]
     assert gradients == {f"grad({parameters})": [5, 3] for parameters in of_upstream}

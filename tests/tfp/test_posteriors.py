@@ -129,7 +129,7 @@ def test_a_log_density_with_a_bijector():
     check(draws, mean, np.sqrt([707.28727, 0.3739071, 334.39599] - mean**2), mcse)
 
 
-LYNX_HARE = Path(__file__).parents[1] / "examples" / "data" / "hudson_lynx_hare.json"
+LYNX_HARE = Path(__file__).parents[2] / "examples" / "data" / "hudson_lynx_hare.json"
 PELTS = json.loads(LYNX_HARE.read_text())
 STEPS = 2  # a year
 

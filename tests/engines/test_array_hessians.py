@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+
+import sgtrick
 from array_model import (
     OPTIONS,
     A,
@@ -21,8 +23,6 @@ from array_model import (
     vjp,
     vjp_of_pair,
 )
-
-import sgtrick
 from matrix import traced
 
 V, B = np.random.default_rng(8).normal(size=(4, 2)), np.random.default_rng(9).normal(size=4)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
+
+import sgtrick
 from array_model import (
     OPTIONS,
     A,
@@ -28,8 +30,6 @@ from array_model import (
     value,
     vjp,
 )
-
-import sgtrick
 from matrix import traced
 from shared import derivative, forward_derivative
 

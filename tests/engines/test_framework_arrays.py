@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from test_array_hessians import of_a_likelihood, reverse_over_forward, reverse_over_reverse
+
+import sgtrick
 from array_model import (
     W,
     X,
@@ -13,9 +16,6 @@ from array_model import (
     true,
     true_pair,
 )
-from test_array_hessians import of_a_likelihood, reverse_over_forward, reverse_over_reverse
-
-import sgtrick
 from matrix import traced
 from shared import forward_derivative
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
-from array_model import A, W, X, added, by_forward_mode, gradients, mapped, true, true_pair
 from test_array_hessians import (
     forward_over_reverse,
     of_a_likelihood,
@@ -17,6 +16,7 @@ from test_array_hessians import (
 )
 
 import sgtrick
+from array_model import A, W, X, added, by_forward_mode, gradients, mapped, true, true_pair
 from matrix import traced
 from shared import derivative
 

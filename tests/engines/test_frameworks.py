@@ -10,10 +10,10 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import sgtrick._host.frameworks
+from shared import WRAPS
 
 tfd = tfp.distributions
 
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
 POINTS = np.random.default_rng(5).normal(size=(2, 4, 3))
 
 
