@@ -22,7 +22,8 @@ from matrix.values import comparison_cases
 CASES = comparison_cases()
 TITLE, RULE, *ROWS = re.findall(
     r"^\|.*\|$", (Path(__file__).parents[2] / "README.md").read_text(), re.M
-)[:8]
+)[:6]
+LIBRARIES = ["sgtrick", "tfp", "tf"]  # of README, whose table is of many functions in one call
 NAMES = [row.split(" | ")[0].removeprefix("| ") for row in ROWS]
 
 
@@ -31,7 +32,7 @@ def is_tested(library, problem, cell):
 
     sgtrick's many are the Hessian blocks of test_value_matrix.py, in every cell.
     """
-    if cell.name in NAMES:
+    if cell.name in NAMES and library in LIBRARIES:
         return True
     if problem == "many" and (library == "sgtrick" or cell.takes_members):
         return False  # a cell that maps takes one function either way
@@ -53,12 +54,9 @@ def test_what_a_library_does(library, problem, cell):
 
 
 def test_readme_shows_rows_of_the_comparison():
-    assert f"{TITLE}\n{RULE}" == header(list(FACTS))
+    assert f"{TITLE}\n{RULE}" == header(LIBRARIES)
     for name, shown in zip(NAMES, ROWS, strict=True):
-        verdicts = {
-            library: {problem: fact(CELLS[name], problem) for problem in CASES}
-            for library, fact in FACTS.items()
-        }
+        verdicts = {library: {"many": FACTS[library](CELLS[name], "many")} for library in LIBRARIES}
         assert shown == row(name, verdicts)
 
 
