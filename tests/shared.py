@@ -31,14 +31,29 @@ def on_host(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def derivative(f: Form) -> Form:
-    """The derivative entry by entry, by a tape."""
+def gradient(f: Callable[..., Any], x: Any, upstream: Any = None) -> Any:
+    """The gradient by `x`, which may be a structure."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return tape.gradient(y, x, upstream)
 
-    def run(x: Any) -> Any:
+
+def pushed(f: Callable[..., Any], x: Any, tangent: Any) -> Any:
+    """The tangent of `f(x)`."""
+    with tf.autodiff.ForwardAccumulator(x, tangent) as accumulator:
+        y = f(x)
+    return accumulator.jvp(y)
+
+
+def derivative(f: Callable[..., Any], k: int = 0) -> Callable[..., Any]:
+    """The derivative with respect to argument `k`, entry by entry, by a tape."""
+
+    def run(*args: Any) -> Any:
         with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        return tape.gradient(y, x)
+            tape.watch(args[k])
+            y = f(*args)
+        return tape.gradient(y, args[k])
 
     return run
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 import sgtrick
 from matrix import spread, traced
 from shared import compiled, on_host
+from shared import derivative as reverse
 from shared import forward_derivative as forward
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
@@ -69,16 +70,6 @@ PASSED = {
         lambda x, a: (hidden(x, a), slope(x, a))
     ),
 }
-
-
-def reverse(f, k):
-    def run(*args):
-        with tf.GradientTape() as tape:
-            tape.watch(args[k])
-            y = f(*args)
-        return tape.gradient(y, args[k])
-
-    return run
 
 
 def chain(modes, by):

@@ -19,6 +19,7 @@ from shared import (
     compiled,
     derivative,
     forward_derivative,
+    gradient,
     mapped_with_loops,
 )
 
@@ -72,13 +73,6 @@ def test_matrix(case, cell):
     assert judge(cell, case) in promised(cell, case)
 
 
-def vjp(h, x, upstream=None, **options):
-    with tf.GradientTape(**options) as tape:
-        tape.watch(x)
-        y = h(x)
-    return tape.gradient(y, x, upstream)
-
-
 def nth_derivative(h, order):
     for _ in range(order):
         h = derivative(h)
@@ -86,7 +80,7 @@ def nth_derivative(h, order):
 
 
 def of_map(f, x):
-    return vjp(lambda x: tf.vectorized_map(f, x), x)
+    return gradient(lambda x: tf.vectorized_map(f, x), x)
 
 
 @custom_vjp
@@ -125,7 +119,7 @@ def test_errors_of_grad_fn_wait_for_a_gradient(wrap):
 
     np.testing.assert_allclose(wrap(h)(X), X + 1)
     with pytest.raises(Exception, match="not yet"):
-        wrap(lambda x: vjp(h, x))(X)
+        wrap(lambda x: gradient(h, x))(X)
     with pytest.raises(Exception, match="NotImplementedError: not yet"):
         wrap(lambda x: of_map(h, x))(X)
 
@@ -155,8 +149,8 @@ def test_rules_that_ignore_the_upstream():
     zero = custom_vjp(lambda x: (tf.sin(x), lambda u: tf.zeros_like(x)))
     np.testing.assert_array_equal(of_map(zero, X), 0 * X)
     none = custom_vjp(lambda x: (tf.sin(x), lambda u: None))
-    assert tf.function(lambda x: [vjp(none, x)])(X) == [None]
-    assert vjp(none, X) is None
+    assert tf.function(lambda x: [gradient(none, x)])(X) == [None]
+    assert gradient(none, X) is None
 
 
 def test_non_finite_coefficients_and_points():
@@ -165,7 +159,7 @@ def test_non_finite_coefficients_and_points():
     np.testing.assert_allclose(of_map(log1pexp, x), [1.0, 1.0, 0.0, 0.880797], 1e-5)
     bad = custom_vjp(lambda x: (x, lambda u: u * np.inf))
     np.testing.assert_array_equal(tf.function(bad)(X), X)
-    np.testing.assert_array_equal(tf.function(vjp)(bad, X), np.full(3, np.inf))
+    np.testing.assert_array_equal(tf.function(gradient)(bad, X), np.full(3, np.inf))
 
 
 @pytest.mark.parametrize("decorator", [tf.custom_gradient, custom_vjp], ids=["tf", "sgtrick"])
@@ -203,13 +197,13 @@ def test_several_outputs_where_the_override_is_dropped():
         assert n.dtype == tf.int32
         return a + b
 
-    np.testing.assert_allclose(vjp(mapped, X), 2 + 2 * X)
+    np.testing.assert_allclose(gradient(mapped, X), 2 + 2 * X)
 
 
 @WRAPS_AND_XLA
 def test_the_same_tensor_twice(wrap):
     h = custom_vjp(lambda x, y: (tf.stop_gradient(x * y), lambda u: (u * y, u * x)))
-    np.testing.assert_allclose(wrap(lambda x: vjp(lambda x: h(x, x), x))(X), 2 * X)
+    np.testing.assert_allclose(wrap(lambda x: gradient(lambda x: h(x, x), x))(X), 2 * X)
 
 
 @WRAPS
@@ -266,7 +260,7 @@ def test_a_variable_that_is_an_argument_is_not_one_that_f_read():
 def test_variables_that_are_not_trainable(wrap):
     c = tf.Variable(2.0, trainable=False)
     h = custom_vjp(lambda x: (x * tf.cast(c, x.dtype), lambda u: u * 3))
-    np.testing.assert_allclose(wrap(lambda x: vjp(h, x))(X), [3.0] * 3)
+    np.testing.assert_allclose(wrap(lambda x: gradient(h, x))(X), [3.0] * 3)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +297,7 @@ def test_mixed_second_derivatives_of_variables(wrap):
 
     def mixed(x, h=h):
         with tf.GradientTape() as outer:
-            by_x = vjp(h, x)
+            by_x = gradient(h, x)
         return outer.gradient(by_x, v)
 
     x = tf.constant(3.0)
@@ -332,10 +326,10 @@ def test_the_order_of_keywords(wrap):
 def test_errors(wrap):
     """tests/forms/test_returned_gradients.py has those of other numbers of gradients."""
     with pytest.raises(TypeError, match=r"must return \(y, grad_fn\)"):
-        wrap(lambda x: vjp(custom_vjp(lambda x: x), x))(X)
+        wrap(lambda x: gradient(custom_vjp(lambda x: x), x))(X)
     cut = custom_vjp(lambda x: (x, lambda u: u[:2]))
     with pytest.raises(ValueError, match=r"gradient of shape \[2\] for x, expected \[3\]"):
-        wrap(lambda x: vjp(cut, x))(X)
+        wrap(lambda x: gradient(cut, x))(X)
 
 
 @WRAPS_AND_XLA
@@ -350,4 +344,4 @@ def test_errors_name_the_variables(wrap):
     for match, rule in rules.items():
         h = custom_vjp(lambda x, rule=rule: (x * tf.cast(v, x.dtype), rule))
         with pytest.raises((TypeError, ValueError), match=match):
-            wrap(lambda x, h=h: vjp(h, x))(X)
+            wrap(lambda x, h=h: gradient(h, x))(X)

@@ -18,21 +18,10 @@ from shared import (
     constant,
     derivative,
     forward_derivative,
+    gradient,
     on_host,
+    pushed,
 )
-
-
-def gradient(f, x, upstream=None):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return tape.gradient(y, x, upstream)
-
-
-def pushed(f, x, v):
-    with tf.autodiff.ForwardAccumulator(x, v) as accumulator:
-        y = f(x)
-    return accumulator.jvp(y)
 
 
 def value_form(hx):

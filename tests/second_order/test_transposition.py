@@ -1,5 +1,7 @@
 """Rules for one mode that are transposed for the other: right if they are linear, else unknown."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,7 +9,7 @@ import tensorflow as tf
 import sgtrick
 from matrix import spread, traced
 from matrix.problem import SLIPS
-from shared import WRAPS_AND_XLA, compiled, derivative, looped
+from shared import WRAPS_AND_XLA, compiled, derivative, gradient, looped, pushed
 
 X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
 ALONG = np.array([[0.7, -1.1, 0.4], [-0.3, 0.8, 1.9]])  # tangents, or upstream gradients
@@ -52,22 +54,11 @@ def with_jvp(rule):
 
 
 def forward(f):
-    def run(x, t):
-        with tf.autodiff.ForwardAccumulator(x, t) as accumulator:
-            y = f(x)
-        return accumulator.jvp(y)
-
-    return run
+    return functools.partial(pushed, f)
 
 
 def reverse(f):
-    def run(x, u):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        return tape.gradient(y, x, u)
-
-    return run
+    return functools.partial(gradient, f)
 
 
 # A form, and the mode in which it is transposed.
