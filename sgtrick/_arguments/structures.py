@@ -99,6 +99,17 @@ def is_dense(leaf: object) -> bool:
     return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
 
 
+def numbers_of(leaf: Any) -> Any:
+    """The tensor with the numbers of a ragged tensor; others are their own."""
+    return leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
+
+
+def with_numbers(leaf: Any, numbers: Any) -> Any:
+    """The same leaf with other numbers, or None instead of it."""
+    is_ragged = isinstance(leaf, tf.RaggedTensor) and numbers is not None
+    return leaf.with_flat_values(numbers) if is_ragged else numbers
+
+
 def is_differentiable(dtype: DType) -> bool:
     """Whether values of this dtype have derivatives."""
     return bool(dtype.is_floating or dtype.is_complex)
