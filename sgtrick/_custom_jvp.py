@@ -1,5 +1,7 @@
 """Functions with a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,5 +1,7 @@
 """Functions that return their own pullback, by the protocol of `tf.custom_gradient`."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
