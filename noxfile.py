@@ -52,7 +52,12 @@ def stan(session: nox.Session) -> None:
     """Stan's tests, and its page of the gallery, which the build of the docs does not run."""
     session.install("-e", ".[test,stan]")
     session.run(
-        "pytest", "-q", "tests/tfp/test_posteriors.py", "tests/project/test_examples.py", "-k", "stan"
+        "pytest",
+        "-q",
+        "tests/tfp/test_posteriors.py",
+        "tests/project/test_examples.py",
+        "-k",
+        "stan",
     )
     session.run("python", "docs/record.py", "stan_program")
 

@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from sgtrick._check.check_gradient import check_gradient
-from sgtrick._check.report import GradientCheckError, GradientReport
+from sgtrick._check.report import Entry, GradientCheckError, GradientReport
 from sgtrick._custom_gradient import custom_gradient
 from sgtrick._custom_jvp import custom_jvp
 from sgtrick._custom_vjp import custom_vjp
@@ -11,6 +11,7 @@ from sgtrick._from_value_and_gradient import from_value_and_gradient
 from sgtrick._host.executors import MainThreadExecutor
 from sgtrick._host.frameworks import from_jax, from_torch
 from sgtrick._host.from_numpy import from_numpy
+from sgtrick._host.host_function import HostFunction
 from sgtrick._implicit import implicit_reparameterize, implicit_root
 from sgtrick._tricks import (
     clip_gradient,
@@ -40,9 +41,11 @@ __all__ = [
     "from_numpy",
     "from_torch",
     "from_jax",
+    "HostFunction",
     "MainThreadExecutor",
     "check_gradient",
     "GradientReport",
+    "Entry",
     "GradientCheckError",
     "show_versions",
 ]

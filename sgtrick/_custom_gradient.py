@@ -1,5 +1,7 @@
 """The value form: a value `fx` and a gradient `gx` at `x`, computed anywhere."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import contextlib
 from collections.abc import Callable, Sequence
 

@@ -1,5 +1,7 @@
 """Functions with a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from sgtrick._arguments import calls, jvp_protocol, shapes
+from sgtrick._arguments import calls, jvp_protocol
 from sgtrick._arguments.nones import present
 from sgtrick._arguments.scopes import scope
 from sgtrick._core import adjoint, partial, unknown
@@ -17,6 +19,7 @@ from sgtrick._core.selection import Selection
 from sgtrick._core.value_at_point import ValueAtPoint
 from sgtrick._tensorflow import autograph, tracing
 from sgtrick._types import (
+    Argnums,
     Args,
     Decorated,
     Function,
@@ -29,9 +32,7 @@ from sgtrick._types import (
 )
 
 
-def custom_jvp(
-    f: Function | None = None, *, nondiff_argnums: int | Sequence[int] = ()
-) -> Decorated:
+def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> Decorated:
     """Gives a function a rule for Jacobian-vector products, by the protocol of `jax.custom_jvp`.
 
     The rule is linear in the tangents, so it serves both forward and reverse mode.
@@ -54,7 +55,8 @@ def custom_jvp(
     Args:
         f: The function, with positional arguments and outputs of any structure. On methods, `self`
             does not count as an argument, and the rule is a method too.
-        nondiff_argnums: Positions of arguments that have no derivatives. The rule gets them first.
+        nondiff_argnums: The arguments that have no derivatives: positions or parameter names. The
+            rule gets them first, in the order in which `f` declares them.
 
     Returns:
         The function, with the decorator `defjvp` for its rule
@@ -71,28 +73,24 @@ def custom_jvp(
         closes over, keep their autodiff gradient, and mixed second derivatives are right.
 
     Raises:
-        TypeError: `nondiff_argnums` does not hold ints, the function is called before it has a rule
-            or with keyword-only arguments, or the rule does not return a pair, or tangents of the
-            dtypes of the output.
-        ValueError: A position has no argument, or the tangents do not have the structure and shapes
-            of the output.
+        TypeError: `nondiff_argnums` holds neither ints nor names, the function is called before it
+            has a rule or with keyword-only arguments, or the rule does not return a pair, or
+            tangents of the dtypes of the output.
+        ValueError: `nondiff_argnums` does not name an argument, or the tangents do not have the
+            structure and shapes of the output.
         LookupError: In reverse mode, if the rule is not linear in the tangents or passes them to
             the host. For higher derivatives, if a gradient is connected to nothing with respect to
             which it could be differentiated, if a host call computes it, or if the rule cannot be
             traced. In graphs this is a `tf.errors.InvalidArgumentError` when the graph runs; around
             a `tf.function` and in XLA, the derivative is NaN.
     """
-    positions: Sequence[Any] = (
-        nondiff_argnums if isinstance(nondiff_argnums, (list, tuple)) else (nondiff_argnums,)
-    )
-    if not all(shapes.is_int(i) for i in positions):
-        raise TypeError(f"nondiff_argnums must be an int or ints (positions), got {positions!r}.")
+    calls.as_keys(nondiff_argnums, "nondiff_argnums")
     if f is None:
-        return functools.partial(custom_jvp, nondiff_argnums=positions)
-    return calls.as_form(f, lambda f: _custom_jvp(f, positions), "defjvp")
+        return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
+    return calls.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
 
 
-def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Function:
+def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
     name = function.name
     rule: Function | None = None
 
@@ -174,7 +172,7 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Sequence[int]) -> Funct
 
 
 def _point(
-    function: calls.Callee, nondiff_argnums: Sequence[int], args: Args, kwargs: Kwargs
+    function: calls.Callee, nondiff_argnums: Argnums, args: Args, kwargs: Kwargs
 ) -> tuple[list[int], Selection]:
     """The positions of arguments without derivatives, and the others."""
     name, call = function.name, function.bind(args, kwargs)
@@ -183,16 +181,9 @@ def _point(
             f"{name} has the keyword-only arguments {list(call.keywords)}, which JVP rules do not "
             "support. Make them positional."
         )
-    own = function.receivers(call.values)
-    count = len(call.values) - own
-    for i in nondiff_argnums:
-        if not -count <= i < count:
-            raise ValueError(
-                f"nondiff_argnums contains {i}, but the call of {name} has {count} positional "
-                "arguments."
-            )
-    nondiff = [*range(own), *sorted(own + i % count for i in nondiff_argnums)]
-    others = [i for i in range(own + count) if i not in nondiff]
+    own = range(function.receivers(call.values))
+    nondiff = [*own, *sorted(function.positions(nondiff_argnums, call, "nondiff_argnums"))]
+    others = [i for i in range(len(call.values)) if i not in nondiff]
     return nondiff, Selection(call, others, function.names(call))
 
 

@@ -1,19 +1,26 @@
 """Functions that return their own pullback, by the protocol of `tf.custom_gradient`."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import inspect
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, structures, vjp_protocol
 from sgtrick._arguments.nones import present
+from sgtrick._arguments.structures import numbers_of, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._arguments.variables import besides
 from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
 from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.rule import Rule
-from sgtrick._tensorflow import autograph, graphs, tapes, uses
+from sgtrick._core.selection import Selection
+from sgtrick._core.transposition import with_values
+from sgtrick._core.value_at_point import pair_of
+from sgtrick._tensorflow import autograph, uses
 from sgtrick._types import (
     Args,
     Function,
@@ -107,46 +114,39 @@ def _custom_vjp(function: calls.Callee) -> Function:
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
         call = function.bind(args, kwargs)
         own, names = function.receivers(call.values), function.names(call)  # self: no gradient
-        passed = []
-        for argument in vjp_protocol.arguments_of(call, names, own):
-            for path, leaf in zip(argument.paths, argument.leaves, strict=True):
-                structures.refuse(leaf, path)
-                passed.append(leaf)
-        call = call.with_leaves(list(map(_own_copy, call.leaves)))
-        arguments = vjp_protocol.arguments_of(call, names, own)
-        passed += [leaf for argument in arguments for leaf in argument.leaves]
-        tensors = [_component(a) for a in passed if tf.is_tensor(a)]
-        (y, grad_fn), used = uses.call(lambda: _checked_pair(f, call(converted(f))), tensors)
-        variables = besides(used.variables, passed)
-        rule = _Rule(f, grad_fn, arguments, y, variables)
+        point = Selection(call, range(own, len(call.values)), names, _is_input)
+        at, n = point.read(), len(point.xs)
+        (y, grad_fn), used = uses.call(lambda: _value_and_rule(f, at(converted(f))), point.tensors)
+        variables = besides(used.variables, call.leaves)
+        inputs = [*point.xs, *map(structures.as_tensor, variables)]
+        rule = _Rule(f, vjp_protocol.arguments_of(at, names, own), point, variables, inputs)
+        rule.check(grad_fn)
+        ys = list(map(numbers_of, tf.nest.flatten(y)))
 
         def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Gradient]:
             """The gradients with all that they depend on computed again, from other inputs."""
-            y, grad_fn = _checked_pair(f, rule.with_inputs(call, inputs)(converted(f)))
-            return _Rule(f, grad_fn, arguments, y, variables).pull(*us)
+            y, grad_fn = _value_and_rule(f, point.at(inputs[:n], at)(converted(f)))
+            return rule.gradients(grad_fn, y, us)
 
         def tangents(ts: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tangent]:
             """What the JVP rule returns."""
-            now, along = rule.with_inputs(call, inputs), rule.tangents(call, ts)
-            primals, moving = tuple(now.values[own:]), tuple(along.values[own:])
             assert jvp is not None
-            found = converted(jvp)(*now.values[:own], primals, moving)
-            pushed = jvp_protocol.tangents_of(found, y, name)
-            of_variables = present(ts[len(ts) - len(variables) :])
+            primals, moving = point.primals(point.at(inputs[:n], at)), point.tangents(ts[:n])
+            found = converted(jvp)(*at.values[:own], primals, moving)
+            pushed, of_variables = jvp_protocol.tangents_of(found, y, name), present(ts[n:])
             if not of_variables:
                 return pushed
             return unknown.unless_moving(_OF_VARIABLES.format(name), pushed, of_variables, inputs)
 
-        check, of_jvp = Check(name, explicit, rule.outputs, rule.inputs), None
-        given = Rule(name, rule.pull)
+        check, of_jvp = Check(name, explicit, ys, inputs), None
+        given = Rule(name, lambda *us: rule.gradients(grad_fn, y, us))
         if jvp is not None:
-            of_jvp = Check(name, tangents, rule.inputs, rule.inputs, is_jvp=True)
-            given = with_transpose(given, lambda *ts: tangents(ts, rule.inputs))
-        kept = guarded(given, check, rule.outputs, rule.inputs, of_jvp)
-        outputs = keep(rule.outputs, rule.inputs, kept)
-        if rule.inputs:  # else the derivatives are those of y itself
-            outputs = unknown_by_closure(name, "grad_fn", outputs, used, tensors)
-        return rule.pack(outputs)
+            of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)
+            given = with_transpose(given, lambda *ts: tangents(ts, inputs))
+        outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
+        if inputs:  # else the derivatives are those of y itself
+            outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
+        return tf.nest.pack_sequence_as(y, list(map(with_numbers, tf.nest.flatten(y), outputs)))
 
     form = autograph.form(call)
 
@@ -168,149 +168,84 @@ _OF_VARIABLES = (
 )
 
 
-def _checked_pair(f: Function, returned: Structure) -> tuple[Structure, Function]:
+def _is_input(leaf: object) -> bool:
+    """Whether a gradient with respect to this argument may be requested."""
+    return structures.may_be_recorded(numbers_of(leaf))
+
+
+def _value_and_rule(f: Function, returned: Structure) -> tuple[Structure, Function]:
     """The value, as tensors, and the rule that `f` returned."""
     y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
-    return tf.nest.map_structure(_to_output, y), grad_fn
+
+    def tensor(leaf: TensorLike) -> Tensor:
+        return leaf if isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
+
+    return tf.nest.map_structure(tensor, y), grad_fn
 
 
-class _Rule:
-    """The caller's `grad_fn` as a function of flat lists of tensors."""
+class _Rule(NamedTuple):
+    """What is required of the caller's `grad_fn` in one call.
 
-    def __init__(
-        self,
-        f: Function,
-        grad_fn: Function,
-        arguments: list[vjp_protocol.Argument],
-        y: Tensor,
-        variables: list[Variable],
-    ) -> None:
-        if variables and not _takes_variables(grad_fn):
+    Attributes:
+        f: The function.
+        arguments: Its arguments.
+        point: Those of them that have gradients.
+        variables: The variables that it reads besides.
+        inputs: The tensors with respect to which there are gradients.
+    """
+
+    f: Function
+    arguments: Sequence[vjp_protocol.Argument]
+    point: Selection
+    variables: list[Variable]
+    inputs: Sequence[Tensor]
+
+    def check(self, grad_fn: Function) -> None:
+        """Checks that a rule takes the variables, if there are any."""
+        parameters = inspect.signature(grad_fn).parameters if self.variables else {}
+        if not self.variables or "variables" in parameters:
+            return
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             raise TypeError(
-                f"{calls.name_of(f)} reads the variables {[v.name for v in variables]}, so "
-                "its grad_fn must take a keyword argument `variables` and return (gradients, "
+                f"{calls.name_of(self.f)} reads the variables {[v.name for v in self.variables]}, "
+                "so its grad_fn must take a keyword argument `variables` and return (gradients, "
                 "variable_gradients). Alternatively, pass the variables as arguments."
             )
-        self._name = f"grad_fn of {calls.name_of(f)}"
-        self._grad_fn = grad_fn
-        self._arguments, self._variables = arguments, variables
-        leaves = [leaf for argument in arguments for leaf in argument.leaves]
-        primals = [_component(leaf) if _is_input(leaf) else None for leaf in leaves]
-        self._primals = [
-            x if x is not None and structures.is_differentiable(x.dtype) else None for x in primals
-        ]
-        self.inputs = [x for x in self._primals if x is not None] + [
-            structures.as_tensor(v) for v in variables
-        ]
-        self._y = y
-        self.outputs = [_component(leaf) for leaf in tf.nest.flatten(y)]
 
-    def with_inputs(self, call: calls.Call, inputs: Sequence[Tensor | None]) -> calls.Call:
-        """The call with other tensors as inputs."""
-        leaves, some = call.leaves, iter(inputs)
-        for i, x in enumerate(self._primals, len(leaves) - len(self._primals)):
-            if x is not None:
-                leaves[i] = _with_component(leaves[i], next(some))
-        return call.with_leaves(leaves)
-
-    def tangents(self, call: calls.Call, ts: Sequence[Tensor | None]) -> calls.Call:
-        """The tangents in the structure of the call, None where there is no derivative."""
-        of_nothing = [None] * len(call.leaves)
-        some, first = iter(ts), len(of_nothing) - len(self._primals)
-        moving = [None if x is None else next(some) for x in self._primals]
-        return call.with_leaves([*of_nothing[:first], *moving])
-
-    def pack(self, outputs: Sequence[Tensor]) -> Structure:
-        """Other tensors in the structure of `y`."""
-        leaves = map(_with_component, tf.nest.flatten(self._y), outputs)
-        return tf.nest.pack_sequence_as(self._y, list(leaves))
-
-    def pull(self, *upstream: Tensor) -> list[Gradient]:
-        """From gradients of the outputs to gradients of the inputs."""
-        upstream = tuple(map(_with_component, tf.nest.flatten(self._y), upstream))
-        variable_gradients: Sequence[Gradient] = []
-        if self._variables:
-            returned = self._grad_fn(*upstream, variables=self._variables)
-            if not structures.is_pair(returned):
-                raise TypeError(
-                    f"{self._name} takes variables, so it must return (gradients, "
-                    f"variable_gradients), got {structures.kind_of(returned)}."
-                )
-            returned, variable_gradients = returned
-            names = [v.name for v in self._variables]
-            variable_gradients = list(variable_gradients)
-            if len(variable_gradients) != len(names):
+    def gradients(
+        self, grad_fn: Function, y: Structure, upstream: Sequence[Tensor | None]
+    ) -> list[Gradient]:
+        """The gradients of the inputs, from those of the leaves of the value `y`."""
+        us = list(map(with_numbers, tf.nest.flatten(y), upstream))
+        name, names = f"grad_fn of {calls.name_of(self.f)}", [v.name for v in self.variables]
+        of_variables: Sequence[Gradient] = []
+        if self.variables:
+            what = f"{name} takes variables, so it must return (gradients, variable_gradients)"
+            returned, of_variables = pair_of(grad_fn(*us, variables=self.variables), what)
+            of_variables = list(of_variables)
+            if len(of_variables) != len(names):
                 raise ValueError(
-                    f"{self._name} returned {len(variable_gradients)} variable gradients, "
-                    f"expected {len(names)}, one for each of {names}."
+                    f"{name} returned {len(of_variables)} variable gradients, expected "
+                    f"{len(names)}, one for each of {names}."
                 )
         else:
-            returned = self._grad_fn(*upstream)
-            names = []
-        kept = vjp_protocol.gradients_of(self._arguments, self._primals, returned, self._name)
-        kept += [*zip(variable_gradients, (f"variable {n}" for n in names), strict=True)]
+            returned = grad_fn(*us)
+        primals = [leaf for _, leaf in structures.flatten(self.point.tangents(self.point.xs))]
+        kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name)
+        kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
         return [
-            None if g is None else self._checked(g, x, path)
+            None if g is None else _checked(g, x, path, name)
             for (g, path), x in zip(kept, self.inputs, strict=True)
         ]
 
-    def _checked(self, g: TensorLike, x: Tensor, path: str) -> Gradient:
-        """A gradient in the dtype of its argument or variable `x`."""
-        g = _component(g) if tf.is_tensor(g) else g
-        dtype, what = x.dtype.name, f"the gradient of {path} that {self._name} returned"
-        values = g.values if isinstance(g, tf.IndexedSlices) else g
-        values = TENSORFLOW.to_dtype(values, dtype, what, f"{path} is {dtype}", masks=True)
-        g = (
-            tf.IndexedSlices(values, g.indices, g.dense_shape)
-            if isinstance(g, tf.IndexedSlices)
-            else values
-        )
-        vjp_protocol.check_shape(
-            structures.static_shape(g), structures.static_shape(x), path, self._name
-        )
-        return g
 
-
-def _takes_variables(grad_fn: Function) -> bool:
-    parameters = inspect.signature(grad_fn).parameters
-    return "variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _own_copy(leaf: TensorLike) -> TensorLike:
-    """A tensor that is the call's own; composite tensors are returned unchanged.
-
-    Variables are read now: by the time the rule runs, they may have been assigned another value.
-    """
-    if not structures.is_dense(leaf):
-        return leaf
-    t = structures.as_tensor(leaf)
-    return tapes.own_copy(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
-
-
-def _is_input(leaf: TensorLike) -> bool:
-    """Whether a gradient with respect to this argument may be requested."""
-    return tf.is_tensor(leaf) or hasattr(leaf, "__tf_tensor__")
-
-
-def _to_output(leaf: TensorLike) -> Tensor:
-    is_composite = tf.is_tensor(leaf) and not structures.is_dense(leaf)
-    return leaf if is_composite else tf.convert_to_tensor(leaf)
-
-
-def _component(leaf: TensorLike) -> Tensor:
-    """The tensor that holds the numbers of a composite (ragged) tensor; others are their own."""
-    if isinstance(leaf, (tf.Tensor, tf.IndexedSlices)):
-        return leaf
-    composite = getattr(leaf, "__composite_gradient__", None)
-    if composite is not None and not isinstance(leaf, tf.Variable):
-        return _component(composite.get_gradient_components(leaf))
-    return structures.as_tensor(leaf)
-
-
-def _with_component(leaf: TensorLike, component: Tensor | None) -> Gradient:
-    """`leaf` with another tensor as its component."""
-    composite = getattr(leaf, "__composite_gradient__", None)
-    if composite is None or component is None:
-        return component
-    inside = _with_component(composite.get_gradient_components(leaf), component)
-    return composite.replace_gradient_components(leaf, inside)
+def _checked(gradient: TensorLike, x: Tensor, path: str, rule: str) -> Gradient:
+    """A gradient in the dtype of its argument or variable `x`."""
+    gradient = numbers_of(gradient)
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    dtype, what = x.dtype.name, f"the gradient of {path} that {rule} returned"
+    values = TENSORFLOW.to_dtype(values, dtype, what, f"{path} is {dtype}", masks=True)
+    found = with_values(gradient, values)
+    shape, expected = structures.static_shape(found), structures.static_shape(x)
+    vjp_protocol.check_shape(shape, expected, path, rule)
+    return found

@@ -1,5 +1,7 @@
 """Functions that return their value and its gradient together."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Functions with a custom gradient with respect to some arguments; all others keep autodiff."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import functools
 from collections.abc import Callable, Sequence
 
@@ -82,9 +84,9 @@ def with_gradient(
             they had when `f` was called. If `grad` takes a keyword `variables`, it receives the
             trainable variables that `f` read other than as its arguments, each once, in the order
             in which they were created, and returns `(gradients, variable_gradients)`: for each
-            variable a Jacobian, of the shape of the value followed by that of the variable, or
-            for a scalar value `tf.IndexedSlices`. The variables then get exactly these gradients.
-            For other tensors that `f` closes over, what `custom_vjp` says holds then.
+            variable a Jacobian, of the shape of the value followed by that of the variable. The
+            variables then get exactly these gradients. For other tensors that `f` closes over, what
+            `custom_vjp` says holds then.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `f` and `grad` run there too.

@@ -105,14 +105,9 @@ class Callee:
 
     def names(self, call: Call) -> list[str]:
         """The names of the arguments of a call, in errors: `x`, `args[0]`."""
-        by_kind: dict[Any, list[str]] = {}
-        for parameter in self._parameters:
-            by_kind.setdefault(parameter.kind, []).append(parameter.name)
-        named = [
-            *by_kind.get(inspect.Parameter.POSITIONAL_ONLY, []),
-            *by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, []),
-        ]
-        (rest,) = by_kind.get(inspect.Parameter.VAR_POSITIONAL, ["args"])
+        single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = [p.name for p in self._parameters if p.kind in single]
+        rest = next((p.name for p in self._parameters if p.kind is p.VAR_POSITIONAL), "args")
         named += [f"{rest}[{i}]" for i in range(call.positional - len(named))]
         return [*named[: call.positional], *call.keywords]
 
@@ -120,50 +115,48 @@ class Callee:
         """Whether there is a parameter of this name that can be passed by keyword."""
         return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
 
-    def positions(self, argnums: Argnums, call: Call) -> list[int]:
+    def positions(self, argnums: Argnums, call: Call, option: str = "argnums") -> list[int]:
         """Where the arguments of a call are that `argnums`, ints or parameter names, select.
 
+        Args:
+            argnums: The value of the option.
+            call: The call.
+            option: The name of the option in errors.
+
         Raises:
-            TypeError: `argnums` holds something else.
             ValueError: There is no such argument, or it is selected twice.
         """
         own, count, names = self.receivers(call.values), call.positional, self.names(call)
-        parameters = [parameter.name for parameter in self._parameters]
         found: list[int] = []
-        for key in argnums if isinstance(argnums, (list, tuple)) else [argnums]:
-            if not (shapes.is_int(key) or isinstance(key, str)):
-                raise TypeError(f"argnums must be ints or parameter names, got {key!r}.")
+        for key in as_keys(argnums, option):
             if isinstance(key, str):
-                if key in parameters and key not in call.keywords:
-                    self._check_single(key)
-                place = names.index(key) if key in names else None
+                place = names.index(key) if key in names else -1
             else:
                 place = key + (own if key >= 0 else count)
-                place = place if own <= place < count else None
-            if place is None:
+                place = place if place < count else -1
+            if place < own:
                 raise ValueError(
-                    f"argnums has {key!r}, but the call of {self.name} has {count - own} "
-                    f"positional arguments and the keywords {list(call.keywords)}; its parameters "
-                    f"are {parameters}."
+                    f"{option} has {key!r}, which is no argument of this call of {self.name}. Pass "
+                    f"one of the names {names[own:]}, or a position: {_range(count - own)}."
                 )
             if place in found:
-                raise ValueError(f"argnums={argnums!r} names an argument of {self.name} twice.")
+                raise ValueError(f"{option}={argnums!r} names an argument of {self.name} twice.")
             found.append(place)
         return found
 
-    def _check_single(self, key: str) -> None:
-        """Checks that a parameter does not stand for any number of arguments."""
-        kind = next(parameter.kind for parameter in self._parameters if parameter.name == key)
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            stars, these = "*", "positions"
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            stars, these = "**", "names"
-        else:
-            return
-        raise ValueError(
-            f"argnums has {key!r}, but {stars}{key} of {self.name} stands for any number of "
-            f"arguments. Pass the {these} of those that the gradients are with respect to."
-        )
+
+def as_keys(argnums: Argnums, option: str) -> Sequence[int | str]:
+    """The value of an option like `argnums` as a sequence, checked to hold ints and names."""
+    keys = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
+    for key in keys:
+        if not (shapes.is_int(key) or isinstance(key, str)):
+            raise TypeError(f"{option} must be ints or parameter names, got {key!r}.")
+    return keys
+
+
+def _range(count: int) -> str:
+    """The positions of so many arguments, in errors."""
+    return f"from {-count} to {count - 1}" if count else "there are none"
 
 
 def imitate(form: Any, f: Function) -> Any:

@@ -99,6 +99,17 @@ def is_dense(leaf: object) -> bool:
     return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
 
 
+def numbers_of(leaf: Any) -> Any:
+    """The tensor with the numbers of a ragged tensor; others are their own."""
+    return leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
+
+
+def with_numbers(leaf: Any, numbers: Any) -> Any:
+    """The same leaf with other numbers, or None instead of it."""
+    is_ragged = isinstance(leaf, tf.RaggedTensor) and numbers is not None
+    return leaf.with_flat_values(numbers) if is_ragged else numbers
+
+
 def is_differentiable(dtype: DType) -> bool:
     """Whether values of this dtype have derivatives."""
     return bool(dtype.is_floating or dtype.is_complex)
@@ -188,8 +199,11 @@ def refuse(value: object, name: str) -> None:
 
 def no_tensor(value: object, name: str, error: Exception) -> TypeError:
     """The error for a `value` that cannot be converted."""
+    reason = f": {error}"
+    if callable(value):
+        reason = ". To give a function a gradient, use sgtrick.with_gradient or sgtrick.custom_vjp."
     return TypeError(
-        f"{name} must be a tensor, variable, array or number, got {type(value).__name__}: {error}"
+        f"{name} must be a tensor, variable, array or number, got {type(value).__name__}{reason}"
     )
 
 
@@ -198,10 +212,14 @@ def static_shape(tensor: Tensor) -> shapes.Shape | None:
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
-def checked(fits: Tensor, tensor: Tensor, message: str, *others: Tensor) -> Tensor:
-    """Returns `tensor`; if `fits` is false, a run-time error with its and the others' shapes."""
+def checked(fits: Tensor, tensor: Tensor, message: str, *others: Tensor | str) -> Tensor:
+    """Returns `tensor`; if `fits` is false, a run-time error with its and the others' shapes.
+
+    Words among the others are printed between the shapes.
+    """
     shape = tf.shape(tensor)
-    check = tf.debugging.Assert(fits, [message, shape, *map(tf.shape, others)], summarize=16)
+    data = [t if isinstance(t, str) else tf.shape(t) for t in others]
+    check = tf.debugging.Assert(fits, [message, shape, *data], summarize=16)
     with tf.control_dependencies([check]):
         # XLA drops assertions; there the impossible size is the error.
         impossible = tf.fill([tf.where(fits, 0, 1)], -2)
@@ -221,8 +239,7 @@ def shaped_like(tensor: Tensor, like: Tensor, name: str, like_name: str) -> Tens
     if shapes.is_known(shape, expected):
         return tensor
     fits = equal_shapes(tf.shape(tensor), tf.shape(like))
-    message = f"{name} does not have the expected shape. The shape it has, and the expected one:"
-    return checked(fits, tensor, message, like)
+    return checked(fits, tensor, f"{name} has shape", "expected", like)
 
 
 def equal_shapes(a: Tensor, b: Tensor) -> Tensor:

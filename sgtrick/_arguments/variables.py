@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from sgtrick._arguments import shapes, structures
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._types import Gradient, Structure, Tensor, Variable
@@ -59,16 +57,5 @@ def pull_variables(
 
 def _pull_one(gx: Tensor, x: Tensor, y: Tensor, upstream: Tensor, variable: str) -> Gradient:
     what = f"the gradient with respect to the variable {variable}"
-    if not isinstance(gx, tf.IndexedSlices):
-        names = shapes.Names("the value", what, f"the variable {variable}")
-        return TENSORFLOW.transpose(TENSORFLOW.leaf("", x, gx, y, 0, names), upstream)
-    if y.shape.rank != 0:
-        raise ValueError(
-            f"{what} is tf.IndexedSlices, which is only allowed for a scalar value, but the value "
-            f"has shape {y.shape}. Return a tensor."
-        )
-    values = TENSORFLOW.to_dtype(gx.values, x.dtype.name, what, f"the variable is {x.dtype.name}")
-    indices = tf.convert_to_tensor(gx.indices)
-    values = structures.shaped_like(values, tf.gather(x, indices), what, "expected")
-    pulled = TENSORFLOW.transpose(structures.Leaf("", values, values, 0), upstream)
-    return tf.IndexedSlices(pulled, indices, tf.shape(x))
+    names = shapes.Names("the value", what, f"the variable {variable}")
+    return TENSORFLOW.transpose(TENSORFLOW.leaf("", x, gx, y, 0, names), upstream)

@@ -1,6 +1,5 @@
 """What `custom_vjp` requires of a function and its rule, shared with `sgtrick.keras`."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -66,109 +65,69 @@ def gradients_of(
         ValueError: `returned` is neither, or both with different meanings.
         TypeError: There is a gradient of something that has no derivatives.
     """
-    found = _readings(arguments, primals, returned)
-    if not found:
+    pairs = zip((path for a in arguments for path in a.paths), primals, strict=True)
+    inputs = [path for path, x in pairs if x is not None]
+    required = [a for a in arguments if not (a.is_default and set(inputs).isdisjoint(a.paths))]
+    readings = _readings(arguments, returned)
+    if len(required) < len(arguments):
+        readings += _readings(required, returned)
+    if not readings:
         raise ValueError(_misfit(arguments, returned, rule))
-    paths = [path for a in arguments for path in a.paths]
-    leaves = [leaf for a in arguments for leaf in a.leaves]
-    may_have = [
-        x is not None or structures.has_derivatives(leaf)
-        for x, leaf in zip(primals, leaves, strict=True)
+    without = {
+        path: leaf
+        for a in arguments
+        for path, leaf in zip(a.paths, a.leaves, strict=True)
+        if path not in inputs and not structures.has_derivatives(leaf)
+    }
+    wrong = [
+        [path for path, g in reading.items() if g is not None and path in without]
+        for reading in readings
     ]
-    wrong = [_places_of_others(gradients, may_have) for gradients in found]
     if all(wrong):
-        path, leaf = paths[wrong[0][0]], leaves[wrong[0][0]]
+        path = wrong[0][0]
         raise TypeError(
             f"{rule} returned a gradient for {path}, which has no derivatives: it is "
-            f"{_kind_of(leaf)}. Return None there, or pass {path} as a floating tensor."
+            f"{_kind_of(without[path])}. Return None there, or pass {path} as a floating tensor."
         )
-    first, *others = [
-        gradients for gradients, places in zip(found, wrong, strict=True) if not places
-    ]
-    if any(g is not h for other in others for g, h in zip(first, other, strict=True)):
+    first, *others = [reading for reading, paths in zip(readings, wrong, strict=True) if not paths]
+    if any(first.get(path) is not other.get(path) for other in others for path in inputs):
         raise ValueError(
             f"What {rule} returned can be understood in two ways: as one gradient for each of "
             f"{', '.join(a.name for a in arguments)}, or as one for each of their leaves. Return "
             "the gradient of each argument in its structure."
         )
-    return [(g, path) for g, x, path in zip(first, primals, paths, strict=True) if x is not None]
+    return [(first.get(path), path) for path in inputs]
 
 
-def _places_of_others(gradients: Sequence[Gradient], may_have: Sequence[bool]) -> list[int]:
-    """Where there is a gradient of something that cannot have one."""
-    return [
-        i
-        for i, (g, may) in enumerate(zip(gradients, may_have, strict=True))
-        if g is not None and not may
-    ]
-
-
-def _readings(
-    arguments: Sequence[Argument], primals: Sequence[Tensor | None], returned: Structure
-) -> list[list[Gradient]]:
-    """The gradients of all leaves, in each way in which `returned` gives them.
-
-    Defaults that the caller left out may be left out by the rule too, as in TensorFlow, unless
-    their gradients may be requested.
-    """
-    rest = iter(primals)
-    inputs = [list(itertools.islice(rest, len(a.leaves))) for a in arguments]
-    passed = [
-        not a.is_default or any(x is not None for x in xs)
-        for a, xs in zip(arguments, inputs, strict=True)
-    ]
-    found = _ways(arguments, returned)
-    if all(passed):
-        return found
-    for way in _ways(list(itertools.compress(arguments, passed)), returned):
-        some = iter(way)
-        found.append(
-            [
-                next(some) if is_passed else None
-                for a, is_passed in zip(arguments, passed, strict=True)
-                for _ in a.leaves
-            ]
-        )
-    return found
-
-
-def _ways(arguments: Sequence[Argument], returned: Structure) -> list[list[Gradient]]:
-    """The same, where the rule leaves out no argument."""
-    found = []
+def _readings(arguments: Sequence[Argument], returned: Structure) -> list[dict[str, Gradient]]:
+    """The gradients by path, without those that are None, in each way `returned` gives them."""
+    gradients = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+    by_argument = [_by_argument(arguments, gradients)]
     if len(arguments) == 1:  # its gradient need not be in a list
-        found.append(_by_argument(arguments, [returned]))
-    if isinstance(returned, (list, tuple)):
-        found.append(_by_argument(arguments, returned))
-    flat = list(structures.flatten(returned))
-    keys = [_keys(place) for place, _ in flat]
-    of_arguments = [_keys(place) for a in arguments for place in a.places]
-    # A dictionary of gradients must not go by its order: that of tf.nest is not that of arguments.
-    if len(keys) == len(of_arguments) and (keys == of_arguments or not any(keys)):
-        found.append([g for _, g in flat])
-    return [gradients for gradients in found if gradients is not None]
+        by_argument.append(_by_argument(arguments, [returned]))
+    readings = [reading for reading in by_argument if reading is not None]
+    paths = [path for a in arguments for path in a.paths]
+    flat = list(structures.flatten(gradients))
+    if len(flat) == len(paths) and all(place.count("[") == 1 for place, _ in flat):
+        readings.append(dict(zip(paths, (g for _, g in flat), strict=True)))
+    return readings
 
 
 def _by_argument(
-    arguments: Sequence[Argument], returned: Sequence[Structure]
-) -> list[Gradient] | None:
-    """The gradients of all leaves, if `returned` has None or the structure of each argument."""
-    if len(returned) != len(arguments):
+    arguments: Sequence[Argument], gradients: Sequence[Structure]
+) -> dict[str, Gradient] | None:
+    """The same, if each argument has a gradient in its structure, or None."""
+    if len(gradients) != len(arguments):
         return None
-    found: list[Gradient] = []
-    for argument, gradient in zip(arguments, returned, strict=True):
-        flat = list(structures.flatten(gradient))
+    found: dict[str, Gradient] = {}
+    for argument, gradient in zip(arguments, gradients, strict=True):
+        flat = dict(structures.flatten(gradient))
         if gradient is None:
-            found += [None] * len(argument.leaves)
-        elif [place for place, _ in flat] == argument.places:
-            found += [g for _, g in flat]
-        else:
+            continue
+        if list(flat) != argument.places:
             return None
+        found.update(zip(argument.paths, flat.values(), strict=True))
     return found
-
-
-def _keys(place: str) -> list[str]:
-    """The keys of dictionaries on the way to a leaf."""
-    return [part for part in place.split("[") if part.startswith(("'", '"'))]
 
 
 def _misfit(arguments: Sequence[Argument], returned: Structure, rule: str) -> str:
@@ -181,7 +140,7 @@ def _misfit(arguments: Sequence[Argument], returned: Structure, rule: str) -> st
             f"one for each argument, None or in its structure: {', '.join(names)}; or one for each "
             f"leaf: {', '.join(paths) or 'none'}"
         )
-    return f"{rule} returned {count} gradients, expected {expected}."
+    return f"{rule} returned {count} gradient{'' if count == 1 else 's'}, expected {expected}."
 
 
 def _kind_of(leaf: Any) -> str:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._arguments.calls import Call
-from sgtrick._arguments.structures import Leaf
+from sgtrick._arguments.structures import Leaf, numbers_of, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._tensorflow import tapes
 from sgtrick._tensorflow.graphs import here
@@ -42,7 +42,8 @@ class Selection:
             for i, (place, leaf) in enumerate(by_argument[k], starts[k]):
                 if differentiated(leaf):
                     self._places.append(i)
-                    self.xs.append(tapes.own_copy(structures.to_tensor(leaf, names[k] + place)))
+                    x = structures.to_tensor(numbers_of(leaf), names[k] + place)
+                    self.xs.append(tapes.own_copy(x))
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
@@ -58,7 +59,7 @@ class Selection:
     def _replaced(self, leaves: Sequence[Any], xs: Sequence[Tensor | None]) -> Call:
         leaves = list(leaves)
         for i, x in zip(self._places, xs, strict=True):
-            leaves[i] = x
+            leaves[i] = with_numbers(self._leaves[i], x)
         return self.call.with_leaves(leaves)
 
     @property
@@ -70,7 +71,8 @@ class Selection:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, and the copies of them."""
-        return [*(t for t in self._selected() if isinstance(t, tf.Tensor)), *self.xs]
+        given = map(numbers_of, self._selected())
+        return [*(t for t in given if isinstance(t, tf.Tensor)), *self.xs]
 
     def read(self) -> Call:
         """The call with the current values of variables, which may be assigned later."""

@@ -189,18 +189,8 @@ def _wave(of: Sequence[Tensor]) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Finite:
-    """A number, or an error with this message if it is NaN, except in XLA."""
-
-    message: str
-
-    def __call__(self, number: Tensor) -> Tensor:
-        return tf.debugging.check_numerics(number, self.message)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Zero:
-    """Zero, or NaN if `holds` is false; with a message, an error instead of the NaN."""
+    """Zero, or NaN if `holds` is false; with a message, an error instead, except in XLA."""
 
     dtype: DType
     message: str | None
@@ -208,7 +198,7 @@ class _Zero:
     def __call__(self, holds: Tensor) -> Tensor:
         zero, nan = tf.constant(0.0, self.dtype), tf.constant(float("nan"), self.dtype)
         number = tf.where(holds, zero, nan)
-        return number if self.message is None else _Finite(self.message)(number)
+        return number if self.message is None else tf.debugging.check_numerics(number, self.message)
 
 
 def _note(message: str) -> None:

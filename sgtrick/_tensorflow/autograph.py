@@ -1,6 +1,7 @@
 """AutoGraph: kept out of this package, but applied to the functions that callers pass."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,13 +23,37 @@ def form(call: Function) -> Function:
     AutoGraph would take a second to rewrite `call`, which has nothing to convert, so it is kept
     out. `converted` applies AutoGraph to a caller's function, if it is applied to the caller.
     """
-    call = unconverted(call)
+    call = unconverted(_shortening(call))
 
     def form(*args: Any, **kwargs: Any) -> Any:
         status = tf.__internal__.autograph.control_status_ctx()
         return call(functools.partial(_converted, status), args, kwargs)
 
     return form
+
+
+def _shortening(call: Function) -> Function:
+    """`call`, whose errors in eager execution show what the caller wrote, as TensorFlow's do."""
+
+    def shortened(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            if tf.executing_eagerly() and tf.debugging.is_traceback_filtering_enabled():
+                error.__traceback__ = _without_inner(error.__traceback__)
+            raise
+
+    return shortened
+
+
+def _without_inner(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames of TensorFlow and this package, except the last frame."""
+    if traceback is None or traceback.tb_next is None:
+        return traceback
+    rest = _without_inner(traceback.tb_next)
+    if traceback.tb_frame.f_globals.get("__name__", "").startswith(("sgtrick.", "tensorflow.")):
+        return rest
+    return types.TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 def as_caller(f: Function) -> Function:

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import traceback
 from typing import NamedTuple
 
 import keras
@@ -360,6 +361,30 @@ def test_calls(name):
 def test_keeps_its_name_and_documentation(name):
     h = form_of(name, function_of_x(name))
     assert (h.__name__, h.__doc__) == ("plain", "Says something.")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if "numpy" not in name])
+def test_errors_in_eager_execution_show_what_the_caller_wrote(name):
+    """As TensorFlow's do: at most the wrappers of the call stand before the caller's frames."""
+
+    def broken(x):
+        return tf.reshape(x, [3])
+
+    h = FORMS[name][1](lambda f: f)(broken)
+    if name == "custom_jvp":
+        h.defjvp(rule)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        h(X)
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.tb)]
+    assert frames.index("broken") <= 5
+    tf.debugging.disable_traceback_filtering()
+    try:
+        with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+            h(X)
+    finally:
+        tf.debugging.enable_traceback_filtering()
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.tb)]
+    assert frames.index("broken") > 5
 
 
 class TestInheritedEngines:

@@ -141,8 +141,8 @@ class TestWithGradient:
         found = call(sgtrick.with_gradient(f, rule, argnums=("k", 2)))
         np.testing.assert_allclose(found, [3 * 5 * 7, 2 * 5 * 7, 200, 100])
         for name, message in {
-            "args": r"argnums has 'args', but \*args of f stands for any .* Pass the positions",
-            "kwargs": r"argnums has 'kwargs', but \*\*kwargs of f stands for any .* Pass the names",
+            "args": r"argnums has 'args', which is no argument .*'args\[1\]', 'k'\], or .* -3 to 2\.",
+            "kwargs": r"argnums has 'kwargs', which is no argument of this call of f\. Pass one of",
         }.items():
             with pytest.raises(ValueError, match=message):
                 call(sgtrick.with_gradient(f, rule, argnums=(0, name)))
@@ -202,13 +202,13 @@ class TestWithGradient:
         ("f", "grad", "options", "error", "message"),
         [
             (lambda x: x, lambda x: x, {"argnums": 1.5}, TypeError, r"ints or parameter names, got 1\.5"),
-            (lambda x: x, lambda x: x, {"argnums": "y"}, ValueError, r"argnums has 'y'.*its parameters are \['x'\]"),
+            (lambda x: x, lambda x: x, {"argnums": "y"}, ValueError, r"argnums has 'y'.*one of the names \['x'\]"),
             (lambda x: x, lambda x: x, {"argnums": (0, "x")}, ValueError, r"argnums=\(0, 'x'\) names an argument of <lambda> twice"),
             (lambda x: (x, x), lambda x: x, {}, TypeError, r"<lambda> must return one tensor, got a tuple of 2\..*custom_jvp"),
             (lambda x, y: x, lambda x: x, {}, TypeError, r"<lambda>\(\) missing a required argument: 'y'"),
             (lambda x: x, 3.0, {}, TypeError, r"grad must be a function, got float\."),
             ("f", lambda x: x, {}, TypeError, r"f must be a function, got str\."),
-            (lambda x: x, lambda x: x, {"argnums": 1}, ValueError, r"argnums has 1, but .* 1 positional"),
+            (lambda x: x, lambda x: x, {"argnums": 1}, ValueError, r"argnums has 1, .* a position: from -1 to 0\."),
             (lambda x: tf.constant(1), lambda x: x, {}, TypeError, r"<lambda> returned dtype int32, which has no derivatives"),
             (lambda x: x, lambda x: tf.ones([3]), {}, ValueError, r"the value \[2\], the gradient with respect to x \[3\] and x \[2\] do not fit"),
             (lambda x: x, lambda x: [x, x], {}, ValueError, r"the gradient with respect to x must have the structure of x"),
@@ -435,8 +435,11 @@ class TestCustomJvp:
         assert wrap(gradient)(run, constant(2.0))[0].numpy() == 3 * 4 + 20
 
     @WRAPS
-    def test_nondiff_argnums_come_first(self, wrap):
-        h = sgtrick.custom_jvp(lambda x, g, y: g(tf.stop_gradient(x)) * y, nondiff_argnums=1)
+    @pytest.mark.parametrize("nondiff_argnums", [1, -2, "g", ["g"]])
+    def test_nondiff_argnums_come_first(self, wrap, nondiff_argnums):
+        h = sgtrick.custom_jvp(
+            lambda x, g, y: g(tf.stop_gradient(x)) * y, nondiff_argnums=nondiff_argnums
+        )
 
         @h.defjvp
         def _(g, primals, tangents):
@@ -479,12 +482,14 @@ class TestCustomJvp:
             h(1.0, k=2.0)
         h = sgtrick.custom_jvp(lambda x: x, nondiff_argnums=3)
         h.defjvp(lambda p, t: (p[0], t[0]))
-        with pytest.raises(ValueError, match=r"nondiff_argnums contains 3, but the call of"):
+        with pytest.raises(
+            ValueError, match=r"nondiff_argnums has 3, which is no argument of this call"
+        ):
             h(1.0)
         with pytest.raises(
-            TypeError, match=r"nondiff_argnums must be an int or ints .*, got \('x',\)"
+            TypeError, match=r"nondiff_argnums must be ints or parameter names, got 1\.5"
         ):
-            sgtrick.custom_jvp(lambda x: x, nondiff_argnums="x")
+            sgtrick.custom_jvp(lambda x: x, nondiff_argnums=1.5)
 
 
 def of_square(rest, rule):

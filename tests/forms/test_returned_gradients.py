@@ -81,7 +81,6 @@ ALONE = {
     "pair": (lambda a, b: (a, b), lambda a, b: (a, b)),
     "list for a pair": (lambda a, b: (a, b), lambda a, b: [a, b]),
     "pair in a list": (lambda a, b: (a, b), lambda a, b: [(a, b)]),
-    "leaf for a list": (lambda a, b: {"a": [a], "b": b}, lambda a, b: {"a": a, "b": b}),
     "leaves of a tree": (lambda a, b: ((a,), {"b": b}), lambda a, b: [a, b]),
 }
 
@@ -128,7 +127,7 @@ def test_any_other_number_is_an_error(custom_vjp, returned, wrap):
     h = custom_vjp(function(returned))
     with pytest.raises(
         ValueError,
-        match=r"of f returned \d gradients, expected one for each argument, None or in its "
+        match=r"of f returned \d gradients?, expected one for each argument, None or in its "
         r"structure: dims, a, b, training; or one for each leaf: dims\[0\], dims\[1\], a, b, train",
     ):
         wrap(lambda a, b: gradients(lambda a, b: h((6, 7), a, b, True), a, b))(A, B)
@@ -251,7 +250,7 @@ class TestDefaults:
         def f(a, w=B):
             return a * w, lambda u: u * w
 
-        with pytest.raises(ValueError, match=r"returned 1 gradients, expected 2, .*: a, w"):
+        with pytest.raises(ValueError, match=r"returned 1 gradient, expected 2, .*: a, w"):
             gradients(lambda a, b: custom_vjp(f)(a), A, B)
 
 

@@ -204,16 +204,6 @@ class TestExactlyWhatIsReturned:
         _, by_table = gradients(wrap, h, [tf.constant(1.0)], [table])
         np.testing.assert_allclose(by_table, 14 * np.array([[1, 1], [0, 0], [2, 2], [0, 0]]))
 
-    def test_slices_stay_slices(self):
-        table = tf.Variable(tf.ones([4, 2]))
-        h = sgtrick.with_gradient(
-            lambda x: x * tf.reduce_sum(tf.gather(table, [1])),
-            lambda x, variables: (x, [tf.IndexedSlices(tf.ones([1, 2]), [1])]),
-        )
-        with tf.GradientTape() as tape:
-            y = h(tf.constant(1.0))
-        assert isinstance(tape.gradient(y, table), tf.IndexedSlices)
-
     def test_of_variables_made_by_the_first_call(self):
         made = []
 
@@ -405,7 +395,6 @@ class TestErrors:
             (lambda x: (x, tf.ones([2])), r"each of the variables \['weights:0'\]"),
             (lambda x: (x, [None]), r"returned None for \['weights:0'\].*return zeros"),
             (lambda x: (x, [tf.ones([3])]), r"(?s)the gradient with respect to the variable weights:0.*\[3\].*\[2\]"),
-            (lambda x: (x, [tf.IndexedSlices(tf.ones([1, 3]), [0])]), r"the gradient with respect to the variable weights:0 has shape \[1, 3\]"),
             (lambda x: (x, [tf.constant("a")]), r"the gradient with respect to the variable weights:0 has dtype string"),
         ],
     )  # fmt: skip
@@ -414,16 +403,6 @@ class TestErrors:
         h = sgtrick.with_gradient(f, lambda x, variables: returned(x))
         with pytest.raises((TypeError, ValueError), match=message):
             gradients(wrap, h, [tf.constant(1.0)], [v])
-
-    def test_slices_of_a_batch(self, v):
-        h = sgtrick.with_gradient(
-            lambda x: x * tf.reduce_sum(v),
-            lambda x, variables: (x, [tf.IndexedSlices(tf.ones([1]), [0])]),
-        )
-        with pytest.raises(
-            ValueError, match=r"weights:0 is tf.IndexedSlices.*only allowed for a scalar"
-        ):
-            gradients(EXECUTED["eager"], h, [tf.ones([3])], [v])
 
 
 def cube(x, v):
