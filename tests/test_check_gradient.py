@@ -88,15 +88,15 @@ RIGHT = {
         constant([[0.5, 2.0], [1.0, -1.0]]),
     ),
     "value and gradient": (
-        lambda x: (density(x), density_gradient(x)),
+        sgtrick.from_value_and_gradient(lambda x: (density(x), density_gradient(x))),
         constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]]),
     ),
     "value and gradient, NumPy": (
-        lambda x: (np.sum(np.square(x)), 2 * np.asarray(x)),
+        sgtrick.from_value_and_gradient(lambda x: (np.sum(np.square(x)), 2 * np.asarray(x))),
         np.array([0.5, 2.0]),
     ),
     "value and gradient, arguments": (
-        lambda a, b: (a * b, (b, a)),
+        sgtrick.from_value_and_gradient(lambda a, b: (a * b, (b, a)), argnums=(0, 1)),
         (constant(3.0), constant(4.0)),
     ),
     "distribution": (
@@ -255,9 +255,8 @@ class TestWrong:
     @pytest.mark.parametrize("how", ["1 % off", "one entry", "another member's"])
     def test_is_found_in_value_and_gradient(self, how, mode):
         x = constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]])
-        found = report(lambda x: (density(x), SPOILED[how](x)), x, mode=mode)
-        assert found.worst.verdict == "wrong"
-        assert any("(value, gradient)" in note for note in found.notes)
+        f = sgtrick.from_value_and_gradient(lambda x: (density(x), SPOILED[how](x)))
+        assert report(f, x, mode=mode).worst.verdict == "wrong"
 
     @MODES
     def test_tfps_own_custom_gradient_of_a_batch(self, mode):
@@ -626,9 +625,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             check_gradient(tf.sin, 1.0, **options)
 
-    def test_two_outputs_in_a_tuple_are_no_value_and_gradient(self):
-        with pytest.raises(ValueError, match="the gradient with respect to x"):
-            check_gradient(lambda x: (tf.sin(x), tf.reduce_sum(x)), constant([1.0, 2.0]))
+    def test_two_outputs_in_a_tuple(self):
+        """Nothing is guessed: they may be a value and its gradient."""
+        with pytest.raises(TypeError, match=r"pass sgtrick\.from_value_and_gradient.* as a list"):
+            check_gradient(lambda x: (tf.sin(x), tf.cos(x)), constant([1.0, 2.0]))
+        assert check_gradient(lambda x: [tf.sin(x), tf.cos(x)], constant([1.0, 2.0])).passed
 
 
 class TestReport:
