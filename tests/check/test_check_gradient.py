@@ -17,7 +17,7 @@ from matrix import spread
 from sgtrick import check_gradient
 from sgtrick._check import comparison, finite_differences
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODES = pytest.mark.parametrize("mode", ["full", "random"])
 matplotlib.use("Agg")
 
