@@ -70,8 +70,8 @@ def implicit_root(
     Args:
         residual: Called as `residual(x, *theta)` with an `x` like `x_star`; returns the structure,
             shapes and dtypes of `x_star`. The root also gets derivatives with respect to other
-            tensors and variables that the residual depends on. What it stops, or passes to a host
-            call without a gradient of its own, counts as a constant, and must not be `x`.
+            tensors and variables that the residual depends on. What it stops counts as a constant,
+            and must not be `x`.
         x_star: The root: a floating tensor or a structure of these, all of one dtype. It is
             stopped. The derivatives are as accurate as the root.
         *theta: Arguments with respect to which the root is differentiated, of any structure.
@@ -98,8 +98,9 @@ def implicit_root(
             dimensions of `x_star`, or it is passed together with `solve`; or, in a graph, the
             residual closes over a `tf.TensorArray`.
         LookupError: When differentiated, if the result of `solve` is not the solution, or if the
-            residual of a batch member depends on the root of another, or reads a variable that has
-            been assigned since. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError`
+            residual of a batch member depends on the root of another, passes what has derivatives
+            to a host call without its own gradient, or reads a variable that has been assigned
+            since. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError`
             when the function runs; around it and in XLA, the derivative is NaN.
     """
     _check_ndims(batch_ndims, "batch_ndims")
@@ -227,7 +228,9 @@ def _root(
         return _unless(_are_unchanged(traced.handles, reads), _ASSIGNED.format(name), y)
 
     solve_rows = rows.solving(solve) if solve else functools.partial(_eliminated, name)
-    equation = _Equation(name, r, traced.handles, solve_rows)
+    varying = connections.varying(traced.captured, traced.inner)
+    calls_host = connections.Subgraph(traced.outputs[0]).host_sees([*traced.inputs, *varying])
+    equation = _Equation(name, r, traced.handles, calls_host, solve_rows)
     reads = list(map(tapes.read, traced.handles))
     return rows.unpack(_solution(equation, x, [*thetas, *closed, *reads]))
 
@@ -239,12 +242,14 @@ class _Equation(NamedTuple):
         name: The function's name in errors.
         r: The residual. The last of its inputs are the values of variables, which it reads itself.
         handles: The handles of these variables.
+        calls_host: Whether a host call makes the residual of something that may be differentiated.
         solve: From the product of vectors with a matrix, and `b`, to the solution of a system.
     """
 
     name: str
     r: Callable[[Tensor, Sequence[Tensor]], Tensor]
     handles: Sequence[Tensor]
+    calls_host: bool
     solve: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
     def sources(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -271,6 +276,8 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
     x, inputs = graphs.here(x), list(map(graphs.here, inputs))
 
     def pull(u: Tensor) -> list[Gradient]:
+        if equation.calls_host:
+            return list(unknown.failures(inputs, _ON_HOST.format(equation.name), [u]))
         # Copies: the same tensor may be several inputs, whose gradients are different ones.
         at = list(map(tf.identity, inputs))
         root = _solution(equation, x, at)
@@ -470,6 +477,12 @@ _DEPENDENT = (
     "{0} was stated to return independent equations, one system for each batch member or entry, "
     "but an equation depends on the unknowns of another member. Choose a smaller batch_ndims "
     "(with implicit_reparameterize, a larger event_ndims)."
+)
+
+_ON_HOST = (
+    "{0} was differentiated with respect to something that it passes to a host call or to NumPy, "
+    "where TensorFlow knows no derivative. Give the host call its own gradient with one of "
+    "sgtrick's functions. If it is meant to be constant, use tf.stop_gradient of its result."
 )
 
 _ASSIGNED = (

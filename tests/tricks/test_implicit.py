@@ -332,6 +332,32 @@ same_on_host = on_host(lambda x: x)
 class TestHostCalls:
     """`x = sqrt(a)`, where the residual passes a part of itself through the host."""
 
+    MESSAGE = "residual was differentiated with respect to something that it passes to a host call"
+    RESIDUALS = {
+        "a part of x": lambda x, a: x * same_on_host(x) - a,
+        "theta": lambda x, a: x**2 - same_on_host(a),
+        "a part of theta": lambda x, a: x**2 - a * same_on_host(a) / 4,
+    }
+
+    def test_of_variables_raise(self, wrap):
+        v = tf.Variable(4.0)
+
+        @wrap
+        def run():
+            with tf.GradientTape() as tape:
+                x = implicit_root(lambda x: x**2 - same_on_host(tf.identity(v)), 2.0)
+            return tape.gradient(x, v)
+
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=self.MESSAGE):
+            run()
+
+    def test_of_another_argument_raise(self, wrap):
+        """Whatever the root is differentiated with respect to."""
+        residual = lambda x, a, b: x**2 - a * same_on_host(b)  # noqa: E731
+        root = lambda a: implicit_root(residual, tf.constant(2.0), a, tf.constant(1.0))  # noqa: E731
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=self.MESSAGE):
+            wrap(grad)(root, tf.constant(4.0))
+
     @pytest.mark.parametrize(
         "residual",
         [
@@ -352,6 +378,24 @@ class TestHostCalls:
         root = lambda a: implicit_root(lambda x, a: square(x) - a, tf.constant(2.0), a)  # noqa: E731
         run = wrap(lambda a: [grad(root, a), grad(lambda a: grad(root, a), a)])
         np.testing.assert_allclose(run(tf.constant(4.0)), [1 / 4, -1 / 32], rtol=1e-6)
+
+
+@pytest.mark.parametrize("residual", [*TestHostCalls.RESIDUALS, "what it closes over"])
+def test_host_calls_raise(residual):
+    def root(a):
+        if residual in TestHostCalls.RESIDUALS:
+            return implicit_root(TestHostCalls.RESIDUALS[residual], tf.constant(2.0), a)
+        return implicit_root(lambda x: x**2 - same_on_host(a), 2.0)
+
+    a = tf.constant(4.0)
+    with pytest.raises(LookupError, match=TestHostCalls.MESSAGE):
+        grad(root, a)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=TestHostCalls.MESSAGE):
+        tf.function(grad)(root, a)
+    assert np.isnan(grad(tf.function(root), a))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=TestHostCalls.MESSAGE):
+        forward_derivative(root)(a)
+    assert np.isnan(forward_derivative(tf.function(root))(a))
 
 
 @pytest.mark.parametrize(
