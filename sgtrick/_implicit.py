@@ -6,7 +6,8 @@ However such a value was computed, its derivatives follow from the equation.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -69,8 +70,8 @@ def implicit_root(
     Args:
         residual: Called as `residual(x, *theta)` with an `x` like `x_star`; returns the structure,
             shapes and dtypes of `x_star`. The root also gets derivatives with respect to other
-            tensors and variables that the residual depends on. It must not stop `x` in part, which
-            would change `J`.
+            tensors and variables that the residual depends on. What it stops counts as a constant,
+            and must not be `x`.
         x_star: The root: a floating tensor or a structure of these, all of one dtype. It is
             stopped. The derivatives are as accurate as the root.
         *theta: Arguments with respect to which the root is differentiated, of any structure.
@@ -97,15 +98,12 @@ def implicit_root(
             dimensions of `x_star`, or it is passed together with `solve`; or, in a graph, the
             residual closes over a `tf.TensorArray`.
         LookupError: When differentiated, if the result of `solve` is not the solution, or if the
-            residual of a batch member depends on the root of another, passes something that has
-            derivatives to a host call without its own gradient, or reads a variable that has been
-            assigned since. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when
-            the function runs; around it and in XLA, the derivative is NaN.
+            residual of a batch member depends on the root of another, passes what has derivatives
+            to a host call without its own gradient, or reads a variable that has been assigned
+            since. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError`
+            when the function runs; around it and in XLA, the derivative is NaN.
     """
-    if not shapes.is_int(batch_ndims) or batch_ndims < 0:
-        raise ValueError(
-            f"batch_ndims must be an int of at least 0, got {shapes.show_option(batch_ndims)}."
-        )
+    _check_ndims(batch_ndims, "batch_ndims")
     if solve is not None and batch_ndims:
         raise ValueError(
             f"batch_ndims={batch_ndims} was passed together with solve, which solves one system "
@@ -171,11 +169,8 @@ def _reparameterized(
     distribution_cdf: Function, sample: Structure, params: Structure, event_ndims: int
 ) -> Structure:
     sample = _floating(sample, "sample")
+    _check_ndims(event_ndims, "event_ndims")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
-    if not shapes.is_int(event_ndims) or event_ndims < 0:
-        raise ValueError(
-            f"event_ndims must be an int of at least 0, got {shapes.show_option(event_ndims)}."
-        )
     if isinstance(rank, int) and rank < event_ndims:
         shape = shapes.show(structures.static_shape(sample))
         raise ValueError(
@@ -190,97 +185,167 @@ def _root(
     residual: Function,
     x_star: Structure,
     theta: Structure,
-    batch_ndims: Ndims | None,
+    batch_ndims: Ndims,
     names: tuple[str, str],
     solve: Function | None = None,
 ) -> Structure:
-    rows = _Rows(x_star, batch_ndims, names[1])
+    name, x_name = names
+    rows = _Rows(x_star, batch_ndims, x_name)
     flat = tf.nest.flatten(theta)
     places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
 
-    def r(x: Tensor, *thetas: Tensor) -> Tensor:
+    def of_rows(x: Tensor, *thetas: Tensor) -> Tensor:
         others = list(flat)
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
         returned = residual(rows.unpack(x), *tf.nest.pack_sequence_as(theta, others))
-        return rows.checked(returned, f"the result of {names[0]}")
+        return rows.checked(returned, f"the result of {name}")
 
     x = rows.pack(rows.stars)
     thetas = [graphs.here(structures.as_tensor(flat[i])) for i in places]
-    traced = tracing.Traced(r, tracing.specs_of([x, *thetas]))
+    traced = tracing.Traced(of_rows, tracing.specs_of([x, *thetas]))
     if not connections.are_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
-            f"{names[0]} returned something that is not connected to its first argument, "
-            f"{names[1]}. TensorFlow must be able to differentiate it; if it calls code outside "
-            "TensorFlow, give it derivatives with one of sgtrick's functions."
+            f"{name} returned something that is not connected to its first argument, {x_name}. "
+            "TensorFlow must be able to differentiate it; if it calls code outside TensorFlow, "
+            "give it derivatives with one of sgtrick's functions."
         )
-    of_rows = None if solve is None else rows.solving(solve)
     if any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in traced.captured):
-        raise ValueError(LIST.format(names[0]))
-    equation = _Equation(names[0], traced, of_rows)
+        raise ValueError(LIST.format(name))
+    is_live = [structures.is_differentiable(t.dtype) for t in traced.captured]
+    closed = list(itertools.compress(traced.captured, is_live))
+
+    def r(x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """The residual as a function of everything that it depends on."""
+        of_closed, reads = iter(inputs[len(thetas) :]), inputs[len(thetas) + len(closed) :]
+        captured = [
+            next(of_closed) if live else graphs.here(t)
+            for t, live in zip(traced.captured, is_live, strict=True)
+        ]
+        y = traced([x, *inputs[: len(thetas)]], captured)
+        if not reads:
+            return y
+        return _unless(_are_unchanged(traced.handles, reads), _ASSIGNED.format(name), y)
+
+    solve_rows = rows.solving(solve) if solve else functools.partial(_eliminated, name)
+    varying = connections.varying(traced.captured, traced.inner)
+    calls_host = connections.Subgraph(traced.outputs[0]).host_sees([*traced.inputs, *varying])
+    equation = _Equation(name, r, traced.handles, calls_host, solve_rows)
     reads = list(map(tapes.read, traced.handles))
-    return rows.unpack(_solved(equation, x, thetas, traced.captured, reads))
+    return rows.unpack(_solution(equation, x, [*thetas, *closed, *reads]))
 
 
-class _Equation:
-    """`r(x, *thetas) = 0`, where `x` is a matrix of rows.
+class _Equation(NamedTuple):
+    """`r(x, inputs) = 0`, where `x` is a matrix of rows.
 
     Attributes:
         name: The function's name in errors.
-        r: The traced residual. Other tensors that it uses are captured, and can be replaced.
-        solve: Solves linear systems, given a function for the product with the matrix.
+        r: The residual. The last of its inputs are the values of variables, which it reads itself.
+        handles: The handles of these variables.
         calls_host: Whether a host call makes the residual of something that may be differentiated.
+        solve: From the product of vectors with a matrix, and `b`, to the solution of a system.
     """
 
-    def __init__(self, name: str, r: tracing.Traced, solve: Function | None) -> None:
-        self.name, self.r, self.solve = name, r, solve
-        varying = connections.varying(r.captured, r.inner)
-        self.calls_host = connections.Subgraph(r.outputs[0]).host_sees([*r.inputs, *varying])
+    name: str
+    r: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    handles: Sequence[Tensor]
+    calls_host: bool
+    solve: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+    def sources(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What tapes differentiate with respect to: the inputs, but variables themselves."""
+        return [*inputs[: len(inputs) - len(self.handles)], *self.handles]
+
+    def by_x(self, x: Tensor, inputs: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """The product of vectors with `J'`, the transpose of `J = dr/dx`."""
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch(x)
+            r = self.r(x, inputs)
+        return lambda v: tape.gradient(r, x, v)
+
+
+def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """The solution `x` as a function of the inputs, by the implicit function theorem.
+
+    From `0 = dr = J dx + (dr/dinputs) dinputs` follows the gradient for an upstream gradient `u` ::
+
+        (dr/dinputs)' w,    J' w = -u
+
+    Both `x` and `w` in it are solutions of equations, and are differentiated as such again.
+    """
+    x, inputs = graphs.here(x), list(map(graphs.here, inputs))
+
+    def pull(u: Tensor) -> list[Gradient]:
+        if equation.calls_host:
+            return list(unknown.failures(inputs, _ON_HOST.format(equation.name), [u]))
+        # Copies: the same tensor may be several inputs, whose gradients are different ones.
+        at = list(map(tf.identity, inputs))
+        root = _solution(equation, x, at)
+        w = _linear(equation, _solved(equation, u, root, at), u, root, at)
+        sources = equation.sources(at)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            r = equation.r(root, at)
+        return list(tape.gradient(r, sources, w))
+
+    (solution,) = keep([tf.stop_gradient(x)], inputs, Rule(equation.name, pull))
+    return solution
+
+
+def _linear(
+    equation: _Equation,
+    w: Tensor,
+    u: Tensor,
+    x: Tensor,
+    inputs: Sequence[Tensor],
+    *,
+    transposed: bool = True,
+) -> Tensor:
+    """The solution `w` of `J' w = -u`, or of `J w = -u`, as a function of what comes after it.
+
+    With `M` for the matrix, from `M dw = -du - dM w` follow, for an upstream gradient `z`, the
+    gradient `v` by `u`, and those by `x` and the inputs ::
+
+        d<v, M w>,    M' v = -z
+
+    Here `<v, J' w> = <J' w, v>` and `<v, J w> = <J' v, w>`, so that `J'` alone is differentiated.
+    """
+    w, u, x, *inputs = map(graphs.here, [w, u, x, *inputs])
+
+    def pull(z: Tensor) -> list[Gradient]:
+        of_u, at_x, *at = map(tf.identity, [u, x, *inputs])
+        found = _solved(equation, z, at_x, at, transposed=not transposed)
+        v = _linear(equation, found, z, at_x, at, transposed=not transposed)
+        again = _linear(equation, w, of_u, at_x, at, transposed=transposed)
+        left, right = (again, v) if transposed else (v, again)
+        sources = [at_x, *equation.sources(at)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            pulled = equation.by_x(at_x, at)(left)
+        return [v, *tape.gradient(pulled, sources, right)]
+
+    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull))
+    return solution
 
 
 def _solved(
     equation: _Equation,
+    u: Tensor,
     x: Tensor,
-    thetas: list[Tensor],
-    captured: list[Tensor],
-    reads: list[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    transposed: bool = True,
 ) -> Tensor:
-    """The root `x`, as a function of everything that the equation depends on."""
-    name = equation.name
-    captured = list(map(graphs.here, captured))
-    x, thetas = graphs.here(x), list(map(graphs.here, thetas))
-    are_live = [structures.is_differentiable(t.dtype) for t in captured]
-    inputs = [*thetas, *itertools.compress(captured, are_live), *reads]
-
-    def pull(upstream: Tensor) -> list[Gradient]:
-        if equation.calls_host:
-            return list(unknown.failures(inputs, _ON_HOST.format(name), [upstream]))
-        # Equal tensors have to be told apart, and a tensor that a graph has captured before is not
-        # recorded when it is used again.
-        ts, cs = list(map(tf.identity, thetas)), list(map(_distinct, captured))
-        root = _solved(equation, x, ts, cs, reads)
-        # Before the residual, which may assign variables itself.
-        unchanged = _are_unchanged(equation.r.handles, reads) if reads else None
-        if equation.solve is None:
-            j = _jacobian(name, lambda x, ts, cs: equation.r([x, *ts], cs), root, ts, cs)
-            weights = -_solve(tf.linalg.matrix_transpose(j), upstream)
-        else:
-            weights = -_solution(equation, [root, *ts], cs, reads, upstream, transposed=True)
-        if unchanged is not None:
-            weights = _unless(unchanged, _ASSIGNED.format(name), weights)
-        sources = [*ts, *itertools.compress(cs, are_live), *equation.r.handles]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(sources)
-            r = equation.r([root, *ts], cs)
-        return list(tape.gradient(r, sources, output_gradients=weights))
-
-    (root,) = keep([tf.stop_gradient(x)], inputs, Rule(name, pull))
-    return root
-
-
-def _distinct(t: Tensor) -> Tensor:
-    """A tensor in the graph that is being traced; another object if it has derivatives."""
-    return tf.identity(t) if structures.is_differentiable(t.dtype) else graphs.here(t)
+    """The same solution without derivatives."""
+    u, x, *inputs = map(tf.stop_gradient, [u, x, *inputs])
+    by_x = equation.by_x(x, inputs)
+    if transposed:
+        return tf.stop_gradient(equation.solve(by_x, -u))
+    (v,) = adjoint.far_probes([u])
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(v)
+        pulled = by_x(v)
+    return tf.stop_gradient(equation.solve(lambda w: tape.gradient(pulled, v, w), -u))
 
 
 def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
@@ -291,7 +356,7 @@ def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
     return t * (1 + zero) + zero
 
 
-def _are_unchanged(handles: list[Tensor], reads: list[Tensor]) -> Tensor:
+def _are_unchanged(handles: Sequence[Tensor], reads: Sequence[Tensor]) -> Tensor:
     """Whether variables still have the values that were read."""
     same = []
     for now, then in zip(map(graphs.read, handles), reads, strict=True):
@@ -300,97 +365,29 @@ def _are_unchanged(handles: list[Tensor], reads: list[Tensor]) -> Tensor:
     return tf.reduce_all(tf.stack(same))
 
 
-def _solve(m: Tensor, b: Tensor) -> Tensor:
-    """Solutions `s` of `m s = b` for matrices `[roots, n, n]`, with derivatives of every order."""
-    m, b = graphs.here(m), graphs.here(b)
-    if m.shape[-1] == 1:
-        m = m[..., 0]
-        fixed = tf.stop_gradient(m)
-        regular = tf.math.is_finite(fixed) & tf.not_equal(fixed, 0)
-        # A factor, so that the derivatives are NaN too where there is no solution.
-        return b / m * tf.where(regular, tf.ones_like(fixed), np.nan)
-    s = tf.linalg.matvec(_inverse(tf.stop_gradient(m)), tf.stop_gradient(b))
+def _eliminated(name: str, product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
+    """The solution of one system for each row of `b`, by the matrices that products make up.
 
-    def pull(upstream: Tensor) -> list[Gradient]:
-        # m s = b: dm s + m ds = db
-        by_b = _solve(tf.linalg.matrix_transpose(m), upstream)
-        return [-by_b[..., tf.newaxis] * _solve(m, b)[..., tf.newaxis, :], by_b]
-
-    return keep([s], [m, b], Rule("implicit_root", pull))[0]
-
-
-def _solution(
-    equation: _Equation,
-    point: list[Tensor],
-    captured: list[Tensor],
-    reads: list[Tensor],
-    b: Tensor,
-    *,
-    transposed: bool,
-    known: Tensor | None = None,
-) -> Tensor:
-    """The solution `v` of `J v = b`, or of `J' v = b`, as a function of all that they depend on.
-
-    Args:
-        equation: The equation with the Jacobian `J`.
-        point: Where it is taken: the root and the arguments.
-        captured: What the residual captures.
-        reads: The values of the variables among these.
-        b: The right-hand side.
-        transposed: Whether the matrix is the transpose of `J`.
-        known: The solution, if it is known.
+    A column is found for all rows at once. If these are not independent, it is a sum over several
+    matrices, and the solution does not satisfy the system.
     """
-    point, captured = list(map(graphs.here, point)), list(map(graphs.here, captured))
-    b = graphs.here(b)
-    are_live = [structures.is_differentiable(t.dtype) for t in captured]
-    if known is None:
-        assert equation.solve
-        fixed = [
-            tf.stop_gradient(t) if is_live else t
-            for t, is_live in zip(captured, are_live, strict=True)
-        ]
-        stopped = list(map(tf.stop_gradient, point))
-        matvec = _product_with_jacobian(equation, stopped, fixed, transposed=transposed)
-        b_ = tf.stop_gradient(b)
-        known = tf.stop_gradient(equation.solve(matvec, b_))
-        fits = adjoint.are_near(tf.norm(matvec(known) - b_), tf.norm(b_))
-        known = _unless(fits, _NOT_SOLVED, known)
-    v = tf.stop_gradient(graphs.here(known))
 
-    def pull(upstream: Tensor) -> list[Gradient]:
-        at, cs = list(map(tf.identity, point)), list(map(_distinct, captured))
-        of_point = functools.partial(_solution, equation, at, cs, reads)
-        by_b = of_point(upstream, transposed=not transposed)
-        again = of_point(b, transposed=transposed, known=v)
-        # J v = b: dJ v + J dv = db, and <u, J v> = <J' u, v>
-        left, right = (again, by_b) if transposed else (by_b, again)
-        sources = [*at, *itertools.compress(cs, are_live), *equation.r.handles]
-        with tf.GradientTape(watch_accessed_variables=False) as outer:
-            outer.watch(sources)
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(at[0])
-                r = equation.r(at, cs)
-            pulled = tape.gradient(r, at[0], left)
-        return [by_b, *outer.gradient(pulled, sources, output_gradients=-right)]
+    def column(unit: Tensor) -> Tensor:
+        return product(tf.zeros_like(b) + unit)
 
-    inputs = [b, *point, *itertools.compress(captured, are_live), *reads]
-    return keep([v], inputs, Rule(equation.name, pull))[0]
-
-
-def _product_with_jacobian(
-    equation: _Equation, point: list[Tensor], captured: list[Tensor], *, transposed: bool
-) -> Callable[[Tensor], Tensor]:
-    """The product of a vector with the Jacobian by the root, or with its transpose."""
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(point[0])
-        r = equation.r(point, captured)
-    if transposed:
-        return lambda v: tape.gradient(r, point[0], v)
-    (u,) = adjoint.far_probes([r])
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
-        outer.watch(u)
-        pulled = tape.gradient(r, point[0], u)
-    return lambda v: outer.gradient(pulled, u, v)
+    n = b.shape[1]
+    units = tf.eye(tf.shape(b)[1] if n is None else n, dtype=b.dtype)
+    # Tracing a loop over columns pays off only where it happens once, and if they are many.
+    if n is not None and (n <= 8 or tf.executing_eagerly()):
+        columns = tf.stack(list(map(column, tf.unstack(units))), -1)
+    else:
+        columns = tf.transpose(tf.vectorized_map(column, units), [1, 2, 0])
+    v = tf.linalg.matvec(_inverse(columns), b)
+    if b.shape[0] == 1:
+        return v
+    size = tf.linalg.matvec(tf.abs(columns), tf.abs(v)) + tf.abs(b)
+    fits = tf.reduce_all(adjoint.are_near(product(v) - b, size))
+    return _unless(fits, _DEPENDENT.format(name), v)
 
 
 class _Rows:
@@ -400,7 +397,7 @@ class _Rows:
         stars: The leaves of the structure, stopped.
     """
 
-    def __init__(self, x_star: Structure, batch_ndims: Ndims | None, name: str) -> None:
+    def __init__(self, x_star: Structure, batch_ndims: Ndims, name: str) -> None:
         self._x_star, self._name = x_star, name
         self.stars = [
             tf.stop_gradient(_floating(x, f"{name}{path}"))
@@ -418,37 +415,23 @@ class _Rows:
         self._count = _product(of_stars[0][:batch_ndims])
         self._sizes = [_product(shape[batch_ndims:]) for shape in of_stars]
 
-    def pack(self, leaves: list[Tensor]) -> Tensor:
+    def pack(self, leaves: Sequence[Tensor]) -> Tensor:
         """From leaves to rows."""
-        rows = [
-            tf.reshape(leaf, [self._count, size])
-            for leaf, size in zip(leaves, self._sizes, strict=True)
-        ]
-        return rows[0] if len(rows) == 1 else tf.concat(rows, 1)
+        pairs = zip(leaves, self._sizes, strict=True)
+        return tf.concat([tf.reshape(leaf, [self._count, size]) for leaf, size in pairs], 1)
 
     def unpack(self, rows: Tensor) -> Structure:
         """From rows to the structure."""
-        columns = [rows] if len(self._sizes) == 1 else tf.split(rows, self._sizes, 1)
         leaves = []
+        columns = tf.split(rows, self._sizes, 1)
         for column, star in zip(columns, self.stars, strict=True):
             leaf = tf.reshape(column, tf.shape(star))
             leaf.set_shape(star.shape)
             leaves.append(leaf)
         return tf.nest.pack_sequence_as(self._x_star, leaves)
 
-    def solving(self, solve: Function) -> Function:
-        """`solve`, which works on the structure, as a function of rows."""
-
-        def of_rows(matvec: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
-            def product(v: Structure) -> Structure:
-                return self.unpack(matvec(self.checked(v, "the argument of matvec")))
-
-            return self.checked(solve(product, self.unpack(b)), "the result of solve")
-
-        return of_rows
-
     def checked(self, returned: Structure, name: str) -> Tensor:
-        """The residual as rows, with its structure, dtypes and shapes checked."""
+        """What a caller's function returned as rows, if it is like the roots."""
         leaves = []
         pairs = structures.pair(self._x_star, returned, self._name, name)
         for star, (path, _, leaf) in zip(self.stars, pairs, strict=True):
@@ -461,6 +444,19 @@ class _Rows:
             leaves.append(structures.shaped_like(leaf, star, name + path, self._name + path))
         return self.pack(leaves)
 
+    def solving(self, solve: Function) -> Function:
+        """The caller's `solve` of the structure as a function of rows, with a test."""
+
+        def of_rows(product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
+            def matvec(v: Structure) -> Structure:
+                return self.unpack(product(self.checked(v, "the argument of matvec")))
+
+            v = self.checked(solve(matvec, self.unpack(b)), "the result of solve")
+            fits = adjoint.are_near(tf.norm(product(v) - b), tf.norm(b))
+            return _unless(fits, _NOT_SOLVED, v)
+
+        return of_rows
+
 
 def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
     known = [shape for shape in map(structures.static_shape, stars) if shape is not None]
@@ -472,60 +468,9 @@ def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
         )
 
 
-def _jacobian(
-    name: str, r: Callable[..., Tensor], x: Tensor, ts: list[Tensor], cs: list[Tensor]
-) -> Tensor:
-    """The Jacobian of each row of `r(x, ts, cs)`, `[roots, n, n]`.
-
-    An error, when computed or when differentiated, if rows depend on each other.
-    """
-    j, fits = _of_rows(lambda x: r(x, ts, cs), x)
-    if fits is None:
-        return j
-    message = _DEPENDENT.format(name)
-    j = _unless(fits, message, j)
-
-    def pull(upstream: Tensor) -> list[Gradient]:
-        # At the root they may be independent to first order only.
-        at = tf.stop_gradient(graphs.here(x))
-        others = [list(map(graphs.here, tensors)) for tensors in (ts, cs)]
-        size = tf.where(tf.equal(at, 0), tf.ones_like(at), tf.abs(at))
-        _, fits = _of_rows(lambda x: r(x, *others), at + 0.1 * size * adjoint.probes([at])[0])
-        assert fits is not None
-        return [_unless(fits, message, upstream)]
-
-    return keep([tf.stop_gradient(j)], [j], Rule(name, pull))[0]
-
-
-def _of_rows(r: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The Jacobian of each row, and whether rows are independent, None if there is one at most."""
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(x)
-        x_ = tf.identity(x)
-        y = r(x_)
-    n = x.shape[1]
-    if x.shape[0] == 0:
-        return tf.zeros([0, tf.shape(x)[1], tf.shape(x)[1]], x.dtype), None
-    if n is not None and n <= 8:  # the residual is a single operation here, and so is its gradient
-        unit = tf.eye(n, dtype=x.dtype)
-        rows = [tape.gradient(y, x_, tf.zeros_like(y) + unit[i]) for i in range(n)]
-        j = tf.stack(rows, 1)
-    else:
-        # pfor compiles its loop, which pays off only if that happens once.
-        j = tape.batch_jacobian(y, x_, experimental_use_pfor=not tf.executing_eagerly())
-    if x.shape[0] == 1:
-        return j, None
-    # Each column of the Jacobian is a sum over all rows: of one that is there, if they are
-    # independent.
-    (u,) = adjoint.probes([y])
-    return j, tracing.as_one(_are_independent, j, u, tape.gradient(y, x_, u))
-
-
-def _are_independent(j: Tensor, u: Tensor, pulled: Tensor) -> Tensor:
-    """Whether a pullback is that of the Jacobians `j` of rows, up to half of the digits."""
-    alone = tf.linalg.matvec(j, u, transpose_a=True)
-    size = tf.linalg.matvec(tf.abs(j), tf.abs(u), transpose_a=True)
-    return tf.reduce_all(adjoint.are_near(pulled - alone, size))
+def _check_ndims(ndims: int, name: str) -> None:
+    if not shapes.is_int(ndims) or ndims < 0:
+        raise ValueError(f"{name} must be an int of at least 0, got {shapes.show_option(ndims)}.")
 
 
 _DEPENDENT = (
@@ -554,6 +499,8 @@ _NOT_SOLVED = (
 
 def _inverse(j: Tensor) -> Tensor:
     """The inverses of matrices `[roots, n, n]`, NaN for those that are singular or not finite."""
+    if j.shape[-1] == 1:
+        return tf.where(tf.math.is_finite(j) & tf.not_equal(j, 0), 1 / j, np.nan)
     dtype = j.dtype
     work = dtype if dtype == tf.float64 else tf.float32
     j = tf.cast(j, work)

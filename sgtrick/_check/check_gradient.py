@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick import _from_value_and_gradient
 from sgtrick._arguments import calls, structures
 from sgtrick._check import comparison, modes
 from sgtrick._check.leaves import Named, OfLeaves, wide
@@ -43,11 +42,10 @@ def check_gradient(
 
     Args:
         f: The function. It is called eagerly with `x` as tensors, and may be a `tf.function`. Wrap
-            a NumPy function with `from_numpy` first. It returns a real tensor, or a list or dict of
-            them, of any shapes. A plain tuple of two is read as `(value, gradient)`, the protocol
-            of `from_value_and_gradient`, and this gradient is checked instead of the tape's; so
-            return several outputs as a list, dict or named tuple. If it is a `custom_vjp` with a
-            JVP rule, an entry compares the two rules.
+            a NumPy function with `from_numpy` first, and one that returns `(value, gradient)` with
+            `from_value_and_gradient`. It returns a real tensor, or a list, dict or named tuple of
+            them, of any shapes. If it is a `custom_vjp` with a JVP rule, an entry compares the two
+            rules.
         x: The point, a structure of real tensors, variables, arrays and numbers. A plain tuple
             holds several arguments, `f(*x)`, as for `torch.autograd.gradcheck` and JAX's
             `check_grads`; anything else is one argument, `f(x)`. Leaves without derivatives
@@ -89,7 +87,8 @@ def check_gradient(
 
     Raises:
         GradientCheckError: An entry is wrong, refused or cannot be decided. It carries the report.
-        TypeError: Arguments or values are complex, or have no derivatives.
+        TypeError: Arguments or values are complex, or have no derivatives; or `f` returns a plain
+            tuple of two, which may be two outputs, or a value and its gradient.
         ValueError: `f` or `x` is not finite, `f` returns different values for the same `x`, or an
             option is invalid.
 
@@ -106,7 +105,8 @@ def check_gradient(
     _check_options(order, mode, eps, rtol, atol)
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly: call it outside tf.function and graphs.")
-    function, inputs, notes = _of_leaves(f, x)
+    function, inputs = _of_leaves(f, x)
+    notes: list[str] = []
     random = np.random.default_rng(seed) if mode == "random" else None
     of_values = function
     comparisons, magnitude = [], None
@@ -126,7 +126,7 @@ def check_gradient(
     report = GradientReport(
         tuple(sorted(entries, key=lambda e: e.rank)),
         mode,
-        1 + sum(c.evaluations for c in comparisons),  # one call to see what f returns
+        sum(c.evaluations for c in comparisons),
         tuple(dict.fromkeys([*notes, *(note for c in comparisons for note in c.notes)])),
     )
     if raise_exception and not report.passed:
@@ -152,8 +152,8 @@ def _check_options(order: int, mode: str, eps: Any, rtol: float | None, atol: fl
         )
 
 
-def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
-    """Returns `f` as a function of those leaves of `x` that have derivatives, the leaves, notes."""
+def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named]:
+    """Returns `f` as a function of those leaves of `x` that have derivatives, and the leaves."""
     leaves = list(structures.flatten(x, "x"))
     places = [i for i, (_, leaf) in enumerate(leaves) if structures.has_derivatives(leaf)]
     # Copies, as tapes tell tensors apart by identity, and the same tensor may occur twice.
@@ -184,16 +184,16 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
         packed = tf.nest.pack_sequence_as(x, flat)
         return packed if type(x) is tuple else (packed,)
 
-    y = f(*arguments(inputs))
-    notes = []
-    if type(y) is tuple and len(y) == 2:
-        argnums = tuple(range(len(x))) if type(x) is tuple else 0
-        f = _from_value_and_gradient.from_value_and_gradient(f, argnums=argnums)
-        notes.append("f returns (value, gradient), and this gradient was checked.")
-
     def call(tensors: Named) -> Named:
         outputs = []
-        for name, leaf in structures.flatten(f(*arguments(tensors)), "y"):
+        y = f(*arguments(tensors))
+        if type(y) is tuple and len(y) == 2:
+            raise TypeError(
+                f"{calls.name_of(f)} returns a tuple of two. If these are its value and gradient, "
+                "pass sgtrick.from_value_and_gradient(f), with argnums for several arguments. If "
+                "they are two outputs, return them as a list."
+            )
+        for name, leaf in structures.flatten(y, "y"):
             leaf = structures.to_tensor(leaf, f"{name}, the result of {calls.name_of(f)},")
             if leaf.dtype.is_complex:
                 raise TypeError(
@@ -209,4 +209,4 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named, list[str]]:
             )
         return outputs
 
-    return call, inputs, notes
+    return call, inputs

@@ -28,6 +28,7 @@ from sgtrick._types import Array
 
 DIRECTIONS = 10  # in random mode
 ROUNDINGS = 64  # of a value, in units, that a derivative may show for each size of x
+UNEXPLAINED = "The gradient is NaN, and no function says why."
 VISIBLE = 0.005  # differences of this accuracy detect a gradient that is off by 1 %
 
 
@@ -239,8 +240,8 @@ class Comparison:
             remark = "" if connected else "no gradient"
             if verdict == "kink":
                 remark = f"{estimate.left[i]:.3g} | {estimate.right[i]:.3g}"
-            if refusals[i] and np.isnan(embedded[i]):
-                verdict, remark = "refused", refusals[i]
+            if np.isnan(embedded[i]):
+                verdict, remark = "refused", refusals[i] or UNEXPLAINED
             self.entries.append(
                 Entry(
                     order=self._order,

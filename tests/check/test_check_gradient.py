@@ -17,7 +17,7 @@ from matrix import spread
 from sgtrick import check_gradient
 from sgtrick._check import comparison, finite_differences
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODES = pytest.mark.parametrize("mode", ["full", "random"])
 matplotlib.use("Agg")
 
@@ -88,15 +88,15 @@ RIGHT = {
         constant([[0.5, 2.0], [1.0, -1.0]]),
     ),
     "value and gradient": (
-        lambda x: (density(x), density_gradient(x)),
+        sgtrick.from_value_and_gradient(lambda x: (density(x), density_gradient(x))),
         constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]]),
     ),
     "value and gradient, NumPy": (
-        lambda x: (np.sum(np.square(x)), 2 * np.asarray(x)),
+        sgtrick.from_value_and_gradient(lambda x: (np.sum(np.square(x)), 2 * np.asarray(x))),
         np.array([0.5, 2.0]),
     ),
     "value and gradient, arguments": (
-        lambda a, b: (a * b, (b, a)),
+        sgtrick.from_value_and_gradient(lambda a, b: (a * b, (b, a)), argnums=(0, 1)),
         (constant(3.0), constant(4.0)),
     ),
     "distribution": (
@@ -230,9 +230,11 @@ class TestWrong:
     def test_is_found(self, how, mode):
         x = constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]])
         f = tf.function(sgtrick.with_gradient(density, SPOILED[how]))
-        with pytest.raises(sgtrick.GradientCheckError, match="The gradient is wrong") as caught:
+        verdict = "refused" if how == "not a number" else "wrong"
+        message = f"The gradient is {verdict}"
+        with pytest.raises(sgtrick.GradientCheckError, match=message) as caught:
             check_gradient(f, x, mode=mode)
-        assert caught.value.report.worst.verdict == "wrong"
+        assert caught.value.report.worst.verdict == verdict
 
     @MODES
     @pytest.mark.parametrize(
@@ -255,9 +257,8 @@ class TestWrong:
     @pytest.mark.parametrize("how", ["1 % off", "one entry", "another member's"])
     def test_is_found_in_value_and_gradient(self, how, mode):
         x = constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]])
-        found = report(lambda x: (density(x), SPOILED[how](x)), x, mode=mode)
-        assert found.worst.verdict == "wrong"
-        assert any("(value, gradient)" in note for note in found.notes)
+        f = sgtrick.from_value_and_gradient(lambda x: (density(x), SPOILED[how](x)))
+        assert report(f, x, mode=mode).worst.verdict == "wrong"
 
     @MODES
     def test_tfps_own_custom_gradient_of_a_batch(self, mode):
@@ -395,10 +396,12 @@ class TestKinks:
         (entry,) = check_gradient(lambda x: tf.maximum(-x, 3 * x), constant(0.0)).entries
         assert entry.remark == "-1 | 3"
 
-    @pytest.mark.parametrize("slope", [-1.1, 1.1, np.nan])
-    def test_no_slope_outside_is_excused(self, slope):
+    @pytest.mark.parametrize(
+        ("slope", "verdict"), [(-1.1, "wrong"), (1.1, "wrong"), (np.nan, "refused")]
+    )
+    def test_no_slope_outside_is_excused(self, slope, verdict):
         f = sgtrick.with_gradient(lambda x: tf.abs(x), lambda x: constant(slope))
-        assert report(f, constant(0.0)).worst.verdict == "wrong"
+        assert report(f, constant(0.0)).worst.verdict == verdict
 
     @pytest.mark.parametrize("x", [1e-5, -1e-5, 1e-3, -0.03, 0.2])
     def test_beside_one_the_derivative_is_seen(self, x):
@@ -626,9 +629,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             check_gradient(tf.sin, 1.0, **options)
 
-    def test_two_outputs_in_a_tuple_are_no_value_and_gradient(self):
-        with pytest.raises(ValueError, match="the gradient with respect to x"):
-            check_gradient(lambda x: (tf.sin(x), tf.reduce_sum(x)), constant([1.0, 2.0]))
+    def test_two_outputs_in_a_tuple(self):
+        """Nothing is guessed: they may be a value and its gradient."""
+        with pytest.raises(TypeError, match=r"pass sgtrick\.from_value_and_gradient.* as a list"):
+            check_gradient(lambda x: (tf.sin(x), tf.cos(x)), constant([1.0, 2.0]))
+        assert check_gradient(lambda x: [tf.sin(x), tf.cos(x)], constant([1.0, 2.0])).passed
 
 
 class TestReport:
