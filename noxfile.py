@@ -12,7 +12,6 @@ BENCHMARKS = [
     "bench_custom_vjp.py",
     "bench_memory.py",
     "bench_graphs.py",
-    "bench_second_order.py",
     "bench_from_numpy.py",
 ]
 
