@@ -5,16 +5,14 @@ import functools
 
 import numpy as np
 import pytest
-import scipy.sparse
-import scipy.sparse.linalg
 import tensorflow as tf
 import tensorflow_probability as tfp
 
 from matrix import Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS
-from sgtrick import _implicit, from_numpy, implicit_reparameterize, implicit_root
-from shared import FIRST_WAYS, derivative, forward_derivative, on_host
+from sgtrick import from_numpy, implicit_reparameterize, implicit_root
+from shared import FIRST_WAYS, WRAPS, derivative, forward_derivative, on_host
 
 tfd = tfp.distributions
 
@@ -118,7 +116,7 @@ def test_equals_autodiff_of_an_unrolled_solver(batch_ndims):
         assert np.abs(b).max() > 0.1
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 def test_every_order(wrap):
     """Cube roots, whose derivatives are known."""
 
@@ -232,7 +230,7 @@ class TestVariables:
 
         return run
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     @pytest.mark.parametrize("trainable", [True, False])
     @pytest.mark.parametrize("reader", READERS)
     def test_are_differentiated(self, reader, trainable, wrap):
@@ -258,7 +256,7 @@ class TestVariables:
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             tf.function(run())(tf.constant(4.0))
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_that_are_integers(self, wrap):
         """And are passed: then the value at the call counts."""
         n = tf.Variable(2)
@@ -328,7 +326,7 @@ def test_a_list_of_integers_that_a_loop_passes():
 same_on_host = on_host(lambda x: x)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 class TestHostCalls:
     """`x = sqrt(a)`, where the residual passes a part of itself through the host."""
 
@@ -396,386 +394,6 @@ def test_host_calls_raise(residual):
     with pytest.raises(tf.errors.InvalidArgumentError, match=TestHostCalls.MESSAGE):
         forward_derivative(root)(a)
     assert np.isnan(forward_derivative(tf.function(root))(a))
-
-
-@pytest.mark.parametrize(
-    "options", [None, {}, {"jit_compile": True}], ids=["eager", "graph", "XLA"]
-)
-@pytest.mark.parametrize("n", [1, 2])
-def test_singular_members_get_nan_and_harm_no_other(n, options):
-    """At 0 a square has no slope, and with it the root no derivative."""
-
-    def run(theta):
-        star = tf.sqrt(tf.stop_gradient(theta))
-        h = lambda theta: implicit_root(lambda x, t: x**2 - t, star, theta, batch_ndims=1)  # noqa: E731
-        return h(theta), grad(h, theta)
-
-    theta = np.array([[4.0] * n, [0.0] * n, [9.0] * n])
-    x, g = (run if options is None else tf.function(run, **options))(tf.constant(theta))
-    np.testing.assert_array_equal(x, np.sqrt(theta))
-    np.testing.assert_allclose(g, [[1 / 4] * n, [np.nan] * n, [1 / 6] * n])
-
-
-@pytest.mark.parametrize("slope", [0.0, np.inf, np.nan])
-@pytest.mark.parametrize("upstream", [0.0, 1.0])
-def test_second_derivatives_beside_singular_members(slope, upstream):
-    """Of `x = theta / slope`, which says nothing of `x` where the slope is 0 or not finite."""
-
-    def run(slope):
-        h = lambda s: implicit_root(lambda x, s: s * x - 2.0, star, s, batch_ndims=1)  # noqa: E731
-        return grad(lambda s: grad(h, s, weights), slope)
-
-    star, weights = tf.constant([0.5, 0.5]), tf.constant([1.0, upstream])
-    for second in (run(tf.constant([4.0, slope])), tf.function(run)(tf.constant([4.0, slope]))):
-        np.testing.assert_allclose(second, [2 * 2.0 / 4.0**3, np.nan], rtol=1e-6)
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-@pytest.mark.parametrize("n", [8, 9])
-def test_systems_around_the_size_that_is_mapped(n, wrap):
-    """Roots of coupled cubic equations, with the Jacobian that NumPy finds for them."""
-    random = np.random.default_rng(n)
-    matrix, star = random.normal(size=(n, n)), random.normal(size=(2, n))
-
-    def residual(x, theta):
-        return tf.linalg.matvec(matrix, x) + x**3 - theta
-
-    theta = star @ matrix.T + star**3
-    weights = random.normal(size=(2, n))
-    run = lambda t: grad(lambda t: implicit_root(residual, star, t, batch_ndims=1), t, weights)  # noqa: E731
-    expected = [
-        np.linalg.solve((matrix + np.diag(3 * x**2)).T, w)
-        for x, w in zip(star, weights, strict=True)
-    ]
-    np.testing.assert_allclose(wrap(run)(tf.constant(theta)), expected, rtol=1e-9)
-
-
-class TestDependentMembers:
-    """Members that depend on each other, although they were stated not to."""
-
-    MESSAGE = "was stated to return independent equations"
-
-    @staticmethod
-    def root(theta, batch_ndims, coupling=0.01):
-        """Of cubic equations, where each member depends on all members before it."""
-        n = theta.shape[-1]
-        star = tf.stop_gradient(tf.sin(theta))
-
-        def residual(x, theta):
-            before = tf.cumsum(x**2, 0, exclusive=True)
-            sin = tf.sin(theta)
-            return x - sin + coupling * (before - tf.cumsum(sin**2, 0, exclusive=True)) / n
-
-        return implicit_root(residual, star, theta, batch_ndims=batch_ndims)
-
-    @pytest.mark.parametrize("n", [1, 2, 9])
-    def test_raise(self, n):
-        theta = tf.constant(np.linspace(0.1, 1, 3 * n).reshape(3, n))
-        run = lambda theta: grad(lambda t: self.root(t, 1), theta)  # noqa: E731
-        with pytest.raises(LookupError, match=self.MESSAGE):
-            run(theta)
-        with pytest.raises(tf.errors.InvalidArgumentError, match=self.MESSAGE):
-            tf.function(run)(theta)
-        anyhow = grad(tf.function(lambda t: self.root(t, 1)), theta)
-        assert not np.isfinite(anyhow).any()
-        if n < 9:  # XLA has no pfor of QR
-            compiled = tf.function(run, jit_compile=True)(theta)
-            assert not np.isfinite(compiled).any()
-
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-    def test_are_right_as_one_system(self, wrap):
-        theta = tf.constant(np.linspace(0.1, 1, 6).reshape(3, 2))
-        run = wrap(lambda theta: grad(lambda t: self.root(t, 0), theta))
-        np.testing.assert_allclose(run(theta), tf.cos(theta), rtol=1e-9)
-
-    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-    def test_independent_ones_are_no_error(self, dtype):
-        theta = tf.cast(np.linspace(0.1, 1, 40).reshape(20, 2), dtype)
-        found = grad(lambda t: self.root(t, 1, coupling=0), theta)
-        np.testing.assert_allclose(
-            tf.cast(found, tf.float64), tf.cast(tf.cos(theta), tf.float64), rtol=2e-2
-        )
-
-    def test_a_member_that_is_not_finite_is_no_error(self):
-        theta = tf.constant([[0.1], [0.5], [np.nan]])
-        root = lambda t: implicit_root(lambda x, t: x**3 - t, tf.sin(t), t, batch_ndims=1)  # noqa: E731
-        found = grad(root, theta)
-        np.testing.assert_allclose(found[:2], (3 * tf.sin(theta) ** 2)[:2] ** -1, rtol=1e-5)
-
-    @pytest.mark.parametrize("batch_ndims", [0, 1])
-    @pytest.mark.parametrize("power", [1, 2])
-    def test_to_a_higher_order_only_are_right(self, power, batch_ndims):
-        """Around 0 each system is that of one member, and its derivatives are not."""
-
-        def root(a):
-            def residual(x, a):
-                total = tf.reduce_sum(x)
-                return x - a + x * (total if power == 1 else total * total)
-
-            return implicit_root(residual, tf.zeros_like(a), a, batch_ndims=batch_ndims)
-
-        a, unit = tf.constant([0.0, 0.0], tf.float64), tf.constant([1.0, 0.0], tf.float64)
-        first = lambda root: lambda a: grad(root, a, unit)  # noqa: E731
-        second = lambda root: lambda a: grad(first(root), a, unit)  # noqa: E731
-        np.testing.assert_array_equal(first(root)(a), unit)
-        expected = [-2, -1] if power == 1 else [0, 0]
-        for run in (
-            second(root),
-            tf.function(second(root)),
-            second(tf.function(root)),
-            tf.function(second(root), jit_compile=True),
-        ):
-            np.testing.assert_allclose(run(a), expected, atol=1e-15)
-
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
-    @pytest.mark.parametrize("dtype", ["float32", "float64"])
-    def test_higher_derivatives_of_independent_ones(self, dtype, wrap):
-        """Also where the equation is not defined everywhere around the roots."""
-        a = tf.constant(np.linspace(0.01, 0.999, 30), dtype)
-
-        def root(a):
-            residual = lambda x, a: tf.sqrt(1 - x) - tf.sqrt(1 - a)  # noqa: E731
-            return implicit_root(residual, a, a, batch_ndims=1)
-
-        second = wrap(lambda a: grad(lambda a: grad(root, a), a))
-        np.testing.assert_allclose(second(a), np.zeros(30), atol=0.1)
-
-    def test_a_sample_without_its_event_ndims(self):
-        """The conditional distribution function of a correlated normal."""
-        sample = tf.constant([[0.3, -0.5], [1.2, 0.4]])
-
-        def cdf(x, loc):
-            z = x - loc
-            return tfd.Normal(0.0, 1.0).cdf(z - 0.5 * tf.cumsum(z, -1, exclusive=True))
-
-        loc = tf.constant([0.1, 0.2])
-        with pytest.raises(LookupError, match="larger event_ndims"):
-            grad(lambda loc: implicit_reparameterize(cdf, sample, loc), loc)
-        moved = lambda loc: implicit_reparameterize(cdf, sample, loc, event_ndims=1)  # noqa: E731
-        np.testing.assert_allclose(grad(moved, loc), [2.0, 2.0], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("matrix", "regular"),
-    [
-        ([[1.0, 2.0], [2.0, 4.0]], False),
-        ([[0.1, 0.3], [0.3, 0.9]], False),
-        ([[0.1, 0.7], [0.3, 2.1]], False),  # 0.1 * 2.1 and 0.7 * 0.3, up to rounding
-        ([[1e-200, 0.0], [0.0, 1e200]], True),
-        ([[1e-20, 1e-20], [1e20, 2e20]], True),
-        ([[1e-9, 1.0], [0.0, 1e-9]], True),
-        ([[np.inf, 0.0], [0.0, 1.0]], False),
-    ],
-)
-def test_what_counts_as_singular(matrix, regular):
-    inverse = _implicit._inverse(tf.constant([matrix, np.eye(2)], tf.float64))
-    np.testing.assert_array_equal(inverse[1], np.eye(2))
-    if regular:
-        np.testing.assert_allclose(inverse[0], np.linalg.inv(matrix), rtol=1e-6)
-    else:
-        assert np.isnan(inverse[0]).all()
-
-
-def conjugate_gradients(matvec, b, steps=400):
-    """For symmetric and positive definite systems of one vector."""
-
-    def dot(v, w):
-        return tf.reduce_sum(v * w)
-
-    def step(i, v, rest, direction, size):
-        image = matvec(direction)
-        length = size / dot(direction, image)
-        rest -= length * image
-        after = dot(rest, rest)
-        return i + 1, v + length * direction, rest, rest + after / size * direction, after
-
-    start = (0, tf.zeros_like(b), b, b, dot(b, b))
-    proceed = lambda i, *state: (i < steps) & (state[-1] > 1e-26 * dot(b, b))  # noqa: E731
-    return tf.while_loop(proceed, step, start)[1]
-
-
-def elimination(matvec, b):
-    """For any system of one structure, by the matrix that the products make up."""
-    leaves = tf.nest.flatten(b)
-    sizes = [tf.size(t) for t in leaves]
-
-    def packed(structure):
-        return tf.concat([tf.reshape(t, [-1]) for t in tf.nest.flatten(structure)], 0)
-
-    def unpacked(vector):
-        parts = tf.split(vector, sizes, num=len(leaves))
-        parts = [tf.reshape(p, tf.shape(t)) for p, t in zip(parts, leaves, strict=True)]
-        return tf.nest.pack_sequence_as(b, parts)
-
-    n = packed(b).shape[0]
-    columns = [
-        packed(matvec(unpacked(row))) for row in tf.unstack(tf.eye(n, dtype=leaves[0].dtype))
-    ]
-    return unpacked(tf.linalg.solve(tf.stack(columns, 1), packed(b)[:, tf.newaxis])[:, 0])
-
-
-def chain(x, a):
-    """Unknowns that depend on their neighbours, with a symmetric Jacobian."""
-    padded = tf.pad(x, [[1, 1]])
-    return 2.5 * x - padded[2:] - padded[:-2] + 0.1 * x**3 - a
-
-
-def root_of_chain(a):
-    """The root by Newton's method, and the Jacobian there, as SciPy has them."""
-    x, beside = np.zeros_like(a), -np.ones(len(a) - 1)
-    for _ in range(30):
-        padded = np.pad(x, 1)
-        rest = 2.5 * x - padded[2:] - padded[:-2] + 0.1 * x**3 - a
-        jacobian = scipy.sparse.diags([2.5 + 0.3 * x**2, beside, beside], [0, 1, -1], format="csc")
-        x -= scipy.sparse.linalg.spsolve(jacobian, rest)
-    return x, jacobian
-
-
-def coupled(x):
-    """Two leaves, with a Jacobian that is not symmetric."""
-    u, (v,) = x["u"], x["v"]
-    return {"u": 2 * u + tf.sin(v[0]), "v": [3 * v + 0.3 * u**2]}
-
-
-def solution(t):
-    """The root of `coupled(x) = coupled(solution(t))`."""
-    return {"u": t[0] ** 2 * t[1], "v": [tf.sin(t[:1]) + t[1:]]}
-
-
-def explicit(t):
-    """The same in one vector, by autodiff."""
-    x = solution(t)
-    return tf.concat([x["u"][tf.newaxis], x["v"][0]], 0)
-
-
-def solved(t):
-    """The same by a root, whose derivatives are found by elimination."""
-
-    def residual(x, theta):
-        return tf.nest.map_structure(tf.subtract, coupled(x), coupled(solution(theta["t"][0])))
-
-    star = tf.nest.map_structure(tf.stop_gradient, solution(t))
-    x = implicit_root(residual, star, {"t": [t]}, solve=elimination)
-    return tf.concat([x["u"][tf.newaxis], x["v"][0]], 0)
-
-
-class TestSolve:
-    XLA = functools.partial(tf.function, jit_compile=True)
-    EXECUTED = pytest.mark.parametrize(
-        "wrap",
-        [lambda f: f, tf.function, pytest.param(XLA, marks=pytest.mark.long)],
-        ids=["eager", "graph", "XLA"],
-    )
-
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function, XLA], ids=["eager", "graph", "XLA"])
-    @pytest.mark.parametrize(
-        "n", [2_000, pytest.param(200_000, marks=pytest.mark.long)]
-    )  # a matrix would take 320 GB
-    def test_needs_no_matrix(self, n, wrap):
-        random = np.random.default_rng(n)
-        a, upstream = random.normal(size=(2, n))
-        star, jacobian = root_of_chain(a)
-        root = lambda a: implicit_root(chain, star, a, solve=conjugate_gradients)  # noqa: E731
-        came = wrap(lambda a: grad(root, a, upstream))(tf.constant(a))
-        expected = scipy.sparse.linalg.spsolve(jacobian, upstream)
-        np.testing.assert_allclose(came, expected, rtol=1e-8, atol=1e-10)
-
-    T, WEIGHTS = tf.constant([0.3, 0.8], tf.float64), tf.constant([0.7, -1.2], tf.float64)
-
-    @pytest.mark.long
-    @EXECUTED
-    def test_gradient_and_hessian(self, wrap):
-        def of(f):
-            return hessians(lambda t: tf.reduce_sum(self.WEIGHTS * f(t) ** 2), self.T)
-
-        for came, expected in zip(wrap(of)(solved), of(explicit), strict=True):
-            np.testing.assert_allclose(came, expected, rtol=1e-9, atol=1e-12)
-
-    @pytest.mark.long
-    @pytest.mark.parametrize("outer", [derivative, forward_derivative])
-    @pytest.mark.parametrize("inner", [derivative, forward_derivative])
-    @pytest.mark.parametrize("where", ["eager", "graph", "around a graph"])
-    def test_in_every_nesting_of_the_modes(self, outer, inner, where):
-        if where == "around a graph" and inner is forward_derivative:
-            outer = lambda f: f  # noqa: E731  TensorFlow has no gradient of forward mode there
-        twice = lambda f: outer(inner(f))  # noqa: E731
-        run = twice(tf.function(solved) if where == "around a graph" else solved)
-        run = tf.function(run) if where == "graph" else run
-        expected = twice(explicit)(self.T)
-        np.testing.assert_allclose(run(self.T), expected, rtol=1e-8, atol=1e-11)
-
-    @pytest.mark.parametrize(
-        "wrap",
-        [tf.function, *(pytest.param(f, marks=pytest.mark.long) for f in (lambda f: f, XLA))],
-        ids=["graph", "eager", "XLA"],
-    )
-    def test_mapped(self, wrap):
-        ts = tf.stack([self.T, 1.1 * self.T])
-        came = wrap(lambda ts: grad(lambda ts: tf.vectorized_map(solved, ts), ts))(ts)
-        np.testing.assert_allclose(came, [derivative(explicit)(t) for t in ts], rtol=1e-9)
-
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
-    def test_variables_and_what_the_residual_closes_over(self, wrap):
-        """`x = sqrt(a v)`, entry by entry."""
-        v = tf.Variable(3.0)
-        solve = lambda matvec, b: b / matvec(tf.ones_like(b))  # noqa: E731
-
-        @wrap
-        def run(a):
-            with tf.GradientTape(persistent=True) as outer:
-                outer.watch(a)
-                with tf.GradientTape() as tape:
-                    tape.watch(a)
-                    star = tf.stop_gradient(tf.sqrt(a * v))
-                    x = implicit_root(lambda x: x**2 - a * v, star, solve=solve)
-                by_a, by_v = tape.gradient(x, [a, v])
-            return by_a, by_v, outer.gradient(by_a, v), outer.gradient(by_v, v)
-
-        a = tf.constant([2.0])
-        found = run(a)
-        root = np.sqrt(6.0)
-        expected = [3 / root / 2, 2 / root / 2, 1 / root / 4, -4 / root**3 / 4]
-        np.testing.assert_allclose([tf.reduce_sum(t) for t in found], expected, rtol=1e-5)
-
-    @pytest.mark.long
-    @pytest.mark.parametrize(
-        "solve",
-        [
-            lambda matvec, b: 0 * matvec(b),
-            lambda matvec, b: conjugate_gradients(matvec, b, steps=2),
-            lambda matvec, b: 1.001 * conjugate_gradients(matvec, b),
-        ],
-        ids=["zero", "too few steps", "nearly"],
-    )
-    def test_what_is_no_solution_is_loud(self, solve):
-        a = np.random.default_rng(0).normal(size=30)
-        star, _ = root_of_chain(a)
-        root = lambda a: implicit_root(chain, star, a, solve=solve)  # noqa: E731
-        message = r"solve\(matvec, b\) returned a v for which matvec\(v\) is not b"
-        a = tf.constant(a)
-        for of in (derivative, forward_derivative):
-            with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
-                of(root)(a)
-            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-                tf.function(of(root))(a)
-        assert np.isnan(derivative(tf.function(root))(a)).all()
-        assert np.isnan(tf.function(derivative(root), jit_compile=True)(a)).all()
-
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
-    def test_assigned_variables_are_loud(self, wrap):
-        solve = lambda matvec, b: b / matvec(tf.ones_like(b))  # noqa: E731
-        error = LookupError if wrap is not tf.function else tf.errors.InvalidArgumentError
-        v = tf.Variable(1.0)
-
-        def assigned(a):
-            with tf.GradientTape() as tape:
-                tape.watch(a)
-                x = implicit_root(lambda x, a: v * x**2 - a, tf.fill([1], 2.0), a, solve=solve)
-            v.assign(100.0)
-            return tape.gradient(x, a)
-
-        with pytest.raises(error, match="variable that was assigned between"):
-            wrap(assigned)(tf.constant([4.0]))
 
 
 def test_value_is_kept_at_points_that_are_no_roots():
@@ -973,7 +591,7 @@ def test_second_derivatives_by_unknown_numbers_of_roots():
     np.testing.assert_allclose(derivative(derivative(root))(theta), exact(theta))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 @pytest.mark.parametrize("theta", [np.zeros([0]), 1.0], ids=["batch", "shared"])
 def test_no_roots(wrap, theta):
     theta = tf.constant(theta, tf.float64)

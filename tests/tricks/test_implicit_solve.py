@@ -1,0 +1,229 @@
+"""`implicit_root` with `solve`: no matrix is formed."""
+
+import functools
+
+import numpy as np
+import pytest
+import scipy.sparse
+import scipy.sparse.linalg
+import tensorflow as tf
+
+from sgtrick import implicit_root
+from shared import derivative, forward_derivative
+
+
+def grad(h, xs, upstream=None):
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        y = h(xs)
+    return tape.gradient(y, xs, upstream)
+
+
+def hessians(h, x):
+    """Gradient and Hessian of a scalar function of a vector."""
+    with tf.GradientTape(persistent=True) as outer:
+        outer.watch(x)
+        g = grad(h, x)
+    return g, outer.jacobian(g, x, experimental_use_pfor=False)
+
+
+def conjugate_gradients(matvec, b, steps=400):
+    """For symmetric and positive definite systems of one vector."""
+
+    def dot(v, w):
+        return tf.reduce_sum(v * w)
+
+    def step(i, v, rest, direction, size):
+        image = matvec(direction)
+        length = size / dot(direction, image)
+        rest -= length * image
+        after = dot(rest, rest)
+        return i + 1, v + length * direction, rest, rest + after / size * direction, after
+
+    start = (0, tf.zeros_like(b), b, b, dot(b, b))
+    proceed = lambda i, *state: (i < steps) & (state[-1] > 1e-26 * dot(b, b))  # noqa: E731
+    return tf.while_loop(proceed, step, start)[1]
+
+
+def elimination(matvec, b):
+    """For any system of one structure, by the matrix that the products make up."""
+    leaves = tf.nest.flatten(b)
+    sizes = [tf.size(t) for t in leaves]
+
+    def packed(structure):
+        return tf.concat([tf.reshape(t, [-1]) for t in tf.nest.flatten(structure)], 0)
+
+    def unpacked(vector):
+        parts = tf.split(vector, sizes, num=len(leaves))
+        parts = [tf.reshape(p, tf.shape(t)) for p, t in zip(parts, leaves, strict=True)]
+        return tf.nest.pack_sequence_as(b, parts)
+
+    n = packed(b).shape[0]
+    columns = [
+        packed(matvec(unpacked(row))) for row in tf.unstack(tf.eye(n, dtype=leaves[0].dtype))
+    ]
+    return unpacked(tf.linalg.solve(tf.stack(columns, 1), packed(b)[:, tf.newaxis])[:, 0])
+
+
+def chain(x, a):
+    """Unknowns that depend on their neighbours, with a symmetric Jacobian."""
+    padded = tf.pad(x, [[1, 1]])
+    return 2.5 * x - padded[2:] - padded[:-2] + 0.1 * x**3 - a
+
+
+def root_of_chain(a):
+    """The root by Newton's method, and the Jacobian there, as SciPy has them."""
+    x, beside = np.zeros_like(a), -np.ones(len(a) - 1)
+    for _ in range(30):
+        padded = np.pad(x, 1)
+        rest = 2.5 * x - padded[2:] - padded[:-2] + 0.1 * x**3 - a
+        jacobian = scipy.sparse.diags([2.5 + 0.3 * x**2, beside, beside], [0, 1, -1], format="csc")
+        x -= scipy.sparse.linalg.spsolve(jacobian, rest)
+    return x, jacobian
+
+
+def coupled(x):
+    """Two leaves, with a Jacobian that is not symmetric."""
+    u, (v,) = x["u"], x["v"]
+    return {"u": 2 * u + tf.sin(v[0]), "v": [3 * v + 0.3 * u**2]}
+
+
+def solution(t):
+    """The root of `coupled(x) = coupled(solution(t))`."""
+    return {"u": t[0] ** 2 * t[1], "v": [tf.sin(t[:1]) + t[1:]]}
+
+
+def explicit(t):
+    """The same in one vector, by autodiff."""
+    x = solution(t)
+    return tf.concat([x["u"][tf.newaxis], x["v"][0]], 0)
+
+
+def solved(t):
+    """The same by a root, whose derivatives are found by elimination."""
+
+    def residual(x, theta):
+        return tf.nest.map_structure(tf.subtract, coupled(x), coupled(solution(theta["t"][0])))
+
+    star = tf.nest.map_structure(tf.stop_gradient, solution(t))
+    x = implicit_root(residual, star, {"t": [t]}, solve=elimination)
+    return tf.concat([x["u"][tf.newaxis], x["v"][0]], 0)
+
+
+class TestSolve:
+    XLA = functools.partial(tf.function, jit_compile=True)
+    EXECUTED = pytest.mark.parametrize(
+        "wrap",
+        [lambda f: f, tf.function, pytest.param(XLA, marks=pytest.mark.long)],
+        ids=["eager", "graph", "XLA"],
+    )
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function, XLA], ids=["eager", "graph", "XLA"])
+    @pytest.mark.parametrize(
+        "n", [2_000, pytest.param(200_000, marks=pytest.mark.long)]
+    )  # a matrix would take 320 GB
+    def test_needs_no_matrix(self, n, wrap):
+        random = np.random.default_rng(n)
+        a, upstream = random.normal(size=(2, n))
+        star, jacobian = root_of_chain(a)
+        root = lambda a: implicit_root(chain, star, a, solve=conjugate_gradients)  # noqa: E731
+        came = wrap(lambda a: grad(root, a, upstream))(tf.constant(a))
+        expected = scipy.sparse.linalg.spsolve(jacobian, upstream)
+        np.testing.assert_allclose(came, expected, rtol=1e-8, atol=1e-10)
+
+    T, WEIGHTS = tf.constant([0.3, 0.8], tf.float64), tf.constant([0.7, -1.2], tf.float64)
+
+    @pytest.mark.long
+    @EXECUTED
+    def test_gradient_and_hessian(self, wrap):
+        def of(f):
+            return hessians(lambda t: tf.reduce_sum(self.WEIGHTS * f(t) ** 2), self.T)
+
+        for came, expected in zip(wrap(of)(solved), of(explicit), strict=True):
+            np.testing.assert_allclose(came, expected, rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("outer", [derivative, forward_derivative])
+    @pytest.mark.parametrize("inner", [derivative, forward_derivative])
+    @pytest.mark.parametrize("where", ["eager", "graph", "around a graph"])
+    def test_in_every_nesting_of_the_modes(self, outer, inner, where):
+        if where == "around a graph" and inner is forward_derivative:
+            outer = lambda f: f  # noqa: E731  TensorFlow has no gradient of forward mode there
+        twice = lambda f: outer(inner(f))  # noqa: E731
+        run = twice(tf.function(solved) if where == "around a graph" else solved)
+        run = tf.function(run) if where == "graph" else run
+        expected = twice(explicit)(self.T)
+        np.testing.assert_allclose(run(self.T), expected, rtol=1e-8, atol=1e-11)
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [tf.function, *(pytest.param(f, marks=pytest.mark.long) for f in (lambda f: f, XLA))],
+        ids=["graph", "eager", "XLA"],
+    )
+    def test_mapped(self, wrap):
+        ts = tf.stack([self.T, 1.1 * self.T])
+        came = wrap(lambda ts: grad(lambda ts: tf.vectorized_map(solved, ts), ts))(ts)
+        np.testing.assert_allclose(came, [derivative(explicit)(t) for t in ts], rtol=1e-9)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
+    def test_variables_and_what_the_residual_closes_over(self, wrap):
+        """`x = sqrt(a v)`, entry by entry."""
+        v = tf.Variable(3.0)
+        solve = lambda matvec, b: b / matvec(tf.ones_like(b))  # noqa: E731
+
+        @wrap
+        def run(a):
+            with tf.GradientTape(persistent=True) as outer:
+                outer.watch(a)
+                with tf.GradientTape() as tape:
+                    tape.watch(a)
+                    star = tf.stop_gradient(tf.sqrt(a * v))
+                    x = implicit_root(lambda x: x**2 - a * v, star, solve=solve)
+                by_a, by_v = tape.gradient(x, [a, v])
+            return by_a, by_v, outer.gradient(by_a, v), outer.gradient(by_v, v)
+
+        a = tf.constant([2.0])
+        found = run(a)
+        root = np.sqrt(6.0)
+        expected = [3 / root / 2, 2 / root / 2, 1 / root / 4, -4 / root**3 / 4]
+        np.testing.assert_allclose([tf.reduce_sum(t) for t in found], expected, rtol=1e-5)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize(
+        "solve",
+        [
+            lambda matvec, b: 0 * matvec(b),
+            lambda matvec, b: conjugate_gradients(matvec, b, steps=2),
+            lambda matvec, b: 1.001 * conjugate_gradients(matvec, b),
+        ],
+        ids=["zero", "too few steps", "nearly"],
+    )
+    def test_what_is_no_solution_is_loud(self, solve):
+        a = np.random.default_rng(0).normal(size=30)
+        star, _ = root_of_chain(a)
+        root = lambda a: implicit_root(chain, star, a, solve=solve)  # noqa: E731
+        message = r"solve\(matvec, b\) returned a v for which matvec\(v\) is not b"
+        a = tf.constant(a)
+        for of in (derivative, forward_derivative):
+            with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
+                of(root)(a)
+            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+                tf.function(of(root))(a)
+        assert np.isnan(derivative(tf.function(root))(a)).all()
+        assert np.isnan(tf.function(derivative(root), jit_compile=True)(a)).all()
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
+    def test_assigned_variables_are_loud(self, wrap):
+        solve = lambda matvec, b: b / matvec(tf.ones_like(b))  # noqa: E731
+        error = LookupError if wrap is not tf.function else tf.errors.InvalidArgumentError
+        v = tf.Variable(1.0)
+
+        def assigned(a):
+            with tf.GradientTape() as tape:
+                tape.watch(a)
+                x = implicit_root(lambda x, a: v * x**2 - a, tf.fill([1], 2.0), a, solve=solve)
+            v.assign(100.0)
+            return tape.gradient(x, a)
+
+        with pytest.raises(error, match="variable that was assigned between"):
+            wrap(assigned)(tf.constant([4.0]))

@@ -1,0 +1,204 @@
+"""Linear systems of `implicit_root`: singular ones, batches of them, and members that depend on each other."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_probability as tfp
+
+from sgtrick import _implicit, implicit_reparameterize, implicit_root
+from shared import WRAPS
+
+
+def grad(h, xs, upstream=None):
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        y = h(xs)
+    return tape.gradient(y, xs, upstream)
+
+
+def hessians(h, x):
+    """Gradient and Hessian of a scalar function of a vector."""
+    with tf.GradientTape(persistent=True) as outer:
+        outer.watch(x)
+        g = grad(h, x)
+    return g, outer.jacobian(g, x, experimental_use_pfor=False)
+
+
+@pytest.mark.parametrize(
+    "options", [None, {}, {"jit_compile": True}], ids=["eager", "graph", "XLA"]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_singular_members_get_nan_and_harm_no_other(n, options):
+    """At 0 a square has no slope, and with it the root no derivative."""
+
+    def run(theta):
+        star = tf.sqrt(tf.stop_gradient(theta))
+        h = lambda theta: implicit_root(lambda x, t: x**2 - t, star, theta, batch_ndims=1)  # noqa: E731
+        return h(theta), grad(h, theta)
+
+    theta = np.array([[4.0] * n, [0.0] * n, [9.0] * n])
+    x, g = (run if options is None else tf.function(run, **options))(tf.constant(theta))
+    np.testing.assert_array_equal(x, np.sqrt(theta))
+    np.testing.assert_allclose(g, [[1 / 4] * n, [np.nan] * n, [1 / 6] * n])
+
+
+@pytest.mark.parametrize("slope", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("upstream", [0.0, 1.0])
+def test_second_derivatives_beside_singular_members(slope, upstream):
+    """Of `x = theta / slope`, which says nothing of `x` where the slope is 0 or not finite."""
+
+    def run(slope):
+        h = lambda s: implicit_root(lambda x, s: s * x - 2.0, star, s, batch_ndims=1)  # noqa: E731
+        return grad(lambda s: grad(h, s, weights), slope)
+
+    star, weights = tf.constant([0.5, 0.5]), tf.constant([1.0, upstream])
+    for second in (run(tf.constant([4.0, slope])), tf.function(run)(tf.constant([4.0, slope]))):
+        np.testing.assert_allclose(second, [2 * 2.0 / 4.0**3, np.nan], rtol=1e-6)
+
+
+@WRAPS
+@pytest.mark.parametrize("n", [8, 9])
+def test_systems_around_the_size_that_is_mapped(n, wrap):
+    """Roots of coupled cubic equations, with the Jacobian that NumPy finds for them."""
+    random = np.random.default_rng(n)
+    matrix, star = random.normal(size=(n, n)), random.normal(size=(2, n))
+
+    def residual(x, theta):
+        return tf.linalg.matvec(matrix, x) + x**3 - theta
+
+    theta = star @ matrix.T + star**3
+    weights = random.normal(size=(2, n))
+    run = lambda t: grad(lambda t: implicit_root(residual, star, t, batch_ndims=1), t, weights)  # noqa: E731
+    expected = [
+        np.linalg.solve((matrix + np.diag(3 * x**2)).T, w)
+        for x, w in zip(star, weights, strict=True)
+    ]
+    np.testing.assert_allclose(wrap(run)(tf.constant(theta)), expected, rtol=1e-9)
+
+
+class TestDependentMembers:
+    """Members that depend on each other, although they were stated not to."""
+
+    MESSAGE = "was stated to return independent equations"
+
+    @staticmethod
+    def root(theta, batch_ndims, coupling=0.01):
+        """Of cubic equations, where each member depends on all members before it."""
+        n = theta.shape[-1]
+        star = tf.stop_gradient(tf.sin(theta))
+
+        def residual(x, theta):
+            before = tf.cumsum(x**2, 0, exclusive=True)
+            sin = tf.sin(theta)
+            return x - sin + coupling * (before - tf.cumsum(sin**2, 0, exclusive=True)) / n
+
+        return implicit_root(residual, star, theta, batch_ndims=batch_ndims)
+
+    @pytest.mark.parametrize("n", [1, 2, 9])
+    def test_raise(self, n):
+        theta = tf.constant(np.linspace(0.1, 1, 3 * n).reshape(3, n))
+        run = lambda theta: grad(lambda t: self.root(t, 1), theta)  # noqa: E731
+        with pytest.raises(LookupError, match=self.MESSAGE):
+            run(theta)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=self.MESSAGE):
+            tf.function(run)(theta)
+        anyhow = grad(tf.function(lambda t: self.root(t, 1)), theta)
+        assert not np.isfinite(anyhow).any()
+        if n < 9:  # XLA has no pfor of QR
+            compiled = tf.function(run, jit_compile=True)(theta)
+            assert not np.isfinite(compiled).any()
+
+    @WRAPS
+    def test_are_right_as_one_system(self, wrap):
+        theta = tf.constant(np.linspace(0.1, 1, 6).reshape(3, 2))
+        run = wrap(lambda theta: grad(lambda t: self.root(t, 0), theta))
+        np.testing.assert_allclose(run(theta), tf.cos(theta), rtol=1e-9)
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+    def test_independent_ones_are_no_error(self, dtype):
+        theta = tf.cast(np.linspace(0.1, 1, 40).reshape(20, 2), dtype)
+        found = grad(lambda t: self.root(t, 1, coupling=0), theta)
+        np.testing.assert_allclose(
+            tf.cast(found, tf.float64), tf.cast(tf.cos(theta), tf.float64), rtol=2e-2
+        )
+
+    def test_a_member_that_is_not_finite_is_no_error(self):
+        theta = tf.constant([[0.1], [0.5], [np.nan]])
+        root = lambda t: implicit_root(lambda x, t: x**3 - t, tf.sin(t), t, batch_ndims=1)  # noqa: E731
+        found = grad(root, theta)
+        np.testing.assert_allclose(found[:2], (3 * tf.sin(theta) ** 2)[:2] ** -1, rtol=1e-5)
+
+    @pytest.mark.parametrize("batch_ndims", [0, 1])
+    @pytest.mark.parametrize("power", [1, 2])
+    def test_to_a_higher_order_only_are_right(self, power, batch_ndims):
+        """Around 0 each system is that of one member, and its derivatives are not."""
+
+        def root(a):
+            def residual(x, a):
+                total = tf.reduce_sum(x)
+                return x - a + x * (total if power == 1 else total * total)
+
+            return implicit_root(residual, tf.zeros_like(a), a, batch_ndims=batch_ndims)
+
+        a, unit = tf.constant([0.0, 0.0], tf.float64), tf.constant([1.0, 0.0], tf.float64)
+        first = lambda root: lambda a: grad(root, a, unit)  # noqa: E731
+        second = lambda root: lambda a: grad(first(root), a, unit)  # noqa: E731
+        np.testing.assert_array_equal(first(root)(a), unit)
+        expected = [-2, -1] if power == 1 else [0, 0]
+        for run in (
+            second(root),
+            tf.function(second(root)),
+            second(tf.function(root)),
+            tf.function(second(root), jit_compile=True),
+        ):
+            np.testing.assert_allclose(run(a), expected, atol=1e-15)
+
+    @WRAPS
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_higher_derivatives_of_independent_ones(self, dtype, wrap):
+        """Also where the equation is not defined everywhere around the roots."""
+        a = tf.constant(np.linspace(0.01, 0.999, 30), dtype)
+
+        def root(a):
+            residual = lambda x, a: tf.sqrt(1 - x) - tf.sqrt(1 - a)  # noqa: E731
+            return implicit_root(residual, a, a, batch_ndims=1)
+
+        second = wrap(lambda a: grad(lambda a: grad(root, a), a))
+        np.testing.assert_allclose(second(a), np.zeros(30), atol=0.1)
+
+    def test_a_sample_without_its_event_ndims(self):
+        """The conditional distribution function of a correlated normal."""
+        sample = tf.constant([[0.3, -0.5], [1.2, 0.4]])
+
+        def cdf(x, loc):
+            z = x - loc
+            return tfp.distributions.Normal(0.0, 1.0).cdf(
+                z - 0.5 * tf.cumsum(z, -1, exclusive=True)
+            )
+
+        loc = tf.constant([0.1, 0.2])
+        with pytest.raises(LookupError, match="larger event_ndims"):
+            grad(lambda loc: implicit_reparameterize(cdf, sample, loc), loc)
+        moved = lambda loc: implicit_reparameterize(cdf, sample, loc, event_ndims=1)  # noqa: E731
+        np.testing.assert_allclose(grad(moved, loc), [2.0, 2.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "regular"),
+    [
+        ([[1.0, 2.0], [2.0, 4.0]], False),
+        ([[0.1, 0.3], [0.3, 0.9]], False),
+        ([[0.1, 0.7], [0.3, 2.1]], False),  # 0.1 * 2.1 and 0.7 * 0.3, up to rounding
+        ([[1e-200, 0.0], [0.0, 1e200]], True),
+        ([[1e-20, 1e-20], [1e20, 2e20]], True),
+        ([[1e-9, 1.0], [0.0, 1e-9]], True),
+        ([[np.inf, 0.0], [0.0, 1.0]], False),
+    ],
+)
+def test_what_counts_as_singular(matrix, regular):
+    inverse = _implicit._inverse(tf.constant([matrix, np.eye(2)], tf.float64))
+    np.testing.assert_array_equal(inverse[1], np.eye(2))
+    if regular:
+        np.testing.assert_allclose(inverse[0], np.linalg.inv(matrix), rtol=1e-6)
+    else:
+        assert np.isnan(inverse[0]).all()
