@@ -1,7 +1,7 @@
 """Sphinx configuration.
 
-Generates the figures and the notebooks of the gallery, which are executed, and checks that no public
-name is undocumented. The first build takes minutes. Later builds execute what has changed.
+Generates the figures and the notebooks of the gallery, which are executed, and checks that no
+public name is undocumented. The first build takes minutes. Later builds execute what has changed.
 """
 
 import ast
@@ -210,7 +210,9 @@ def _show_recorded(notebook: Any, name: str) -> None:
             image = base64.b64encode((RECORDED / f"{name}.png").read_bytes()).decode()
             data = {"image/png": image}
             cell.outputs.append(nbformat.v4.new_output("display_data", data=data))
-    note = "The build of this page does not run the example. What it prints was recorded."
+    note = (
+        "The build of this page does not run the example. What it prints was recorded."
+    )
     notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"```{{note}}\n{note}\n```"))
 
 

@@ -1,4 +1,4 @@
-"""Records what each cell of an example prints, and its figure, where the build cannot run it (Stan).
+"""Records what the cells of an example print, and its figure: of Stan, which the build cannot run.
 
 python docs/record.py stan_program
 """
