@@ -1,22 +1,16 @@
 """Sphinx configuration.
 
-Generates the comparison table, the figures and the notebooks of the gallery, which are executed,
-and checks that no public name is undocumented.
-
-The first build takes minutes: it runs every cell of the comparison, in the background, while it
-executes the notebooks. Later builds run what has changed.
+Generates the figures and the notebooks of the gallery, which are executed, and checks that no
+public name is undocumented. The first build takes minutes. Later builds execute what has changed.
 """
 
 import ast
-import atexit
+import base64
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
 import inspect
 import logging
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -116,51 +110,6 @@ if "example.org" not in SOURCES:
     }
 
 
-class _Comparison:
-    """The tables of the comparison: a process in the background, unless nothing has changed."""
-
-    def __init__(self) -> None:
-        sources = [
-            *(ROOT / "sgtrick").rglob("*.py"),
-            *(ROOT / "tests" / "matrix").glob("*.py"),
-        ]
-        made_of = [source.read_bytes() for source in sorted(sources)]
-        names = ("tensorflow", "tensorflow-probability", "keras")
-        made_of += [importlib.metadata.version(name).encode() for name in names]
-        made_of.append(platform.python_version().encode())
-        self._digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()
-        self._page = GENERATED / "comparison.md"
-        self._record = GENERATED / "comparison.sha256"
-        self._process = None
-        if not self._record.exists() or self._record.read_text() != self._digest:
-            getLogger(__name__).info("comparing libraries, in the background ...")
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "matrix.table"],
-                cwd=ROOT / "tests",
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            atexit.register(
-                self._process.kill
-            )  # of a build that fails before it is waited for
-
-    def wait(self, _app: Any, docname: str, _content: list[str]) -> None:
-        """Called before a page is read: the table has to be there for the page that shows it."""
-        if docname != "comparison" or self._process is None:
-            return
-        table, errors = self._process.communicate()
-        if self._process.returncode:
-            raise RuntimeError(f"the comparison table failed:\n{errors}")
-        self._page.write_text(table)
-        self._record.write_text(self._digest)
-
-
-def _last(_app: Any, _env: Any, docnames: list[str]) -> None:
-    """Reads the page of the comparison when all else, the notebooks included, has been read."""
-    docnames.sort(key=lambda docname: (docname == "comparison", docname))
-
-
 def _generate_figures() -> None:
     command = [sys.executable, HERE / "figures.py", GENERATED]
     subprocess.run(command, check=True, capture_output=True)
@@ -178,21 +127,29 @@ def _generate_gallery() -> None:
         if (RECORDED / f"{script.stem}.txt").exists():
             _show_recorded(notebook, script.stem)
         jupytext.write(notebook, GALLERY / f"{script.stem}.ipynb")
-    (GENERATED / "gallery.md").write_text("\n".join(map(_entry, EXAMPLES)))
 
 
-def _entry(script: Path) -> str:
-    """An example in the list, with a thumbnail if it draws a figure."""
-    text = script.read_text()
-    thumbnail = f'<img src="_images/{script.stem}_thumbnail.png" alt="">\n' * (
-        "savefig" in text
+def _link_notebooks(_app: Any, docname: str, content: list[str]) -> None:
+    """Links to scripts, which a reader of the sources can follow, lead to the notebooks here."""
+    if docname == "gallery":
+        entry = r"^\* \[(.*)\]\(\.\./examples/(\w+)\.py\): (.*(?:\n  .*)*)\n"
+        content[0] = re.sub(entry, _entry, content[0], flags=re.MULTILINE)
+    content[0] = re.sub(
+        r"\(\.\./examples/(\w+)\.py\)", r"(gallery/\1.ipynb)", content[0]
     )
+
+
+def _entry(found: re.Match[str]) -> str:
+    """An example in the gallery, with a thumbnail if it draws a figure."""
+    title, name, description = found.groups()
+    draws = "savefig" in (ROOT / "examples" / f"{name}.py").read_text()
+    thumbnail = f'<img src="_images/{name}_thumbnail.png" alt="">\n' * draws
     return f"""````{{container}} example
 {thumbnail}
-{{doc}}`gallery/{script.stem}`
+[{title}](gallery/{name}.ipynb)
 
-{ast.get_docstring(ast.parse(text))} {{download}}`Notebook <gallery/{script.stem}.ipynb>`,
-{{download}}`script <../examples/{script.name}>`
+{description[0].upper()}{description[1:]} {{download}}`Notebook <gallery/{name}.ipynb>`,
+{{download}}`script <../examples/{name}.py>`
 ````
 """
 
@@ -240,22 +197,35 @@ def _without_silence(source: str) -> str:
 
 
 def _show_recorded(notebook: Any, name: str) -> None:
+    """What record.py kept of each cell, in the notebook, which the build does not execute."""
     notebook.metadata["mystnb"] = {"execution_mode": "off"}
-    printed = (RECORDED / f"{name}.txt").read_text()
-    printed = re.sub(r"\n?Figure: .*\n", "", printed)
-    text = (
-        "## As it ran\n\nThe build of this page does not run the example; this was recorded.\n\n"
-        f"```text\n{printed}```\n\n![The figure of this page](../recorded/{name}.png)"
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    recorded = (RECORDED / f"{name}.txt").read_text().split("# %%\n")
+    for cell, printed in zip(cells, recorded, strict=True):
+        printed = re.sub(r"\n?Figure: .*\n", "", printed)
+        if printed:
+            output = nbformat.v4.new_output("stream", name="stdout", text=printed)
+            cell.outputs.append(output)
+        if "savefig" in cell.source:
+            image = base64.b64encode((RECORDED / f"{name}.png").read_bytes()).decode()
+            data = {"image/png": image}
+            cell.outputs.append(nbformat.v4.new_output("display_data", data=data))
+    note = (
+        "The build of this page does not run the example. What it prints was recorded."
     )
-    notebook.cells.append(nbformat.v4.new_markdown_cell(text))
+    notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"```{{note}}\n{note}\n```"))
 
 
 def _finish_gallery(app: Any, error: Exception | None) -> None:
-    """Checks that every example has its page, and makes the thumbnails."""
+    """Checks that every example has its entry and its page, and makes the thumbnails."""
     if error or app.builder.name != "html":
         return
+    listed = (HERE / "gallery.md").read_text()
     missing = [
-        s.name for s in EXAMPLES if not (app.outdir / f"gallery/{s.stem}.html").exists()
+        s.name
+        for s in EXAMPLES
+        if f"../examples/{s.name})" not in listed
+        or not (app.outdir / f"gallery/{s.stem}.html").exists()
     ]
     if missing:
         raise RuntimeError(f"the gallery lacks {missing}")
@@ -319,7 +289,7 @@ def _mark(_app: Any, doctree: nodes.document, _docname: str) -> None:
 
 
 def _check_documented() -> None:
-    documented = (HERE / "api.md").read_text()
+    documented = "".join(page.read_text() for page in (HERE / "api").glob("*.md"))
     public = [
         f"{module.__name__}.{name}"
         for module in (sgtrick, sgtrick.keras, sgtrick.tfp)
@@ -327,18 +297,16 @@ def _check_documented() -> None:
     ]
     missing = [name for name in public if f":: {name}\n" not in documented]
     if missing:
-        raise RuntimeError(f"docs/api.md lacks the public names {missing}")
+        raise RuntimeError(f"docs/api lacks the public names {missing}")
 
 
 def setup(app: Any) -> None:
     _check_documented()
     GENERATED.mkdir(exist_ok=True)
-    comparison = _Comparison()
     _generate_figures()
     _generate_gallery()
+    app.connect("source-read", _link_notebooks)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _types_to_signatures)
     app.connect("doctree-resolved", _mark)
-    app.connect("env-before-read-docs", _last)
-    app.connect("source-read", comparison.wait)
     app.connect("build-finished", _finish_gallery)

@@ -46,8 +46,9 @@ HERE = Path(__file__).parent if "__file__" in globals() else Path()
 # %% [markdown]
 # ## A function of your own
 #
-# It takes one point, an array of parameters, and returns the log density up to a constant, and
-# its gradient. Here it is a logistic regression on temperature, with a normal prior.
+# The function takes one point, an array of parameters, and returns the log density up to a
+# constant, and the gradient of the log density. Here it is a logistic regression on temperature,
+# with a normal prior.
 
 # %%
 FAHRENHEIT = [66, 70, 69, 68, 67, 72, 73, 70, 57, 63, 70, 78, 67, 53, 67, 75, 70, 81]
@@ -76,8 +77,8 @@ def log_posterior(x: np.ndarray) -> tuple[float, np.ndarray]:
 # ## Into TensorFlow
 #
 # `from_numpy` returns a function of tensors. Leading dimensions are a batch, here the starting
-# points of four chains, and the function is called for each of them. If yours takes many points
-# in one call, pass `vectorized=True`.
+# points of four chains, and the function is called for each chain. If your function takes many
+# points in one call, pass `vectorized=True`.
 
 # %%
 log_prob = sgtrick.from_numpy(log_posterior)
@@ -87,8 +88,8 @@ print(log_prob(chains).numpy().round(2))
 # %% [markdown]
 # ## Is its gradient right?
 #
-# `check_gradient` compares it with finite differences of the value. Any point where the value is
-# finite will do.
+# `check_gradient` compares the gradient with finite differences of the value, at any point where
+# the value is finite.
 
 # %%
 try:
@@ -97,9 +98,9 @@ except sgtrick.GradientCheckError as error:
     print(error)
 
 # %% [markdown]
-# Both entries are off by $x_i / 25$: the gradient of the prior is missing. With it, the check
-# passes. Without the check, nobody would have noticed: NUTS would have wasted steps, and an
-# optimiser would have stopped in the wrong place.
+# Both entries are off by $x_i / 25$: the gradient of the prior is missing. After it is added, the
+# check passes. Without the check, the mistake would have gone unnoticed: NUTS would have wasted
+# steps, and an optimiser would have stopped in the wrong place.
 
 
 # %%
@@ -114,8 +115,8 @@ print(sgtrick.check_gradient(log_prob, np.array([1.0, -2.0])))
 # %% [markdown]
 # ## Sample
 #
-# Put the sampler inside a `tf.function`: called eagerly, it takes minutes. Do not compile it with
-# XLA (`jit_compile=True`), which cannot call NumPy.
+# Put the sampler inside a `tf.function`: it takes minutes if it is called eagerly. Do not compile
+# it with XLA (`jit_compile=True`), which cannot call NumPy.
 
 # %%
 WARM_UP, DRAWS = 200, 500

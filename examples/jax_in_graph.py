@@ -89,8 +89,8 @@ trajectory = sgtrick.from_jax(solve, native=True)
 # %% [markdown]
 # ## Prior and likelihood in TensorFlow
 #
-# As in the example with NumPy. The data determine the averages over a cycle and its frequency far
-# better than each parameter, so these are the coordinates of the sampler.
+# They are those of the example with NumPy. The data determine the averages over a cycle and its
+# frequency far better than each parameter, so these are the coordinates of the sampler.
 
 # %%
 theta = tfd.TruncatedNormal(

@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Where everything runs
 #
-# Places the forward and backward ops of three forms on another device, and shows what is copied
-# between the devices. Without a GPU, a second logical CPU takes its place.
+# Places the forward and backward operations of three functions on another device, and shows what
+# is copied between the devices. Without a GPU, a second logical CPU takes its place.
 #
-# The backward ops of `with_gradient` and `from_numpy` run where the value is, whatever scope
-# `tape.gradient` is called in. Those of a formula run in the scope in which it is called. That is
-# why the second half of the output has fewer copies for the formula.
+# The backward operations of `with_gradient` and `from_numpy` run where the value is, whatever scope
+# `tape.gradient` is called in. The backward operations of a formula run in the scope in which
+# `tape.gradient` is called. That is why the second half of the output has fewer copies for the
+# formula.
 
 # %%
 """Where the ops of a log density run, forward and backward, and what is copied between devices."""

@@ -133,9 +133,9 @@ for name, accuracy in accuracies.items():
 # %% [markdown]
 # ## Stored, reloaded, and checked against NumPy
 #
-# The gradient of the loss with respect to the first layer's weights, from the stored model, the
-# reloaded one and the chain rule in NumPy. One step of gradient descent reveals it on every
-# backend.
+# The gradient of the loss with respect to the first layer's weights comes from the stored model,
+# from the reloaded model and from the chain rule in NumPy. One step of gradient descent tells what
+# the gradient of a model is, on every backend.
 
 
 # %%

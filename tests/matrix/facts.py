@@ -1,7 +1,8 @@
 """What each library does in each cell with the cases of the comparison.
 
-The table of the docs is not made where one of these no longer holds. Then a rival has changed, by an
-upgrade of TensorFlow, TFP or Keras; or sgtrick has, and its tests say so, too.
+The tables of docs/comparison.md are made of these, and tests/project/test_comparison.py tests them. If
+one no longer holds, a rival has changed, by an upgrade of TensorFlow, TFP or Keras; or sgtrick has,
+and its tests say so, too.
 """
 
 from collections.abc import Callable
