@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,8 +96,6 @@ local_provisioner.launch_kernel = functools.partial(
 )
 
 # What users are given and never make: documented, but not by the module that it is in.
-sgtrick.HostFunction = type(sgtrick.from_numpy(lambda x: (x, x)))
-sgtrick.Entry = typing.get_args(sgtrick.GradientReport.__annotations__["entries"])[0]
 sgtrick.HostFunction.__module__ = sgtrick.Entry.__module__ = "sgtrick"
 
 # One line in pyproject.toml: where the sources are. Until it is a real address, pages do not link.
