@@ -9,9 +9,8 @@ import sgtrick
 from sgtrick._arguments import value_form
 from sgtrick._arguments.structures import Leaf
 from sgtrick._types import Kwargs, Structure
-from sgtrick.keras import _backends, _products
-from sgtrick.keras._symbolic import SYMBOLIC, any_symbolic
-from sgtrick.keras._tensors import KERAS
+from sgtrick.keras import _backends
+from sgtrick.keras._tensors import KERAS, SYMBOLIC, any_symbolic
 from sgtrick.keras._types import Product, Tensor, TensorLike
 
 
@@ -116,7 +115,7 @@ def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> T
     `gx` has its own derivative here, so `product` is added as the derivative of a second, zero
     gradient.
     """
-    zeros = [_products.zero(leaf.x) for leaf in leaves]
+    zeros = [_backends.native().zero(leaf.x) for leaf in leaves]
     fx = KERAS.add([fx, *KERAS.linear(leaves, zeros, KERAS.dtype_of(fx))])
     if product is None:
         return fx

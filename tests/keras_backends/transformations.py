@@ -5,6 +5,7 @@ A law holds when the form under test and the true function give the same arrays.
 """
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -126,7 +127,12 @@ if BACKEND == "jax":
     MAPPED_SECOND = {
         "vmap of hessian": lambda f, args, u, z: jax.tree.leaves(
             jax.jit(jax.vmap(jax.hessian(lambda *a: ops.sum(f(*a)), all_of(args))))(*args)
-        )
+        ),
+        "vmap of jacrev of jacrev": lambda f, args, u, z: jax.tree.leaves(
+            jax.vmap(jax.jacrev(jax.jacrev(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args)))(
+                *args
+            )
+        ),
     }
 
 elif BACKEND == "torch":
@@ -240,7 +246,12 @@ elif BACKEND == "torch":
     MAPPED_SECOND = {
         "vmap of hessian": lambda f, args, u, z: keras.tree.flatten(
             fn.vmap(fn.hessian(lambda *a: ops.sum(f(*a)), all_of(args)))(*args)
-        )
+        ),
+        "vmap of jacrev of jacrev": lambda f, args, u, z: keras.tree.flatten(
+            fn.vmap(fn.jacrev(fn.jacrev(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args)))(
+                *args
+            )
+        ),
     }
 
 else:
@@ -305,6 +316,16 @@ else:
     SECOND = {"nested tapes": hessian_times}
     THIRD = {"nested tapes": lambda f, x: tapes(3, f, x)}
     MAPPED_SECOND = {}
+
+
+def reverse(transformations):
+    """Those that are open to a rule: jax and torch have no forward mode of a pullback."""
+    forward = re.compile("fwd|jvp|linearize|hessian|forward")
+    return {
+        name: transformation
+        for name, transformation in transformations.items()
+        if BACKEND == "tensorflow" or not forward.search(name)
+    }
 
 
 TWICE = SECOND[{"jax": "grad of grad", "torch": "double backward"}.get(BACKEND, "nested tapes")]

@@ -167,6 +167,10 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
 
 def depends(f: Product, xs: Sequence[Tensor]) -> bool:
     """Whether `f(xs)` is connected to `xs`."""
+    if not modes.transformed():  # so that f may use NumPy
+        points = [x.detach().requires_grad_() for x in xs]
+        with torch.enable_grad():
+            return any(y.requires_grad for y in f(points))
     found: list[bool] = []
 
     def probed(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -174,5 +178,5 @@ def depends(f: Product, xs: Sequence[Tensor]) -> bool:
         found.extend(y.requires_grad for y in ys)
         return tuple(ys)
 
-    torch.func.vjp(probed, *[torch.zeros_like(x) for x in xs])
+    torch.func.vjp(probed, *xs)
     return any(found)

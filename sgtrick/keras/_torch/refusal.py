@@ -46,21 +46,6 @@ class Refuse(torch.autograd.Function):  # type: ignore[misc]
         return kept
 
 
-class RefuseAlways(Refuse):
-    """The same for a linear function: its transpose depends on the tensors in the same way."""
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
-        Refuse.setup_context(ctx, inputs, output)
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, u: Tensor | None) -> tuple[Tensor | None, ...]:
-        u, *others = Refuse.backward(ctx, u)
-        return u if u is None else RefuseAlways.apply(u, ctx.error, *ctx.saved_tensors), *others
-
-
 def zeros_for_none(gradients: Sequence[Tensor | None], xs: Sequence[Tensor]) -> list[Tensor]:
     """`gradients`, with zeros like `xs` in place of None."""
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]
