@@ -159,7 +159,9 @@ def _parameters(f: Function) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _outputs(y: Structure) -> list[Tensor]:
-    return [_tensor(leaf) for leaf in _structures.leaves(y)]
+    # Tensors are left alone: on tensorflow they may be ragged or sparse.
+    leaves = _structures.leaves(y)
+    return [leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf) for leaf in leaves]
 
 
 def _value_of(leaf: TensorLike) -> TensorLike:
@@ -169,8 +171,3 @@ def _value_of(leaf: TensorLike) -> TensorLike:
 
 def _is_input(leaf: TensorLike) -> bool:
     return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
-
-
-def _tensor(leaf: TensorLike) -> Tensor:
-    # Tensors are left alone: on tensorflow they may be ragged or sparse.
-    return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)

@@ -1,15 +1,13 @@
-"""The operations that Keras supplies to the value form, on tensors and on symbolic ones."""
+"""The operations that Keras supplies to the value form, on jax and torch."""
 
-import dataclasses
 import functools
 import operator
 
-import keras
 from keras import backend, ops
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._arguments.backend import Backend
-from sgtrick._types import Ndims, Structure
+from sgtrick._types import Ndims
 from sgtrick.keras import _backends, _structures
 from sgtrick.keras._types import Tensor, TensorLike
 
@@ -76,25 +74,4 @@ KERAS = Backend(
     pack=_structures.pack,
     check_at_run_time=_check,
     shaped_like=_shaped_like,
-)
-
-
-def any_symbolic(structure: Structure) -> bool:
-    """Whether a leaf is a tensor of the functional API, with a shape and a dtype but no value."""
-    return any(isinstance(leaf, keras.KerasTensor) for leaf in _structures.leaves(structure))
-
-
-def _spec(value: TensorLike, name: str, *, dtype: str | None = None) -> keras.KerasTensor:
-    if isinstance(value, keras.KerasTensor):
-        return value
-    tensor = KERAS.to_tensor(value, name, dtype=dtype)
-    return keras.KerasTensor(tuple(tensor.shape), KERAS.dtype_of(tensor))
-
-
-# Only the operations that are needed to check arguments.
-SYMBOLIC = dataclasses.replace(
-    KERAS,
-    to_tensor=_spec,
-    as_dtype=lambda t, dtype: keras.KerasTensor(t.shape, dtype),
-    broadcast_to=lambda t, shape: keras.KerasTensor(shape, t.dtype),
 )

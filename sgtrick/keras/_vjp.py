@@ -1,14 +1,13 @@
 """Functions with their own vector-Jacobian product, with one signature on every backend."""
 
-import keras
 import tensorflow as tf
 
 import sgtrick
 from sgtrick._arguments import calls
-from sgtrick._types import Function, Kwargs, Structure
+from sgtrick._types import Function, Structure
 from sgtrick.keras import _backends
 from sgtrick.keras._rule import Rule
-from sgtrick.keras._tensors import any_symbolic
+from sgtrick.keras._symbolic import Call, any_symbolic
 
 
 def custom_vjp(f: Function | None = None) -> Function:
@@ -72,7 +71,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
     # A plain function, because Keras stores functions by name but no other callables.
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
-            return CustomVJPCall(h)(*args, **kwargs)
+            return Call(h)(*args, **kwargs)
         rule = Rule(function, args, kwargs)
         if _backends.is_tensorflow():
             return rule.pack(sgtrick.custom_vjp(rule)(*rule.inputs))
@@ -82,26 +81,3 @@ def _custom_vjp(function: calls.Callee) -> Function:
     if _backends.is_tensorflow():
         h = tf.autograph.experimental.do_not_convert(h)
     return h
-
-
-@keras.saving.register_keras_serializable(package="sgtrick")
-class CustomVJPCall(keras.Operation):  # type: ignore[misc]
-    """A decorated function in a functional model."""
-
-    def __init__(self, function: Function, *, name: str | None = None) -> None:
-        super().__init__(name=name)
-        self._function = function
-
-    def call(self, *args: Structure, **kwargs: Structure) -> Structure:
-        return self._function(*args, **kwargs)
-
-    def get_config(self) -> Kwargs:
-        return {
-            "name": self.name,
-            "function": keras.saving.serialize_keras_object(self._function),
-        }
-
-    @classmethod
-    def from_config(cls, config: Kwargs) -> "CustomVJPCall":
-        function = keras.saving.deserialize_keras_object(config["function"])
-        return cls(function, name=config["name"])

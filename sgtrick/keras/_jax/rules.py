@@ -17,7 +17,6 @@ from sgtrick.keras._jax.embedding import depends, instantiated
 from sgtrick.keras._rule import Rule
 
 Arrays: TypeAlias = Sequence[Array]
-Constants: TypeAlias = tuple[Arrays, Arrays]  # what the value and what the rule close over
 
 
 def with_vjp(f: Rule, xs: Arrays) -> list[Array]:
@@ -34,8 +33,9 @@ def with_vjp(f: Rule, xs: Arrays) -> list[Array]:
 
     pullback = jax.make_jaxpr(pull)(list(xs), ys)
 
-    @jax.custom_vjp
-    def h(constants: Constants, xs: Arrays) -> list[Array]:
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def h(constants: tuple[Arrays, Arrays], xs: Arrays) -> list[Array]:
+        # The constants are what the value and what the rule close over.
         return list(jaxpr_as_fun(ClosedJaxpr(primal.jaxpr, list(constants[0])))(*xs))
 
     def forward(constants: Any, xs: Any) -> tuple[list[Array], tuple[Arrays, Arrays]]:
@@ -74,11 +74,11 @@ def _checked(name: str, pullback: ClosedJaxpr, xs: Arrays) -> Arrays:
         jax.eval_shape(ask, *([v.aval for v in vs] for vs in (jaxpr.constvars, jaxpr.invars)))
         return found[0]
 
-    @jax.custom_jvp
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
     def checked(xs: Arrays) -> Arrays:
         return xs
 
-    @checked.defjvp
+    @checked.defjvp  # type: ignore[untyped-decorator]
     def _(primals: Args, tangents: Args) -> tuple[Arrays, Arrays]:
         if not is_connected():
             raise LookupError(_refusals.NOT_CONNECTED.format(name))

@@ -13,8 +13,7 @@ from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras import _refusals
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._torch import modes
-from sgtrick.keras._torch.embedding import depends
-from sgtrick.keras._torch.refusal import refused
+from sgtrick.keras._torch.embedding import depends, refused
 from sgtrick.keras._types import Gradient, Pullback
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -152,4 +151,4 @@ class _CompiledPulled(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _is_smooth(y: Tensor) -> bool:
-    return y.is_floating_point() or y.is_complex()
+    return bool(y.is_floating_point() or y.is_complex())
