@@ -2,7 +2,6 @@
 
 import doctest
 import functools
-import itertools
 import types
 from typing import NamedTuple
 
@@ -18,6 +17,8 @@ from transformations import (
     array,
     check,
     gradient,
+    in_turn,
+    misled,
     reverse,
     tensor,
 )
@@ -31,11 +32,6 @@ _ALL = [getattr(transformations, name) for name in ("FIRST", "MAPPED", "SECOND",
 FIRST, MAPPED, SECOND, MAPPED_SECOND = map(reverse, _ALL)
 FORWARD = {name: t for some in _ALL for name, t in some.items() if name not in reverse(some)}
 REVERSE = list(FIRST.values())[1]
-
-
-def misled(y):
-    """A value whose own derivative is wrong, so that a lost rule is seen."""
-    return ops.stop_gradient(y)
 
 
 @custom_vjp
@@ -60,10 +56,6 @@ def stopped(x, y):
         u * 3 * ops.stop_gradient(x**2 * y),
         u * ops.stop_gradient(x) ** 3,
     )
-
-
-def in_turn(cases, others):
-    return list(zip(cases, itertools.cycle(others), strict=False))
 
 
 class TestStopped:
@@ -180,206 +172,6 @@ class TestTransformations:
             return ops.stop_gradient(y) * x**3 + y
 
         check((FIRST | MAPPED)[transformation], form, truth, [POINTS, POINTS + 1])
-
-
-def log1pexp_on_all_backends(x):
-    e = ops.exp(x)
-
-    def grad(*args, upstream=None):
-        if upstream is None:
-            (upstream,) = args
-        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
-
-    return ops.log(1 + e), grad
-
-
-def log1pexp_on_tensorflow_and_jax(x):
-    e = ops.exp(x)
-
-    def grad(upstream):
-        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
-
-    return ops.log(1 + e), grad
-
-
-def log1pexp_on_torch(x):
-    e = ops.exp(x)
-
-    def grad(*args, upstream):
-        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
-
-    return ops.log(1 + e), grad
-
-
-def optional(x, y):
-    def grad(*args, upstream=None):
-        if upstream is None:
-            (upstream,) = args
-        return upstream * y, upstream * x
-
-    return misled(x * y), grad
-
-
-def required(x, y):
-    def grad(*args, upstream):
-        x, y = args
-        return upstream * y, upstream * x
-
-    return misled(x * y), grad
-
-
-def named(x, y):
-    def grad(x, y, *, upstream):
-        return upstream * y, upstream * x
-
-    return misled(x * y), grad
-
-
-class TestSignaturesOfKeras:
-    """Keras documents three signatures of `grad`, for different backends; here each has all."""
-
-    @pytest.mark.parametrize(
-        "f", [log1pexp_on_all_backends, log1pexp_on_tensorflow_and_jax, log1pexp_on_torch]
-    )
-    def test_the_examples_of_its_documentation(self, f):
-        x = ops.convert_to_tensor(np.array([1.0, 2.0, 100.0], "float32"))
-        (g,) = gradient(custom_vjp(f), [x], ops.ones_like(x))
-        np.testing.assert_allclose(array(g), [0.7310586, 0.880797, 1.0], rtol=1e-6)
-
-    @pytest.mark.parametrize("f", [required, named])
-    @pytest.mark.parametrize("transformation", FIRST)
-    def test_of_first_order(self, transformation, f):
-        check(FIRST[transformation], custom_vjp(f), *FORMS["two arguments"][1:])
-
-    @pytest.mark.parametrize(("transformation", "f"), in_turn(MAPPED, [optional, required, named]))
-    def test_that_map_members(self, transformation, f):
-        truth = FORMS["two arguments"][1]
-        check(MAPPED[transformation], custom_vjp(f), truth, [MATRIX, MATRIX + 1])
-
-    @pytest.mark.parametrize("transformation", SECOND)
-    def test_of_second_order(self, transformation):
-        """What `grad` gets as arguments is what is differentiated."""
-
-        @custom_vjp
-        def form(x):
-            def grad(*args, upstream):
-                return upstream * 3 * args[0] ** 2
-
-            return misled(x**3), grad
-
-        check(SECOND[transformation], form, *FORMS["one argument"][1:])
-
-    @pytest.mark.parametrize("of", [tuple, list])
-    def test_several_outputs(self, of):
-        """`upstream` is then a sequence, one for each."""
-
-        def optional(x, y):
-            def grad(*args, upstream=None):
-                if upstream is None:
-                    upstream = args
-                u, v = upstream
-                return u * y + v, u * x + v
-
-            return of([misled(x * y), misled(x + y)]), grad
-
-        def positional(x, y):
-            def grad(upstream):
-                u, v = upstream
-                return u * y + v, u * x + v
-
-            return of([misled(x * y), misled(x + y)]), grad
-
-        def required(x, y):
-            def grad(*args, upstream):
-                x, y = args
-                u, v = upstream
-                return u * y + v, u * x + v
-
-            return of([misled(x * y), misled(x + y)]), grad
-
-        for f in (optional, positional, required):
-
-            def form(x, y, f=f):
-                product, total = custom_vjp(f)(x, y)
-                return product + 2 * total
-
-            check(REVERSE, form, lambda x, y: x * y + 2 * (x + y), [POINTS, POINTS + 1])
-
-    def test_nested_outputs(self):
-        """`upstream` has the structure of the value, with None where there is no derivative."""
-
-        @custom_vjp
-        def f(x):
-            def grad(*args, upstream):
-                assert upstream["sign"] is None or BACKEND == "tensorflow"
-                (u,), (v,) = upstream["b"], args
-                return upstream["a"] * 3 * v**2 + u
-
-            value = {"b": [misled(x)], "sign": ops.cast(ops.sign(x), "int32"), "a": misled(x**3)}
-            return value, grad
-
-        def form(x):
-            y = f(x)
-            return y["a"] + 2 * y["b"][0]
-
-        check(REVERSE, form, lambda x: x**3 + 2 * x, [POINTS])
-
-    def test_a_sequence_of_one_output(self):
-        """As Keras has it on torch: then `upstream` is a tensor."""
-
-        @custom_vjp
-        def f(x):
-            def grad(*args, upstream):
-                return upstream * 3 * args[0] ** 2
-
-            return (misled(x**3),), grad
-
-        check(REVERSE, lambda x: f(x)[0], lambda x: x**3, [POINTS])
-
-    def test_a_grad_that_is_not_a_plain_function(self):
-        class Grad:
-            def __call__(self, *args, upstream):
-                return upstream * 3 * args[0] ** 2
-
-            def method(self, *args, upstream):
-                return self(*args, upstream=upstream)
-
-        def more(factor, *args, upstream):
-            return factor * upstream * args[0] ** 2
-
-        @functools.wraps(log1pexp_on_torch(0.0)[1])
-        def wrapped(*args, **kwargs):
-            return Grad()(*args, **kwargs)
-
-        for grad in (Grad(), Grad().method, functools.partial(more, 3.0), wrapped):
-            f = custom_vjp(lambda x, grad=grad: (misled(x**3), grad))
-            check(REVERSE, f, lambda x: x**3, [POINTS])
-
-    def test_the_arguments_are_in_the_order_of_the_gradients(self):
-        """Those that were passed by keyword too; the object of a method is not among them."""
-
-        class Scale:
-            factor = 3.0
-
-            @custom_vjp
-            def times(self, point, power, *, shift):
-                def grad(*args, upstream):
-                    point, power, shift = args
-                    x, y = point["x"], point["y"]
-                    assert power == 2
-                    return (
-                        self.factor * upstream * power * x * y,
-                        self.factor * upstream * x**power,
-                        None,
-                        upstream * shift / shift,
-                    )
-
-                return misled(self.factor * point["x"] ** power * point["y"] + shift), grad
-
-        def form(x, y, s):
-            return Scale().times(shift=s, power=2, point={"x": x, "y": y})
-
-        check(REVERSE, form, lambda x, y, s: 3 * x**2 * y + s, [POINTS, POINTS + 1, POINTS + 2])
 
 
 class TestProtocol:
@@ -590,14 +382,6 @@ class TestProtocol:
 
         (g,) = gradient(clipped, [tensor([1.0, 2.0])], tensor([0.5, 3.0]))
         np.testing.assert_array_equal(array(g), [0.5, 1.0])
-
-    def test_straight_through(self):
-        @custom_vjp
-        def rounded(x):
-            return ops.round(x), lambda u: u
-
-        (g,) = gradient(rounded, [tensor([0.4, 1.6])], tensor([2.0, 3.0]))
-        np.testing.assert_array_equal(array(g), [2.0, 3.0])
 
     def test_grad_is_called_only_for_a_gradient(self):
         calls = []

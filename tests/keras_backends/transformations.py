@@ -5,6 +5,7 @@ A law holds when the form under test and the true function give the same arrays.
 """
 
 import functools
+import itertools
 import re
 
 import keras
@@ -336,6 +337,15 @@ OF = {
     "its square": lambda f: lambda *args: f(*args) ** 2,
     "a sum with native terms": lambda f: lambda *args: f(*args) + sum(ops.sum(a**3) for a in args),
 }
+
+
+def misled(y):
+    """A value whose own derivative is wrong, so that a lost rule is seen."""
+    return ops.stop_gradient(y)
+
+
+def in_turn(cases, others):
+    return list(zip(cases, itertools.cycle(others), strict=False))
 
 
 def check(transformation, form, truth, args, seed=0):
