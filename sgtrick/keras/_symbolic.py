@@ -4,6 +4,7 @@ import keras
 
 from sgtrick._types import Function, Kwargs, Structure
 from sgtrick.keras import _structures
+from sgtrick.keras._types import TensorLike
 
 
 def any_symbolic(structure: Structure) -> bool:
@@ -22,6 +23,10 @@ class Call(keras.Operation):  # type: ignore[misc]
     def call(self, *args: Structure, **kwargs: Structure) -> Structure:
         return self._function(*args, **kwargs)
 
+    def compute_output_spec(self, *args: Structure, **kwargs: Structure) -> Structure:
+        args, kwargs = keras.tree.map_structure(_dense, (args, kwargs))
+        return super().compute_output_spec(*args, **kwargs)
+
     def get_config(self) -> Kwargs:
         return {
             "name": self.name,
@@ -32,3 +37,9 @@ class Call(keras.Operation):  # type: ignore[misc]
     def from_config(cls, config: Kwargs) -> "Call":
         function = keras.saving.deserialize_keras_object(config["function"])
         return cls(function, name=config["name"])
+
+
+def _dense(leaf: TensorLike) -> TensorLike:
+    """Keras takes `2 * x` for sparse while `x` is symbolic; called, it is dense."""
+    is_sparse = isinstance(leaf, keras.KerasTensor) and leaf.sparse
+    return keras.KerasTensor(leaf.shape, leaf.dtype) if is_sparse else leaf
