@@ -4,6 +4,8 @@ from types import ModuleType
 
 import keras
 
+from sgtrick._types import Function
+
 
 def is_tensorflow() -> bool:
     """Whether this backend uses sgtrick's TensorFlow forms."""
@@ -11,36 +13,47 @@ def is_tensorflow() -> bool:
 
 
 def native() -> ModuleType:
-    """The module of this backend with the operations that `keras.ops` lacks.
+    """The module for jax or torch, with the operations that `keras.ops` lacks there.
 
-    Each module has
-
-    * `with_vjp(f, xs, refusal)`: the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as the
-      derivative. Derivatives with respect to tensors that are not among `xs` raise `refusal`, or
-      another error.
-
-    Those of jax and torch also have, for the value form,
-
+    * `with_vjp(f, xs)`: the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as the derivative.
+      Derivatives with respect to tensors that are not among `xs` raise.
     * `embed(fx, leaves, product)`: `fx` with the Jacobians of the leaves, whose derivative is
       `product`. If `product` is None, second derivatives raise `NO_SECOND`; third derivatives
-      always raise `NO_THIRD`;
+      always raise `NO_THIRD`.
     * `depends(f, xs)`: whether `f(xs)` is connected to `xs`.
+    * `zero(x)`: zero with the identity as its derivative, for any `x`.
+    * `times(c, z)`: the bilinear product of tensors of the same shape, zero where `z` is zero even
+      if `c` is not finite.
     """
     # Import statements, because torch.compile cannot trace importlib.
     name = keras.backend.backend()
-    if name == "tensorflow":
-        from sgtrick.keras import _tensorflow
-
-        return _tensorflow
     if name == "jax":
-        from sgtrick.keras._jax import operations as of_jax
+        from sgtrick.keras import _jax
 
-        return of_jax
+        return _jax
     if name == "torch":
-        from sgtrick.keras._torch import operations as of_torch
+        from sgtrick.keras import _torch
 
-        return of_torch
+        return _torch
     raise NotImplementedError(
         f"sgtrick.keras expects the Keras backend tensorflow, jax or torch, got {name}, which has "
         "no derivatives. Set KERAS_BACKEND before Keras is imported."
     )
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    return bool(torch.compiler.is_compiling())
+
+
+def constant(f: Function) -> Function:
+    """`f`, which torch.compile calls instead of tracing it, and takes its result for a constant."""
+    if keras.backend.backend() != "torch":
+        return f
+    import torch
+
+    return torch.compiler.assume_constant_result(lambda *args: f(*args))  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from keras import ops
 from sgtrick._arguments import calls, dtypes, vjp_protocol
 from sgtrick._host import reticulate
 from sgtrick._types import Args, Function, Kwargs, Structure
-from sgtrick.keras import _compiling, _structures
+from sgtrick.keras import _backends, _structures
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
@@ -72,30 +72,6 @@ class Rule:
     def pack(self, outputs: list[Tensor]) -> Structure:
         """Packs `outputs` into the structure of the value."""
         return _structures.pack(self._y, outputs)
-
-    def reads(self) -> LookupError:
-        """The error for a derivative with respect to a tensor that is not an argument."""
-        return LookupError(
-            f"{self.__name__} reads a tensor that is being differentiated but is not among its "
-            "arguments, so its gradient is unknown. Pass it as an argument, or apply "
-            "keras.ops.stop_gradient to it."
-        )
-
-    def loses(self) -> LookupError:
-        """The error for a second derivative of which the gradient was cut off."""
-        return LookupError(
-            f"The gradient of {self.__name__} was differentiated again, but is not connected to "
-            "the arguments: keras.ops.stop_gradient, or NumPy, has cut it off. Compute it from the "
-            "arguments themselves; or, if it really is a constant, add 0 * x to it."
-        )
-
-    def is_not_linear(self) -> LookupError:
-        """The error for forward mode of a `grad` that cannot be transposed."""
-        return LookupError(
-            f"Forward mode transposes the grad of {self.__name__} by differentiating it with "
-            "respect to the upstream gradient, and the result is not the transpose: a part of it "
-            "is NumPy, is stopped, or is not linear in the upstream gradient. Use reverse mode."
-        )
 
     def _checked(self, g: Gradient, x: Tensor, path: str) -> Gradient:
         if g is None:
@@ -176,14 +152,16 @@ def _parameters(f: Function) -> tuple[Sequence[str], Sequence[str]]:
         # What torch.compile can trace, unlike inspect.signature.
         names, count = f.__code__.co_varnames, f.__code__.co_argcount
         return names[:count], names[count : count + f.__code__.co_kwonlyargcount]
-    signature = None if _compiling.is_compiling() else calls.signature_of(f)
+    signature = None if _backends.is_compiling() else calls.signature_of(f)
     found = [*signature.parameters.values()] if signature else []
     keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY]
     return [p.name for p in found if p.name not in keywords], keywords
 
 
 def _outputs(y: Structure) -> list[Tensor]:
-    return [_tensor(leaf) for leaf in _structures.leaves(y)]
+    # Tensors are left alone: on tensorflow they may be ragged or sparse.
+    leaves = _structures.leaves(y)
+    return [leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf) for leaf in leaves]
 
 
 def _value_of(leaf: TensorLike) -> TensorLike:
@@ -193,8 +171,3 @@ def _value_of(leaf: TensorLike) -> TensorLike:
 
 def _is_input(leaf: TensorLike) -> bool:
     return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
-
-
-def _tensor(leaf: TensorLike) -> Tensor:
-    # Tensors are left alone: on tensorflow they may be ragged or sparse.
-    return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)

@@ -8,7 +8,7 @@ from keras import backend, ops
 from sgtrick._arguments import shapes, structures
 from sgtrick._arguments.backend import Backend
 from sgtrick._types import Ndims
-from sgtrick.keras import _products, _structures
+from sgtrick.keras import _backends, _structures
 from sgtrick.keras._types import Tensor, TensorLike
 
 
@@ -25,7 +25,7 @@ def _shape_of(t: Tensor) -> shapes.Shape | None:
 
 
 def _times(c: Tensor, z: Tensor) -> Tensor:
-    return _products.times(c, ops.broadcast_to(z, c.shape))
+    return _backends.native().times(c, ops.broadcast_to(z, c.shape))
 
 
 def _insert_ones(t: Tensor, axis: int, count: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The value form on every backend: `fx` and `gx` at `x`, whatever computed them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 from keras import ops
@@ -8,13 +8,14 @@ from keras import ops
 import sgtrick
 from sgtrick._arguments import value_form
 from sgtrick._arguments.structures import Leaf
-from sgtrick._types import Kwargs, Structure
-from sgtrick.keras import _backends, _products
-from sgtrick.keras._symbolic import SYMBOLIC, any_symbolic
+from sgtrick._types import Structure
+from sgtrick.keras import _backends
+from sgtrick.keras._symbolic import Call, any_symbolic
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Product, Tensor, TensorLike
 
 
+@keras.saving.register_keras_serializable(package="sgtrick")  # type: ignore[untyped-decorator]
 def custom_gradient(
     fx: TensorLike,
     gx: Structure,
@@ -76,12 +77,11 @@ def custom_gradient(
             loses custom derivatives: forward mode over forward mode, and `torch.func` inside
             `torch.compile`.
     """
-    if any_symbolic((fx, gx, x, None if callable(hx) else hx)):
-        product = hx if callable(hx) else None
-        operation = CustomGradient(fx_gx_manually_stopped, batch_ndims, product, name=name)
-        return operation(fx, gx, x, None if callable(hx) else hx)
+    options = {"batch_ndims": batch_ndims, "hx": hx}
+    if any_symbolic((fx, gx, x, hx)):
+        operation = Call(custom_gradient, name=name)
+        return operation(fx, gx, x, fx_gx_manually_stopped, **options)
     if _backends.is_tensorflow():
-        options = {"batch_ndims": batch_ndims, "hx": hx}
         return sgtrick.custom_gradient(fx, gx, x, fx_gx_manually_stopped, name, **options)
     fx, leaves = value_form.at_point(KERAS, fx, gx, x, batch_ndims)
     product = _product(hx, x, fx, leaves)
@@ -116,54 +116,9 @@ def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> T
     `gx` has its own derivative here, so `product` is added as the derivative of a second, zero
     gradient.
     """
-    zeros = [_products.zero(leaf.x) for leaf in leaves]
+    zeros = [_backends.native().zero(leaf.x) for leaf in leaves]
     fx = KERAS.add([fx, *KERAS.linear(leaves, zeros, KERAS.dtype_of(fx))])
     if product is None:
         return fx
     nothing = [leaf._replace(gx=ops.zeros_like(leaf.gx)) for leaf in leaves]
     return fx + _backends.native().embed(ops.zeros_like(fx), nothing, product)
-
-
-@keras.saving.register_keras_serializable(package="sgtrick")
-class CustomGradient(keras.Operation):  # type: ignore[misc]
-    """`custom_gradient` in a functional model."""
-
-    def __init__(
-        self,
-        fx_gx_manually_stopped: bool,
-        batch_ndims: int | None,
-        product: Callable[[Structure], Structure] | None,
-        *,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(name=name)
-        self._stopped, self._batch_ndims, self._product = (
-            fx_gx_manually_stopped,
-            batch_ndims,
-            product,
-        )
-
-    def call(self, fx: TensorLike, gx: Structure, x: Structure, hx: Structure) -> Tensor:
-        hx = hx if self._product is None else self._product
-        options = {"batch_ndims": self._batch_ndims, "hx": hx}
-        return custom_gradient(fx, gx, x, self._stopped, **options)
-
-    def compute_output_spec(
-        self, fx: TensorLike, gx: Structure, x: Structure, hx: Structure
-    ) -> keras.KerasTensor:
-        del hx  # checked when the operation is called
-        fx, _ = value_form.at_point(SYMBOLIC, fx, gx, x, self._batch_ndims)
-        return keras.KerasTensor(fx.shape, fx.dtype)
-
-    def get_config(self) -> Kwargs:
-        return {
-            "name": self.name,
-            "fx_gx_manually_stopped": self._stopped,
-            "batch_ndims": self._batch_ndims,
-            "product": keras.saving.serialize_keras_object(self._product),
-        }
-
-    @classmethod
-    def from_config(cls, config: Kwargs) -> "CustomGradient":
-        product = keras.saving.deserialize_keras_object(config["product"])
-        return cls(**{**config, "product": product})

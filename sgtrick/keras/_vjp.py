@@ -1,13 +1,13 @@
 """Functions with their own vector-Jacobian product, with one signature on every backend."""
 
-import keras
 import tensorflow as tf
 
+import sgtrick
 from sgtrick._arguments import calls
-from sgtrick._types import Function, Kwargs, Structure
-from sgtrick.keras import _backends, _compiling
+from sgtrick._types import Function, Structure
+from sgtrick.keras import _backends
 from sgtrick.keras._rule import Rule
-from sgtrick.keras._symbolic import any_symbolic
+from sgtrick.keras._symbolic import Call, any_symbolic
 
 
 def custom_vjp(f: Function | None = None) -> Function:
@@ -33,9 +33,10 @@ def custom_vjp(f: Function | None = None) -> Function:
             upstream gradient for each leaf of `y`, None for leaves without derivatives. It returns
             one gradient for each argument, in the structure of the argument or None, or one for
             each leaf of all arguments, as `grad_fn` of `sgtrick.custom_vjp` does. Gradients are
-            cast to the dtype of their argument: numbers, arrays and masks will do. `grad` must be
-            linear in `upstream`: reverse mode calls it, forward mode transposes it. Higher
-            derivatives are those of `grad`.
+            cast to the dtype of their argument: numbers, arrays and masks will do. Reverse mode
+            calls `grad`. Forward mode transposes it on tensorflow, where it must be linear in
+            `upstream`; jax and torch have no forward mode of such a function, nor forward over
+            reverse. Higher derivatives are those of `grad`.
 
             The signatures that Keras documents are accepted too. `grad(*args, upstream)` and
             `grad(*args, upstream=None)`, where `upstream` is keyword-only, get the arguments of `f`
@@ -55,60 +56,28 @@ def custom_vjp(f: Function | None = None) -> Function:
             derivatives, or a complex one for a real argument.
         ValueError: `grad` returned gradients of another number or shape.
         LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
-            argument; or a second derivative where `grad` computes gradients from an argument only
-            through `stop_gradient` or NumPy; or on torch, forward mode with a `grad` that is not
-            linear, which gives NaN in `torch.func`. (On tensorflow as in `sgtrick.custom_vjp`.)
-        NotImplementedError: On jax, forward mode with a `grad` that cannot be transposed; on torch,
-            forward mode over forward mode, and `torch.func` inside `torch.compile`; or the backend
-            has no derivatives.
+            argument; or a second derivative where no gradient is connected to an argument: they are
+            constants, or computed from the arguments only through `stop_gradient` or NumPy. (On
+            tensorflow as in `sgtrick.custom_vjp`.)
+        NotImplementedError: On torch, forward mode, and `torch.func` inside `torch.compile`; or the
+            backend has no derivatives. (On jax, forward mode is a TypeError of jax.)
     """
-    if f is None:
-        return custom_vjp
-    if isinstance(f, (classmethod, staticmethod)):
-        return type(f)(custom_vjp(f.__func__))
+    return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
-    function = calls.Callee(f)
-    function.is_held_by = _compiling.constant(function.is_held_by)
 
+def _custom_vjp(function: calls.Callee) -> Function:
+    function.is_held_by = _backends.constant(function.is_held_by)
+
+    # A plain function, because Keras stores functions by name but no other callables.
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
-            return CustomVJPCall(h)(*args, **kwargs)
+            return Call(h)(*args, **kwargs)
         rule = Rule(function, args, kwargs)
-        return rule.pack(_backends.native().with_vjp(rule, rule.inputs, rule.reads()))
+        if _backends.is_tensorflow():
+            return rule.pack(sgtrick.custom_vjp(rule)(*rule.inputs))
+        return rule.pack(_backends.native().with_vjp(rule, rule.inputs))
 
+    h.__name__ = function.name
     if _backends.is_tensorflow():
         h = tf.autograph.experimental.do_not_convert(h)
-    # A plain function, because Keras stores functions by name but no other callables.
-    function.form = _named(calls.imitate(h, f), f)
-    return function.form
-
-
-def _named(h: Function, f: Function) -> Function:
-    """`h` with the name of `f`, changed if it is one that Keras could not load."""
-    h.__name__ = calls.name_of(f)
-    if h.__name__ == "<lambda>":  # Keras would store the code, which is that of h, not of f
-        h.__name__ = "custom_vjp(<lambda>)"
     return h
-
-
-@keras.saving.register_keras_serializable(package="sgtrick")
-class CustomVJPCall(keras.Operation):  # type: ignore[misc]
-    """A decorated function in a functional model."""
-
-    def __init__(self, function: Function, *, name: str | None = None) -> None:
-        super().__init__(name=name)
-        self._function = function
-
-    def call(self, *args: Structure, **kwargs: Structure) -> Structure:
-        return self._function(*args, **kwargs)
-
-    def get_config(self) -> Kwargs:
-        return {
-            "name": self.name,
-            "function": keras.saving.serialize_keras_object(self._function),
-        }
-
-    @classmethod
-    def from_config(cls, config: Kwargs) -> "CustomVJPCall":
-        function = keras.saving.deserialize_keras_object(config["function"])
-        return cls(function, name=config["name"])

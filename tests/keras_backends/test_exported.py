@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from transformations import BACKEND, array, tensor
+from transformations import BACKEND, array, reverse, tensor
 
 from sgtrick.keras import custom_gradient, custom_vjp
 
@@ -46,14 +46,21 @@ if BACKEND == "jax":
         "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x**2,))[1],
         "grad of vmap": lambda f: jax.grad(total(jax.vmap(f))),
         "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
+        "vmap of jacrev of jacrev": lambda f: jax.vmap(jax.jacrev(jax.jacrev(f))),
         "vmap of hessian": lambda f: jax.vmap(jax.hessian(f)),
     }
 else:
     TRANSFORMATIONS = {}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    ("transformation", "form"),
+    [
+        (t, form)
+        for form in FORMS
+        for t in (TRANSFORMATIONS if form == "value" else reverse(TRANSFORMATIONS))
+    ],
+)
 def test_symbolic_dimensions_of_jax(transformation, form):
     transformed = TRANSFORMATIONS[transformation]
     shape = jax.export.symbolic_shape("batch, 3")

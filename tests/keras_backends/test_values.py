@@ -558,13 +558,17 @@ class TestSymbolic:
 
     def test_structures_blocks_and_options(self, tmp_path):
         x, y = inputs = self.inputs((3,), (3,))
+        block = x[:, None, :, None] * x[:, None, None, :]
         h = embed(
             ops.stop_gradient(x[..., :2]),
             {"a": ops.stack([2 * x, 3 * y], 1), "b": None},
             {"a": x, "b": y},
             batch_ndims=1,
             name="rule",
-            hx={"a": {"a": np.zeros((4, 2, 3, 3)), "b": None}, "b": {"a": None, "b": None}},
+            hx={
+                "a": {"a": ops.concatenate([block, block], 1), "b": None},
+                "b": {"a": None, "b": None},
+            },
         )
         model = keras.Model(inputs, h)
         assert model.layers[-1].name == "rule" or "rule" in [o.name for o in model.operations]
@@ -585,7 +589,7 @@ class TestSymbolic:
 
     def test_what_is_known_is_checked_at_once(self):
         x, y = self.inputs((3,), (2,))
-        with pytest.raises(ValueError, match=r"fx \[\?\], gx \[\?, 2\] and x \[\?, 3\] do not fit"):
+        with pytest.raises(ValueError, match=r"fx \[.*\], gx \[.*, 2\] and x \[.*, 3\] do not fit"):
             embed(ops.sum(x, -1), y, x)
         with pytest.raises(TypeError, match="fx has dtype int32"):
             embed(ops.cast(x, "int32"), x, x)

@@ -5,6 +5,8 @@ A law holds when the form under test and the true function give the same arrays.
 """
 
 import functools
+import itertools
+import re
 
 import keras
 import numpy as np
@@ -126,7 +128,12 @@ if BACKEND == "jax":
     MAPPED_SECOND = {
         "vmap of hessian": lambda f, args, u, z: jax.tree.leaves(
             jax.jit(jax.vmap(jax.hessian(lambda *a: ops.sum(f(*a)), all_of(args))))(*args)
-        )
+        ),
+        "vmap of jacrev of jacrev": lambda f, args, u, z: jax.tree.leaves(
+            jax.vmap(jax.jacrev(jax.jacrev(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args)))(
+                *args
+            )
+        ),
     }
 
 elif BACKEND == "torch":
@@ -240,7 +247,12 @@ elif BACKEND == "torch":
     MAPPED_SECOND = {
         "vmap of hessian": lambda f, args, u, z: keras.tree.flatten(
             fn.vmap(fn.hessian(lambda *a: ops.sum(f(*a)), all_of(args)))(*args)
-        )
+        ),
+        "vmap of jacrev of jacrev": lambda f, args, u, z: keras.tree.flatten(
+            fn.vmap(fn.jacrev(fn.jacrev(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args)))(
+                *args
+            )
+        ),
     }
 
 else:
@@ -307,6 +319,16 @@ else:
     MAPPED_SECOND = {}
 
 
+def reverse(transformations):
+    """Those that are open to a rule: jax and torch have no forward mode of a pullback."""
+    forward = re.compile("fwd|jvp|linearize|hessian|forward")
+    return {
+        name: transformation
+        for name, transformation in transformations.items()
+        if BACKEND == "tensorflow" or not forward.search(name)
+    }
+
+
 TWICE = SECOND[{"jax": "grad of grad", "torch": "double backward"}.get(BACKEND, "nested tapes")]
 
 # What second derivatives are taken of: everything that has the result in it.
@@ -315,6 +337,15 @@ OF = {
     "its square": lambda f: lambda *args: f(*args) ** 2,
     "a sum with native terms": lambda f: lambda *args: f(*args) + sum(ops.sum(a**3) for a in args),
 }
+
+
+def misled(y):
+    """A value whose own derivative is wrong, so that a lost rule is seen."""
+    return ops.stop_gradient(y)
+
+
+def in_turn(cases, others):
+    return list(zip(cases, itertools.cycle(others), strict=False))
 
 
 def check(transformation, form, truth, args, seed=0):

@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from sgtrick._arguments.structures import Leaf
 from sgtrick._types import Args, Structure
 from sgtrick.keras import _refusals
-from sgtrick.keras._jax.batches import instantiated
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Product
 
@@ -40,6 +39,11 @@ def embed(fx: Array, leaves: Sequence[Leaf], product: Product | None) -> Array:
 
     h.defjvp(rule, symbolic_zeros=True)
     return h([] if hessian is None else hessian.consts, fx, gs, xs)
+
+
+def instantiated(t: Array | SymbolicZero) -> Array:
+    """A tangent as an array."""
+    return jnp.zeros(t.shape, t.dtype) if isinstance(t, SymbolicZero) else t
 
 
 def _known(hessian: ClosedJaxpr | None, constants: Arrays, gs: Arrays, xs: Arrays) -> Structure:
@@ -94,9 +98,5 @@ def depends(f: Product, xs: Arrays) -> bool:
         return primals[0], tangents[0]
 
     probe.defjvp(rule, symbolic_zeros=True)
-
-    def differentiated(xs: Arrays) -> Structure:
-        return jax.jvp(lambda xs: list(map(probe, f(xs))), (xs,), (xs,))
-
-    jax.eval_shape(differentiated, list(xs))
+    jax.eval_shape(lambda xs: jax.vjp(lambda xs: list(map(probe, f(xs))), xs)[0], list(xs))
     return any(found)

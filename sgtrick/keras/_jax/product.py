@@ -9,8 +9,6 @@ from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from sgtrick.keras._jax.batches import Dims, in_front
-
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
 def zero(x: Array) -> Array:
@@ -48,8 +46,9 @@ def _times_transpose(u: Array | ad.Zero, c: Array, z: Any) -> tuple[None, Array 
     return None, ad.Zero(z.aval) if isinstance(u, ad.Zero) else times(c, u)
 
 
-def _times_batch(args: Sequence[Array], dims: Dims) -> tuple[Array, int]:
-    return times(*in_front(args, dims)), 0
+def _times_batch(args: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int]:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    return times(*(batching.bdim_at_front(a, d, size) for a, d in zip(args, dims, strict=True))), 0
 
 
 _times_p = Primitive("sgtrick_times")

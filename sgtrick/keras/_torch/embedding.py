@@ -13,7 +13,6 @@ from sgtrick._types import Args
 from sgtrick.keras import _refusals
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes
-from sgtrick.keras._torch.refusal import refused, zeros_for_none
 from sgtrick.keras._types import Product
 
 Tensors: TypeAlias = list[Tensor]
@@ -40,9 +39,7 @@ def _one_level(xs: Tensors) -> bool:
 
     Only then can `product`, with whatever it closes over, be evaluated later.
     """
-    if modes.transformed():
-        return False
-    return not any(map(modes.has_tangent, xs))
+    return not (modes.transformed() or any(map(modes.has_tangent, xs)))
 
 
 def _as_they_are(gs: Tensors, xs: Tensors) -> Tensors:
@@ -90,7 +87,10 @@ class _Known:
     def push(self, tensors: Sequence[Tensor], z: Sequence[Tensor | None], like: Tensor) -> Tensor:
         """Maps tangents of the points to the tangent of the value."""
         leaves = self.at(tensors)
-        return KERAS.push(leaves, zeros_for_none(z, [leaf.x for leaf in leaves]), like)
+        moving = [
+            torch.zeros_like(leaf.x) if t is None else t for t, leaf in zip(z, leaves, strict=True)
+        ]
+        return KERAS.push(leaves, moving, like)
 
 
 class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
@@ -167,6 +167,10 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
 
 def depends(f: Product, xs: Sequence[Tensor]) -> bool:
     """Whether `f(xs)` is connected to `xs`."""
+    if not modes.transformed():  # so that f may use NumPy
+        points = [x.detach().requires_grad_() for x in xs]
+        with torch.enable_grad():
+            return any(y.requires_grad for y in f(points))
     found: list[bool] = []
 
     def probed(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -174,5 +178,42 @@ def depends(f: Product, xs: Sequence[Tensor]) -> bool:
         found.extend(y.requires_grad for y in ys)
         return tuple(ys)
 
-    torch.func.vjp(probed, *[torch.zeros_like(x) for x in xs])
+    torch.func.vjp(probed, *xs)
     return any(found)
+
+
+def refused(kept: Tensor, message: str, by: Sequence[Tensor]) -> Tensor:
+    """Returns `kept`, whose derivative with respect to the tensors `by` raises a LookupError."""
+    return Refuse.apply(kept, LookupError(message), *by)
+
+
+class Refuse(torch.autograd.Function):  # type: ignore[misc]
+    """The first argument; its derivative with respect to those after the error raises the error."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kept: Tensor, error: Exception, *by: Tensor) -> Tensor:
+        del by, error
+        return kept.clone()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
+        del output
+        _, ctx.error, *_ = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, u: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, _, *by = ctx.needs_input_grad
+        if any(by):
+            raise ctx.error
+        return u, None, *[None] * len(by)
+
+    @staticmethod
+    def jvp(
+        ctx: FunctionCtx, kept: Tensor | None, _error: None, *by: Tensor | None
+    ) -> Tensor | None:
+        if any(t is not None for t in by):
+            raise ctx.error
+        return kept
