@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sgtrick._arguments import shapes, structures
+from sgtrick._host import hessians
 from sgtrick._host.contract import CallSpec, Parts, Shape, copy, show
 from sgtrick._types import Array, DTypeLike, Structure
 
@@ -176,12 +177,24 @@ class Product(Reply):
     those of the arguments, followed by those of the vectors.
     """
 
-    def __init__(self, spec: CallSpec, what: str, vectors: str, *, to_value: bool = False) -> None:
-        """For errors, `what` is the product. `vectors` has one letter for each vector."""
+    def __init__(
+        self,
+        spec: CallSpec,
+        what: str,
+        vectors: str,
+        *,
+        to_value: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """For errors, `what` is the product. `vectors` has one letter for each vector.
+
+        If `whole`, the function takes no vectors and returns the Hessian.
+        """
         m = len(spec.value.shapes)
         dtypes = spec.outputs[:m] if to_value else spec.gradient_dtypes
         super().__init__(spec, dtypes, m if to_value else 0)
         self._what, self._vectors, self._to_value = what, vectors, to_value
+        self._whole = whole
         of_value = [len(shape) for shape in spec.value.shapes]
         of_points = [spec.event_ndims[k] for k in spec.places]
         self.paths, self.event_ndims = [*spec.paths], [*spec.event_ndims]
@@ -191,13 +204,13 @@ class Product(Reply):
             self.event_ndims += of_value if w == "u" else of_points
 
     def _with(self, spec: CallSpec) -> Reply:
-        return type(self)(spec, self._what, self._vectors, to_value=self._to_value)
+        return Product(spec, self._what, self._vectors, to_value=self._to_value, whole=self._whole)
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """The arguments of the engine, and each vector in its structure."""
         spec, n = self.spec, len(self.spec.paths)
         arguments, rest = list(spec.pack(leaves[:n])), iter(leaves[n:])
-        for w in self._vectors:
+        for w in "" if self._whole else self._vectors:
             if w == "u":
                 arguments.append(spec.value.pack([next(rest) for _ in spec.value.shapes]))
             else:
@@ -224,9 +237,11 @@ class Product(Reply):
 
         Raises:
             TypeError: The function returned something other than real numbers.
-            ValueError: The shape or structure is wrong.
+            ValueError: The shape or structure is wrong, or a Hessian is not symmetric.
         """
-        del leaves
+        if self._whole:
+            vs = leaves[len(self.spec.paths) :]
+            return hessians.product(self.spec, returned, batch, events, vs)
         if returned is None:
             like = "like the value" if self._to_value else "like the arguments"
             raise TypeError(f"{self._what} of {self.name} must be {like}, got None.")
