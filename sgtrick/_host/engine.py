@@ -56,6 +56,19 @@ class Functions(NamedTuple):
         return Functions(*map(bind, self))
 
 
+class Options(NamedTuple):
+    """How to call the engine: the arguments of `from_numpy` with these names."""
+
+    vectorized: bool
+    dtype: DTypeLike
+    executor: futures.Executor | None
+    on_error: str | float
+    event_ndims: int | Structure
+    has_aux: bool
+    name: str | None
+    value_shape: Structure = ()  # None if the framework finds it
+
+
 class Engine:
     """A function of arrays with its derivatives, and how to call it.
 
@@ -71,22 +84,14 @@ class Engine:
         seconds: Total wall time of all evaluations.
     """
 
-    def __init__(
-        self,
-        functions: Functions,
-        *,
-        vectorized: bool,
-        broadcasts: bool = False,
-        dtype: DTypeLike,
-        executor: futures.Executor | None,
-        on_error: str | float,
-    ) -> None:
+    def __init__(self, functions: Functions, options: Options, *, broadcasts: bool) -> None:
         """See `from_numpy`.
 
         With `broadcasts`, a vectorized engine gets arguments that all members share with batch
         dimensions of size 1; without, it gets views of the common batch shape.
         """
-        self.dtype, self._instead = floating(dtype), _number(on_error)
+        executor = options.executor
+        self.dtype, self._instead = floating(options.dtype), _number(options.on_error)
         stated = {key: f for key, f in functions._asdict().items() if f is not None}
         self._has_no_gradient = stated.get("grad") is False
         if self._has_no_gradient:
@@ -98,7 +103,8 @@ class Engine:
         }
         self._functions = [f for key, f in given.items() if key in ("fn", "grad")]
         self._products = {key: given[key] for key in _COUNTERS if key in given}
-        self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
+        self._vectorized, self._broadcasts = options.vectorized, broadcasts
+        self._executor = executor
         _check_executor(executor, list(given.values()))
         self.calls, self.vjp_calls, self.jvp_calls, self.hess_calls = 0, 0, 0, 0
         self.failures, self.nonfinite = 0, 0
@@ -482,8 +488,9 @@ _COUNTERS = {
 }
 
 
-# Finite differences, by their names in SciPy; see differences.py.
-SCHEMES = ("2-point", "3-point")
+# Finite differences, by their names in SciPy: the power of eps in the step, and the directions of
+# the steps; see differences.py.
+SCHEMES = {"2-point": (1 / 2, (1,)), "3-point": (1 / 3, (1, -1))}
 
 
 def _check_functions(given: dict[str, Any], has_no_gradient: bool) -> None:

@@ -6,8 +6,8 @@ from concurrent.futures import Executor
 
 from sgtrick._arguments import calls
 from sgtrick._host.derived import Derived, Framework
-from sgtrick._host.engine import Functions
-from sgtrick._host.host_function import HostFunction, Options
+from sgtrick._host.engine import Functions, Options
+from sgtrick._host.host_function import HostFunction
 from sgtrick._host.value_shape import ValueShape
 from sgtrick._tensorflow import autograph
 from sgtrick._types import Decorated, DTypeLike, Function, Structure

@@ -4,8 +4,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import tensorflow as tf
 
@@ -21,26 +20,13 @@ from sgtrick._host.arguments import (
 )
 from sgtrick._host.contract import CallSpec
 from sgtrick._host.derived import Derived
-from sgtrick._host.engine import Engine, Functions
+from sgtrick._host.engine import Engine, Functions, Options
 from sgtrick._host.host_call import HostCall
 from sgtrick._host.progress import progress
 from sgtrick._host.value_shape import ValueShape
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
-from sgtrick._types import Args, DTypeLike, Function, Kwargs, Structure, Tensor
-
-
-class Options(NamedTuple):
-    """How to call the engine: the arguments of `from_numpy` with these names."""
-
-    vectorized: bool
-    dtype: DTypeLike
-    executor: Executor | None
-    on_error: str | float
-    event_ndims: int | Structure
-    has_aux: bool
-    name: str | None
-    value_shape: Structure = ()  # None if the framework finds it
+from sgtrick._types import Args, Function, Kwargs, Structure, Tensor
 
 
 class HostFunction:
@@ -88,14 +74,8 @@ class HostFunction:
             if self._derived is not None:
                 functions = self._derived.functions(of_number=key)
             _check_value_shape(value, functions, options.on_error)
-            self._engines[key] = Engine(
-                functions,
-                vectorized=options.vectorized,
-                broadcasts=self._derived is not None,
-                dtype=options.dtype,
-                executor=options.executor,
-                on_error=options.on_error,
-            )
+            broadcasts = self._derived is not None
+            self._engines[key] = Engine(functions, options, broadcasts=broadcasts)
         return self._engines[key]
 
     def __set_name__(self, owner: type, name: str) -> None:
