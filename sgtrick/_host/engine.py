@@ -210,12 +210,12 @@ class Engine:
             self._failed(asked, failure, arrays)
             return self._filled(reply, batch, events)
         parts = reply.parts(returned, batch, events, whole)
-        columns = parts[:-1] if reply.has_aux else parts
-        asked.nonfinite = _count_nonfinite(columns, batch)
-        for k, column in enumerate(columns):
-            if column is None:
-                shape = reply.settled(parts, len(batch)).shapes(batch, events)[k]
-                parts[k] = np.full(shape, np.nan)
+        known = parts[:-1] if reply.has_aux else parts
+        asked.nonfinite = _count_nonfinite(known, batch)
+        if any(part is None for part in parts):
+            shapes = reply.shapes(batch, events, parts, len(batch))
+            filled = zip(parts, shapes, strict=True)
+            parts = [np.full(shape, np.nan) if p is None else p for p, shape in filled]
         return parts
 
     def _by_member(
@@ -247,7 +247,7 @@ class Engine:
             started = list(started)
         columns: Parts = []
         failed: list[Shape] = []
-        unknown: set[int] = set()
+        unknown: set[int] = {len(reply.dtypes) - 1} if reply.has_aux else set()
         for i, (member, result) in zip(places, started, strict=True):
             try:
                 returned = self._returned(asked, result)
@@ -257,29 +257,31 @@ class Engine:
                 failed.append(i)
                 continue
             parts = reply.parts(returned, one, events, member)
-            if not columns:
-                reply = reply.settled(parts, len(one))
-                columns = self._filled(reply, batch, events)
+            if columns:
+                reply.check_same(parts, len(one), columns, batch)
+            else:
+                columns = self._filled(reply, batch, events, parts, len(one))
             for k, (column, part) in enumerate(zip(columns, parts, strict=True)):
                 if part is None:
                     unknown.add(k)
                     part = np.nan
                 column[(*i, ...)] = part
         columns = columns or self._filled(reply, batch, events)
-        asked.nonfinite = _count_nonfinite(
-            [
-                None if k in unknown or (reply.has_aux and k == len(columns) - 1) else column
-                for k, column in enumerate(columns)
-            ],
-            batch,
-            failed,
-        )
+        known = [column for k, column in enumerate(columns) if k not in unknown]
+        asked.nonfinite = _count_nonfinite(known, batch, failed)
         return columns
 
-    def _filled(self, reply: Reply, batch: Shape, events: Sequence[Shape]) -> Parts:
+    def _filled(
+        self,
+        reply: Reply,
+        batch: Shape,
+        events: Sequence[Shape],
+        like: Sequence[Any] = (),
+        ndims: int = 0,
+    ) -> Parts:
         """The parts if all calls fail. float64 holds results of any dtype until all have come."""
         numbers = reply.instead(np.nan if self._instead is None else self._instead)
-        return list(map(np.full, reply.shapes(batch, events), numbers))
+        return list(map(np.full, reply.shapes(batch, events, like, ndims), numbers))
 
     def _returned(self, asked: "_Asked", result: Result) -> Structure:
         """The result of one call.
