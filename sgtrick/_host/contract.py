@@ -79,29 +79,6 @@ class CallSpec:
             return leaves
         return tf.nest.pack_sequence_as(self.args, leaves)  # type: ignore[no-any-return]
 
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
-        """Copies for the engine, which may modify and keep them; the originals are TensorFlow's.
-
-        Args:
-            arrays: The leaves as TensorFlow passed them.
-            dtype: The dtype to which leaves with derivatives are cast.
-
-        Raises:
-            ValueError: A leaf has too few dimensions.
-        """
-        leaves = []
-        for a, path, ndims, own in zip(
-            arrays, self.paths, self.event_ndims, self.dtypes, strict=True
-        ):
-            if own is not None:
-                leaf = copy(a, dtype)
-            else:  # as a NumPy string, bytes would lose trailing zeros
-                leaf = np.array(a, object if isinstance(a, bytes) else None)
-            if leaf.ndim < ndims:
-                raise too_few_dimensions(path, leaf.shape, ndims)
-            leaves.append(leaf)
-        return leaves
-
     def values(
         self,
         value: Structure,

@@ -8,7 +8,7 @@ import numpy as np
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._host import hessians
-from sgtrick._host.contract import CallSpec, Parts, Shape, copy, show
+from sgtrick._host.contract import CallSpec, Parts, Shape, copy, show, too_few_dimensions
 from sgtrick._types import Array, DTypeLike, Structure
 
 
@@ -37,9 +37,28 @@ class Reply:
         self.what, self.has_aux, self.counts_nonfinite = "the value", False, True
 
     def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
-        """Copies of the leaves for the function."""
-        n = len(self.spec.paths)
-        return [*self.spec.incoming(arrays[:n], dtype), *(copy(a, dtype) for a in arrays[n:])]
+        """Copies for the function, which may modify and keep them; the originals are TensorFlow's.
+
+        Args:
+            arrays: The leaves as TensorFlow passed them, and then those of vectors.
+            dtype: The dtype to which vectors and leaves with derivatives are cast.
+
+        Raises:
+            ValueError: A leaf has too few dimensions.
+        """
+        leaves = []
+        vectors = [dtype] * (len(arrays) - len(self.spec.dtypes))
+        for a, path, ndims, own in zip(
+            arrays, self.paths, self.event_ndims, [*self.spec.dtypes, *vectors], strict=True
+        ):
+            if own is not None:
+                leaf = copy(a, dtype)
+            else:  # as a NumPy string, bytes would lose trailing zeros
+                leaf = np.array(a, object if isinstance(a, bytes) else None)
+            if leaf.ndim < ndims:
+                raise too_few_dimensions(path, leaf.shape, ndims)
+            leaves.append(leaf)
+        return leaves
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """The arguments of the function."""
