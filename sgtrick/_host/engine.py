@@ -257,10 +257,10 @@ class Engine:
                 failed.append(i)
                 continue
             parts = reply.parts(returned, one, events, member)
-            if columns:
-                reply.check_same(parts, len(one), columns, batch)
-            else:
+            if not columns:
                 columns = self._filled(reply, batch, events, parts, len(one))
+            elif reply.unstated:
+                reply.check_same(parts, len(one), columns, batch)
             for k, (column, part) in enumerate(zip(columns, parts, strict=True)):
                 if part is None:
                     unknown.add(k)

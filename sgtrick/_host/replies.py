@@ -93,7 +93,7 @@ class Reply:
         return [batch + shape for shape in known or self.spec.value.least]
 
     @functools.cached_property
-    def _unstated(self) -> list[tuple[int, str]]:
+    def unstated(self) -> list[tuple[int, str]]:
         """The parts whose shape only the function tells, and what errors call them."""
         values = [] if self.spec.value.is_known else self.spec.value.paths[: self.value_count]
         return [
@@ -103,7 +103,7 @@ class Reply:
 
     def check_same(self, parts: Parts, ndims: int, columns: Parts, batch: Shape) -> None:
         """Raises a ValueError if the parts of a member are not shaped like those of others."""
-        for k, what in self._unstated:
+        for k, what in self.unstated:
             came, expected = parts[k].shape[ndims:], columns[k].shape[len(batch) :]
             if came != expected:
                 raise ValueError(
