@@ -310,29 +310,17 @@ class HostFunction:
 
     def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, list[str]]:
         """The arguments by position, and their names."""
-        signature = self._signature
-        if signature is None:
-            if kwargs:
-                raise TypeError(
-                    f"{self._name} takes no keyword arguments, got {list(kwargs)}. Pass them by "
-                    "position."
-                )
-            return args, [f"args[{i}]" for i in range(len(args))]
-        bound = calls.bind(signature, args, kwargs, self._name)
-        if bound.kwargs:  # defaults turn arguments after an omitted one into positional ones
-            bound.apply_defaults()
-        if bound.kwargs:
+        call = self._callee.bind(args, kwargs)
+        given = [key for key in call.keywords if key not in call.defaults]
+        if given:
             raise TypeError(
-                f"{self._name} has keyword-only arguments {list(bound.kwargs)}, but engines are "
-                "called by position. Make them positional, or bind them with functools.partial."
+                f"{self._name} has keyword-only arguments {given}, but engines are called by "
+                "position. Make them positional, or bind them with functools.partial."
             )
-        positional = [
-            p.name
-            for p in signature.parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        names = [*positional, *(f"args[{i}]" for i in range(len(positional), len(bound.args)))]
-        return bound.args, names[: len(bound.args)]
+        names = self._callee.names(call)[: call.positional]
+        while names and names[-1] in call.defaults:  # the engine has them itself
+            names.pop()
+        return tuple(call.values[: len(names)]), names
 
 
 def _check_value_shape(value: ValueShape, functions: Functions, on_error: str | float) -> None:
