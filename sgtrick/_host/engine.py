@@ -107,8 +107,7 @@ class Engine:
         self._executor = executor
         _check_executor(executor, list(given.values()))
         self.calls, self.vjp_calls, self.jvp_calls, self.hess_calls = 0, 0, 0, 0
-        self.failures, self.nonfinite = 0, 0
-        self.seconds = 0.0
+        self.failures, self.nonfinite, self.seconds = 0, 0, 0.0
         self._has_warned = False
         self._callable = set[tuple[int, int]]()  # functions, with how many arguments
         self._counting = threading.Lock()
@@ -480,6 +479,8 @@ def floating(dtype: DTypeLike) -> np.dtype[Any]:
         )
     return found
 
+
+COUNTERS = ["calls", "vjp_calls", "jvp_calls", "hess_calls", "failures", "nonfinite", "seconds"]
 
 # The arguments of `from_numpy` with functions that return a product, and what counts their calls.
 _COUNTERS = {

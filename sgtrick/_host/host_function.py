@@ -20,7 +20,7 @@ from sgtrick._host.arguments import (
 )
 from sgtrick._host.contract import CallSpec
 from sgtrick._host.derived import Derived
-from sgtrick._host.engine import Engine, Functions, Options
+from sgtrick._host.engine import COUNTERS, Engine, Functions, Options
 from sgtrick._host.host_call import HostCall
 from sgtrick._host.progress import progress
 from sgtrick._host.value_shape import ValueShape
@@ -201,15 +201,7 @@ class HostFunction:
         for key, f in given.items():
             if f is not None:
                 stated.append(f"{key}={f!r}" if isinstance(f, (str, bool)) else key)
-        products = "".join(
-            f"{n} of {key}, "
-            for key, n in (("vjp", self.vjp_calls), ("jvp", self.jvp_calls))
-            if given[key] is not None
-        )
-        counts = (
-            f"{self.calls} calls, {products}{self.hess_calls} for second derivatives, "
-            f"{self.failures} failures, {self.nonfinite} not finite, {self.seconds:.3g} s"
-        )
+        counts = ", ".join(f"{name} {round(getattr(self, name), 3)}" for name in COUNTERS)
         return f"<host engine {', '.join([self._name, *stated])}: {counts}>"
 
     def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
