@@ -440,19 +440,14 @@ def _of(i: Shape, a: Any, shared: bool, ones: int = 0) -> Array:
 
 def _lost(name: str, error: BaseException) -> str:
     """The message for an executor that did not answer."""
-    why = (
-        "A worker has died or could not load the engine, the engine cannot be sent to it, or the "
-        "executor is shut down."
+    # A pool that cannot unpickle an answer tells why in the traceback that is its cause.
+    cause = f"\n{error.__cause__}" if error.__cause__ else ""
+    return (
+        f"{name} got no answer from its executor: {_said(error).rstrip('.')}. A worker has died or "
+        "could not load the engine, the engine cannot be sent to it, the executor is shut down, or "
+        "an exception or a result could be pickled by the worker but not unpickled here: raise one "
+        f"of Python's built-in exceptions, such as ArithmeticError(str(error)).{cause}"
     )
-    trace = str(error.__cause__)  # the traceback if the pool could not unpickle an answer
-    if "loads(" in trace:
-        said = [line for line in trace.splitlines() if line.strip("' ")][-1]
-        why = (
-            f"{said}. The pool is lost because an exception or a result could be pickled by the "
-            "worker but not unpickled here. Raise one of Python's built-in exceptions in the "
-            "engine, such as ArithmeticError(str(error))."
-        )
-    return f"{name} got no answer from its executor: {_said(error).rstrip('.')}. {why}"
 
 
 def _message(asked: _Asked, member: Sequence[Array | bytes], error: BaseException) -> str:
