@@ -31,7 +31,6 @@ class CallSpec:
         value: The shape or shapes of the value of one batch member.
         value_dtype: The dtype of the value for TensorFlow.
         aux_dtype: That of aux; None if the engine returns no aux.
-        aux_shape: The shape of aux of one batch member, as far as it is known.
         has_gradient: Whether the engine returns the gradient with the value.
         tells_failures: Whether the results tell for which batch members the engine failed.
     """
@@ -46,7 +45,6 @@ class CallSpec:
     aux_dtype: DTypeLike | None
     has_gradient: bool
     tells_failures: bool
-    aux_shape: Shape | None = None
 
     @functools.cached_property
     def places(self) -> list[int]:
@@ -80,29 +78,6 @@ class CallSpec:
         if not self._nested:
             return leaves
         return tf.nest.pack_sequence_as(self.args, leaves)  # type: ignore[no-any-return]
-
-    def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
-        """Copies for the engine, which may modify and keep them; the originals are TensorFlow's.
-
-        Args:
-            arrays: The leaves as TensorFlow passed them.
-            dtype: The dtype to which leaves with derivatives are cast.
-
-        Raises:
-            ValueError: A leaf has too few dimensions.
-        """
-        leaves = []
-        for a, path, ndims, own in zip(
-            arrays, self.paths, self.event_ndims, self.dtypes, strict=True
-        ):
-            if own is not None:
-                leaf = copy(a, dtype)
-            else:  # as a NumPy string, bytes would lose trailing zeros
-                leaf = np.array(a, object if isinstance(a, bytes) else None)
-            if leaf.ndim < ndims:
-                raise too_few_dimensions(path, leaf.shape, ndims)
-            leaves.append(leaf)
-        return leaves
 
     def values(
         self,
@@ -228,8 +203,6 @@ class CallSpec:
 
     def _usual_cause(self, came: Shape, expected: shapes.Shape, events: Sequence[Shape]) -> str:
         """The most likely cause of a wrong shape of a value that is one array."""
-        if self.value.is_of_first:
-            return " All members of a batch must have values of the same shape."
         if not events or len(self.value.shapes) > 1:
             return ""
         (value,) = self.value.shapes

@@ -252,23 +252,21 @@ class Derived:
     def hessian_times(self, *args_and_v: Structure) -> Structure:
         """The Hessian of each member of a batch, one number each, times `v`."""
         *args, v = args_and_v
-        split, groups = _split(tuple(args))
-
-        def run(points: Leaves, constants: Leaves, vs: Leaves) -> Leaves:
-            return self._framework.symmetric(self._gradient(split, constants, [1.0]), points, vs)
-
-        return split.packed(self._run(run, "hessian", split, [*groups, _present(v)]))
+        return self._hessian(args, [], v)
 
     def hessian_of_sum_times(self, *args_u_and_v: Structure) -> Structure:
         """The Hessian of the sum of `u * value` times `v`."""
         *args, u, v = args_u_and_v
+        return self._hessian(args, tf.nest.flatten(u), v)
+
+    def _hessian(self, args: Leaves, us: Leaves, v: Structure) -> Structure:
         split, groups = _split(tuple(args))
 
         def run(points: Leaves, constants: Leaves, us: Leaves, vs: Leaves) -> Leaves:
-            return self._framework.symmetric(self._gradient(split, constants, us), points, vs)
+            gradient = self._gradient(split, constants, us or [1.0])
+            return self._framework.symmetric(gradient, points, vs)
 
-        groups += [tf.nest.flatten(u), _present(v)]
-        return split.packed(self._run(run, "hessian of sum", split, groups))
+        return split.packed(self._run(run, "hessian", split, [*groups, us, _present(v)]))
 
     def _function(
         self, split: _Split, constants: Leaves, *, with_aux: bool = False

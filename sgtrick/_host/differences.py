@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 
 from sgtrick._host.contract import CallSpec, Parts, copy
-from sgtrick._host.engine import Engine
+from sgtrick._host.engine import SCHEMES, Engine
 from sgtrick._host.replies import Evaluation, Product
 from sgtrick._types import Array
-
-# The power of eps in the step, and the directions of the steps.
-_SCHEMES = {"2-point": (1 / 2, (1,)), "3-point": (1 / 3, (1, -1))}
 
 
 def evaluate(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
@@ -27,7 +24,7 @@ def evaluate(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
 
     Each member's point and those around it are another batch dimension, the last one.
     """
-    (power, signs), dtype = _SCHEMES[engine.schemes["grad"]], engine.dtype
+    (power, signs), dtype = SCHEMES[engine.schemes["grad"]], engine.dtype
     sizes = {
         k: math.prod(np.shape(arrays[k])[np.ndim(arrays[k]) - spec.event_ndims[k] :])
         for k in spec.places
@@ -98,7 +95,7 @@ def hessian_times(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Par
         spec: How the leaves form the arguments.
         arrays: The leaves of the arguments, of `u` if the value is not one number, and of `v`.
     """
-    (power, signs), dtype = _SCHEMES[engine.schemes["hess"]], engine.dtype
+    (power, signs), dtype = SCHEMES[engine.schemes["hess"]], engine.dtype
     n, places = len(spec.paths), spec.places
     xs, us = arrays[:n], arrays[n : len(arrays) - len(places)]
     vs = [copy(np.asarray(v), dtype) for v in arrays[len(arrays) - len(places) :]]

@@ -56,6 +56,19 @@ class Functions(NamedTuple):
         return Functions(*map(bind, self))
 
 
+class Options(NamedTuple):
+    """How to call the engine: the arguments of `from_numpy` with these names."""
+
+    vectorized: bool
+    dtype: DTypeLike
+    executor: futures.Executor | None
+    on_error: str | float
+    event_ndims: int | Structure
+    has_aux: bool
+    name: str | None
+    value_shape: Structure = ()  # None if the framework finds it
+
+
 class Engine:
     """A function of arrays with its derivatives, and how to call it.
 
@@ -71,22 +84,14 @@ class Engine:
         seconds: Total wall time of all evaluations.
     """
 
-    def __init__(
-        self,
-        functions: Functions,
-        *,
-        vectorized: bool,
-        broadcasts: bool = False,
-        dtype: DTypeLike,
-        executor: futures.Executor | None,
-        on_error: str | float,
-    ) -> None:
+    def __init__(self, functions: Functions, options: Options, *, broadcasts: bool) -> None:
         """See `from_numpy`.
 
         With `broadcasts`, a vectorized engine gets arguments that all members share with batch
         dimensions of size 1; without, it gets views of the common batch shape.
         """
-        self.dtype, self._instead = floating(dtype), _number(on_error)
+        executor = options.executor
+        self.dtype, self._instead = floating(options.dtype), _number(options.on_error)
         stated = {key: f for key, f in functions._asdict().items() if f is not None}
         self._has_no_gradient = stated.get("grad") is False
         if self._has_no_gradient:
@@ -98,11 +103,11 @@ class Engine:
         }
         self._functions = [f for key, f in given.items() if key in ("fn", "grad")]
         self._products = {key: given[key] for key in _COUNTERS if key in given}
-        self._vectorized, self._broadcasts, self._executor = vectorized, broadcasts, executor
+        self._vectorized, self._broadcasts = options.vectorized, broadcasts
+        self._executor = executor
         _check_executor(executor, list(given.values()))
         self.calls, self.vjp_calls, self.jvp_calls, self.hess_calls = 0, 0, 0, 0
-        self.failures, self.nonfinite = 0, 0
-        self.seconds = 0.0
+        self.failures, self.nonfinite, self.seconds = 0, 0, 0.0
         self._has_warned = False
         self._callable = set[tuple[int, int]]()  # functions, with how many arguments
         self._counting = threading.Lock()
@@ -204,12 +209,12 @@ class Engine:
             self._failed(asked, failure, arrays)
             return self._filled(reply, batch, events)
         parts = reply.parts(returned, batch, events, whole)
-        columns = parts[:-1] if reply.has_aux else parts
-        asked.nonfinite = _count_nonfinite(columns, batch)
-        for k, column in enumerate(columns):
-            if column is None:
-                shape = reply.settled(parts, len(batch)).shapes(batch, events)[k]
-                parts[k] = np.full(shape, np.nan)
+        known = parts[:-1] if reply.has_aux else parts
+        asked.nonfinite = _count_nonfinite(known, batch)
+        if any(part is None for part in parts):
+            shapes = reply.shapes(batch, events, parts, len(batch))
+            filled = zip(parts, shapes, strict=True)
+            parts = [np.full(shape, np.nan) if p is None else p for p, shape in filled]
         return parts
 
     def _by_member(
@@ -241,7 +246,7 @@ class Engine:
             started = list(started)
         columns: Parts = []
         failed: list[Shape] = []
-        unknown: set[int] = set()
+        unknown: set[int] = {len(reply.dtypes) - 1} if reply.has_aux else set()
         for i, (member, result) in zip(places, started, strict=True):
             try:
                 returned = self._returned(asked, result)
@@ -252,28 +257,30 @@ class Engine:
                 continue
             parts = reply.parts(returned, one, events, member)
             if not columns:
-                reply = reply.settled(parts, len(one))
-                columns = self._filled(reply, batch, events)
+                columns = self._filled(reply, batch, events, parts, len(one))
+            elif reply.unstated:
+                reply.check_same(parts, len(one), columns, batch)
             for k, (column, part) in enumerate(zip(columns, parts, strict=True)):
                 if part is None:
                     unknown.add(k)
                     part = np.nan
                 column[(*i, ...)] = part
         columns = columns or self._filled(reply, batch, events)
-        asked.nonfinite = _count_nonfinite(
-            [
-                None if k in unknown or (reply.has_aux and k == len(columns) - 1) else column
-                for k, column in enumerate(columns)
-            ],
-            batch,
-            failed,
-        )
+        known = [column for k, column in enumerate(columns) if k not in unknown]
+        asked.nonfinite = _count_nonfinite(known, batch, failed)
         return columns
 
-    def _filled(self, reply: Reply, batch: Shape, events: Sequence[Shape]) -> Parts:
+    def _filled(
+        self,
+        reply: Reply,
+        batch: Shape,
+        events: Sequence[Shape],
+        like: Sequence[Any] = (),
+        ndims: int = 0,
+    ) -> Parts:
         """The parts if all calls fail. float64 holds results of any dtype until all have come."""
         numbers = reply.instead(np.nan if self._instead is None else self._instead)
-        return list(map(np.full, reply.shapes(batch, events), numbers))
+        return list(map(np.full, reply.shapes(batch, events, like, ndims), numbers))
 
     def _returned(self, asked: "_Asked", result: Result) -> Structure:
         """The result of one call.
@@ -433,19 +440,14 @@ def _of(i: Shape, a: Any, shared: bool, ones: int = 0) -> Array:
 
 def _lost(name: str, error: BaseException) -> str:
     """The message for an executor that did not answer."""
-    why = (
-        "A worker has died or could not load the engine, the engine cannot be sent to it, or the "
-        "executor is shut down."
+    # A pool that cannot unpickle an answer tells why in the traceback that is its cause.
+    cause = f"\n{error.__cause__}" if error.__cause__ else ""
+    return (
+        f"{name} got no answer from its executor: {_said(error).rstrip('.')}. A worker has died or "
+        "could not load the engine, the engine cannot be sent to it, the executor is shut down, or "
+        "an exception or a result could be pickled by the worker but not unpickled here: raise one "
+        f"of Python's built-in exceptions, such as ArithmeticError(str(error)).{cause}"
     )
-    trace = str(error.__cause__)  # the traceback if the pool could not unpickle an answer
-    if "loads(" in trace:
-        said = [line for line in trace.splitlines() if line.strip("' ")][-1]
-        why = (
-            f"{said}. The pool is lost because an exception or a result could be pickled by the "
-            "worker but not unpickled here. Raise one of Python's built-in exceptions in the "
-            "engine, such as ArithmeticError(str(error))."
-        )
-    return f"{name} got no answer from its executor: {_said(error).rstrip('.')}. {why}"
 
 
 def _message(asked: _Asked, member: Sequence[Array | bytes], error: BaseException) -> str:
@@ -473,6 +475,8 @@ def floating(dtype: DTypeLike) -> np.dtype[Any]:
     return found
 
 
+COUNTERS = ["calls", "vjp_calls", "jvp_calls", "hess_calls", "failures", "nonfinite", "seconds"]
+
 # The arguments of `from_numpy` with functions that return a product, and what counts their calls.
 _COUNTERS = {
     "vjp": "vjp_calls",
@@ -482,8 +486,9 @@ _COUNTERS = {
 }
 
 
-# Finite differences, by their names in SciPy; see differences.py.
-SCHEMES = ("2-point", "3-point")
+# Finite differences, by their names in SciPy: the power of eps in the step, and the directions of
+# the steps; see differences.py.
+SCHEMES = {"2-point": (1 / 2, (1,)), "3-point": (1 / 3, (1, -1))}
 
 
 def _check_functions(given: dict[str, Any], has_no_gradient: bool) -> None:

@@ -1,13 +1,12 @@
 """PyTorch and JAX functions, whose gradients their frameworks compute, as host engines."""
 
-import importlib
-import sys
 from concurrent.futures import Executor
 
 from sgtrick._arguments import calls
+from sgtrick._host import packages
 from sgtrick._host.derived import Derived, Framework
-from sgtrick._host.engine import Functions
-from sgtrick._host.host_function import HostFunction, Options
+from sgtrick._host.engine import Functions, Options
+from sgtrick._host.host_function import HostFunction
 from sgtrick._host.value_shape import ValueShape
 from sgtrick._tensorflow import autograph
 from sgtrick._types import Decorated, DTypeLike, Function, Structure
@@ -65,7 +64,7 @@ def from_torch(
     off from an argument (`.item()`, `.detach()`, `torch.no_grad()`). Value and gradient come from
     one pass of `torch.func.vjp`; only arrays cross the boundary.
     """
-    _import("torch", "PyTorch", "from_torch")
+    packages.check("torch", "from_torch", "PyTorch")
     ValueShape(value_shape)  # not None: only JAX finds it
     from sgtrick._host.torch import Torch
 
@@ -139,7 +138,7 @@ def from_jax(
     arrays raise a `TypeError`, whatever `on_error` is. Value and gradient come from one pass of
     `jax.vjp`; only arrays cross the boundary.
     """
-    _import("jax", "JAX", "from_jax")
+    packages.check("jax", "from_jax", "JAX")
     if native:
         given = {"executor": executor, "on_error": on_error, "vmap": vmap, "jit": jit}
         usual = {"executor": None, "on_error": "raise", "vmap": True, "jit": True}
@@ -189,15 +188,3 @@ def _form(fn: Function | None, framework: Framework, options: Options) -> Decora
     if fn is None:
         return lambda fn: HostFunction(Functions(fn), options, derive)
     return HostFunction(Functions(fn), options, derive)
-
-
-def _import(package: str, framework: str, form: str) -> None:
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(
-            f"{form} needs {framework}, which is not installed for {sys.executable}. Install the "
-            f"extra sgtrick[{package}], or the package alone: {sys.executable} -m pip install "
-            f"{package}",
-            name=package,
-        ) from error

@@ -2,8 +2,8 @@
 
 from concurrent.futures import Executor
 
-from sgtrick._host.engine import Functions
-from sgtrick._host.host_function import HostFunction, Options
+from sgtrick._host.engine import Functions, Options
+from sgtrick._host.host_function import HostFunction
 from sgtrick._types import Decorated, DTypeLike, Function, Structure
 
 

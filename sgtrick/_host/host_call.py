@@ -9,7 +9,6 @@ import tensorflow as tf
 from sgtrick._host import differences
 from sgtrick._host.contract import CallSpec, Parts
 from sgtrick._host.engine import Engine
-from sgtrick._host.hessians import WholeHessian
 from sgtrick._host.replies import Evaluation, Product
 from sgtrick._tensorflow import graphs, host_calls
 from sgtrick._types import Array, DTypeLike, Function, Tensor
@@ -60,8 +59,8 @@ class HostCall:
         """
         engine, spec = self.engine, self.spec
         argument = "hess" if engine.gives("hess") else "hessp"
-        kind = WholeHessian if argument == "hess" else Product
-        reply = kind(spec, "the Hessian times v", "uv" if us else "v")
+        vectors, whole = "uv" if us else "v", argument == "hess"
+        reply = Product(spec, "the Hessian times v", vectors, whole=whole)
         callback = functools.partial(engine.product, argument, reply)
         if "hess" in engine.schemes:
             callback = functools.partial(differences.hessian_times, engine, spec)

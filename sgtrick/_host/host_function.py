@@ -4,8 +4,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import tensorflow as tf
 
@@ -21,26 +20,13 @@ from sgtrick._host.arguments import (
 )
 from sgtrick._host.contract import CallSpec
 from sgtrick._host.derived import Derived
-from sgtrick._host.engine import Engine, Functions
+from sgtrick._host.engine import COUNTERS, Engine, Functions, Options
 from sgtrick._host.host_call import HostCall
 from sgtrick._host.progress import progress
 from sgtrick._host.value_shape import ValueShape
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
-from sgtrick._types import Args, DTypeLike, Function, Kwargs, Structure, Tensor
-
-
-class Options(NamedTuple):
-    """How to call the engine: the arguments of `from_numpy` with these names."""
-
-    vectorized: bool
-    dtype: DTypeLike
-    executor: Executor | None
-    on_error: str | float
-    event_ndims: int | Structure
-    has_aux: bool
-    name: str | None
-    value_shape: Structure = ()  # None if the framework finds it
+from sgtrick._types import Args, Function, Kwargs, Structure, Tensor
 
 
 class HostFunction:
@@ -88,14 +74,8 @@ class HostFunction:
             if self._derived is not None:
                 functions = self._derived.functions(of_number=key)
             _check_value_shape(value, functions, options.on_error)
-            self._engines[key] = Engine(
-                functions,
-                vectorized=options.vectorized,
-                broadcasts=self._derived is not None,
-                dtype=options.dtype,
-                executor=options.executor,
-                on_error=options.on_error,
-            )
+            broadcasts = self._derived is not None
+            self._engines[key] = Engine(functions, options, broadcasts=broadcasts)
         return self._engines[key]
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -221,15 +201,7 @@ class HostFunction:
         for key, f in given.items():
             if f is not None:
                 stated.append(f"{key}={f!r}" if isinstance(f, (str, bool)) else key)
-        products = "".join(
-            f"{n} of {key}, "
-            for key, n in (("vjp", self.vjp_calls), ("jvp", self.jvp_calls))
-            if given[key] is not None
-        )
-        counts = (
-            f"{self.calls} calls, {products}{self.hess_calls} for second derivatives, "
-            f"{self.failures} failures, {self.nonfinite} not finite, {self.seconds:.3g} s"
-        )
+        counts = ", ".join(f"{name} {round(getattr(self, name), 3)}" for name in COUNTERS)
         return f"<host engine {', '.join([self._name, *stated])}: {counts}>"
 
     def __call__(self, *args: Structure, **kwargs: Structure) -> Structure:
@@ -330,29 +302,17 @@ class HostFunction:
 
     def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, list[str]]:
         """The arguments by position, and their names."""
-        signature = self._signature
-        if signature is None:
-            if kwargs:
-                raise TypeError(
-                    f"{self._name} takes no keyword arguments, got {list(kwargs)}. Pass them by "
-                    "position."
-                )
-            return args, [f"args[{i}]" for i in range(len(args))]
-        bound = calls.bind(signature, args, kwargs, self._name)
-        if bound.kwargs:  # defaults turn arguments after an omitted one into positional ones
-            bound.apply_defaults()
-        if bound.kwargs:
+        call = self._callee.bind(args, kwargs)
+        given = [key for key in call.keywords if key not in call.defaults]
+        if given:
             raise TypeError(
-                f"{self._name} has keyword-only arguments {list(bound.kwargs)}, but engines are "
-                "called by position. Make them positional, or bind them with functools.partial."
+                f"{self._name} has keyword-only arguments {given}, but engines are called by "
+                "position. Make them positional, or bind them with functools.partial."
             )
-        positional = [
-            p.name
-            for p in signature.parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        names = [*positional, *(f"args[{i}]" for i in range(len(positional), len(bound.args)))]
-        return bound.args, names[: len(bound.args)]
+        names = self._callee.names(call)[: call.positional]
+        while names and names[-1] in call.defaults:  # the engine has them itself
+            names.pop()
+        return tuple(call.values[: len(names)]), names
 
 
 def _check_value_shape(value: ValueShape, functions: Functions, on_error: str | float) -> None:

@@ -1,12 +1,14 @@
 """What the functions of an engine are called with, and what they must return."""
 
-import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from sgtrick._arguments import shapes, structures
-from sgtrick._host.contract import CallSpec, Parts, Shape, copy, show
+from sgtrick._host import hessians
+from sgtrick._host.contract import CallSpec, Parts, Shape, copy, show, too_few_dimensions
 from sgtrick._types import Array, DTypeLike, Structure
 
 
@@ -23,6 +25,7 @@ class Reply:
         event_ndims: Their numbers of event dimensions.
         dtypes: The dtypes of the parts for TensorFlow.
         value_count: How many parts, the first ones, have the shapes of the value.
+        what: What errors call the parts that are like the value.
         has_aux: Whether the last part is aux.
         counts_nonfinite: Whether parts that are not finite are counted.
     """
@@ -31,19 +34,47 @@ class Reply:
         self.spec, self.name = spec, spec.name
         self.dtypes, self.value_count = dtypes, value_count
         self.paths, self.event_ndims = spec.paths, spec.event_ndims
-        self.has_aux, self.counts_nonfinite = False, True
+        self.what, self.has_aux, self.counts_nonfinite = "the value", False, True
 
     def incoming(self, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
-        """Copies of the leaves for the function."""
-        n = len(self.spec.paths)
-        return [*self.spec.incoming(arrays[:n], dtype), *(copy(a, dtype) for a in arrays[n:])]
+        """Copies for the function, which may modify and keep them; the originals are TensorFlow's.
+
+        Args:
+            arrays: The leaves as TensorFlow passed them, and then those of vectors.
+            dtype: The dtype to which vectors and leaves with derivatives are cast.
+
+        Raises:
+            ValueError: A leaf has too few dimensions.
+        """
+        leaves = []
+        vectors = [dtype] * (len(arrays) - len(self.spec.dtypes))
+        for a, path, ndims, own in zip(
+            arrays, self.paths, self.event_ndims, [*self.spec.dtypes, *vectors], strict=True
+        ):
+            if own is not None:
+                leaf = copy(a, dtype)
+            else:  # as a NumPy string, bytes would lose trailing zeros
+                leaf = np.array(a, object if isinstance(a, bytes) else None)
+            if leaf.ndim < ndims:
+                raise too_few_dimensions(path, leaf.shape, ndims)
+            leaves.append(leaf)
+        return leaves
 
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """The arguments of the function."""
         return self.spec.pack(leaves)
 
-    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
-        """The shapes of the parts; unknown dimensions count as zero."""
+    def shapes(
+        self, batch: Shape, events: Sequence[Shape], like: Sequence[Any] = (), ndims: int = 0
+    ) -> list[Shape]:
+        """The shapes of the parts for a batch.
+
+        Args:
+            batch: The shape of the batch.
+            events: The shapes of the leaves, without batch.
+            like: Parts that tell what only they do; without them, unknown dimensions are zero.
+            ndims: How many batch dimensions these have.
+        """
         raise NotImplementedError
 
     def parts(
@@ -56,18 +87,29 @@ class Reply:
         """What the parts of a failed call are filled with, `value` in place of the value."""
         raise NotImplementedError
 
-    def settled(self, parts: Parts, batch_ndims: int) -> "Reply":
-        """The same reply, with the shapes that only these parts tell."""
-        spec = self.spec
-        if self.has_aux:
-            spec = dataclasses.replace(spec, aux_shape=np.shape(parts[-1])[batch_ndims:])
-        if self.value_count and not spec.value.is_known:
-            known = [part.shape[batch_ndims:] for part in parts[: self.value_count]]
-            spec = dataclasses.replace(spec, value=spec.value.of(known))
-        return self if spec is self.spec else self._with(spec)
+    def value_shapes(self, batch: Shape, like: Sequence[Any], ndims: int) -> list[Shape]:
+        """Those of the parts that are like the value."""
+        known = [part.shape[ndims:] for part in like[: self.value_count]]
+        return [batch + shape for shape in known or self.spec.value.least]
 
-    def _with(self, spec: CallSpec) -> "Reply":
-        raise NotImplementedError
+    @functools.cached_property
+    def unstated(self) -> list[tuple[int, str]]:
+        """The parts whose shape only the function tells, and what errors call them."""
+        values = [] if self.spec.value.is_known else self.spec.value.paths[: self.value_count]
+        return [
+            *((k, self.what + path) for k, path in enumerate(values)),
+            *[(-1, "aux")] * self.has_aux,
+        ]
+
+    def check_same(self, parts: Parts, ndims: int, columns: Parts, batch: Shape) -> None:
+        """Raises a ValueError if the parts of a member are not shaped like those of others."""
+        for k, what in self.unstated:
+            came, expected = parts[k].shape[ndims:], columns[k].shape[len(batch) :]
+            if came != expected:
+                raise ValueError(
+                    f"{what} of {self.name} must have the same shape for all members of a batch, "
+                    f"got {shapes.show(expected)} and {shapes.show(came)}."
+                )
 
     def outgoing(self, parts: Parts) -> list[Array]:
         """Copies for TensorFlow, in its dtypes; engines may return the same buffer each time."""
@@ -87,18 +129,17 @@ class Evaluation(Reply):
             f"the gradient of value{path}" if path else "the gradient" for path in spec.value.paths
         ]
 
-    def _with(self, spec: CallSpec) -> Reply:
-        return Evaluation(spec)
-
-    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+    def shapes(
+        self, batch: Shape, events: Sequence[Shape], like: Sequence[Any] = (), ndims: int = 0
+    ) -> list[Shape]:
         """The shapes of the values, the gradients, whether the engine failed, and aux."""
-        spec, values = self.spec, [batch + shape for shape in self.spec.value.least]
+        spec, values = self.spec, self.value_shapes(batch, like, ndims)
         gradients = [value + events[k] for value in values for k in spec.places]
         return [
             *values,
             *(gradients if spec.has_gradient else []),
             *[batch] * spec.tells_failures,
-            *[batch + (spec.aux_shape or ())] * self.has_aux,
+            *[batch + (np.shape(like[-1])[ndims:] if like else ())] * self.has_aux,
         ]
 
     def instead(self, value: float) -> list[float]:
@@ -149,17 +190,10 @@ class Evaluation(Reply):
 
     def _aux(self, given: object, batch: Shape) -> Array:
         aux = np.array(self.spec.checked(given, None, "aux"))
-        front, shape = aux.shape[: len(batch)], aux.shape[len(batch) :]
-        if front != batch:
+        if aux.shape[: len(batch)] != batch:
             raise ValueError(
                 f"aux of {self.name} must have the batch shape {shapes.show(batch)} in front, "
                 f"got {shapes.show(aux.shape)}."
-            )
-        expected = self.spec.aux_shape
-        if expected not in (None, shape):
-            raise ValueError(
-                f"aux of {self.name} must have the same shape for all members of a batch, "
-                f"got {shapes.show(expected)} and {shapes.show(shape)}."
             )
         return aux
 
@@ -176,12 +210,24 @@ class Product(Reply):
     those of the arguments, followed by those of the vectors.
     """
 
-    def __init__(self, spec: CallSpec, what: str, vectors: str, *, to_value: bool = False) -> None:
-        """For errors, `what` is the product. `vectors` has one letter for each vector."""
+    def __init__(
+        self,
+        spec: CallSpec,
+        what: str,
+        vectors: str,
+        *,
+        to_value: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """For errors, `what` is the product. `vectors` has one letter for each vector.
+
+        If `whole`, the function takes no vectors and returns the Hessian.
+        """
         m = len(spec.value.shapes)
         dtypes = spec.outputs[:m] if to_value else spec.gradient_dtypes
         super().__init__(spec, dtypes, m if to_value else 0)
-        self._what, self._vectors, self._to_value = what, vectors, to_value
+        self.what, self._vectors, self._to_value = what, vectors, to_value
+        self._whole = whole
         of_value = [len(shape) for shape in spec.value.shapes]
         of_points = [spec.event_ndims[k] for k in spec.places]
         self.paths, self.event_ndims = [*spec.paths], [*spec.event_ndims]
@@ -190,14 +236,11 @@ class Product(Reply):
             self.paths += [f"u{path}" for path in spec.value.paths] if w == "u" else points
             self.event_ndims += of_value if w == "u" else of_points
 
-    def _with(self, spec: CallSpec) -> Reply:
-        return type(self)(spec, self._what, self._vectors, to_value=self._to_value)
-
     def arguments(self, leaves: Sequence[Array]) -> Sequence[Structure]:
         """The arguments of the engine, and each vector in its structure."""
         spec, n = self.spec, len(self.spec.paths)
         arguments, rest = list(spec.pack(leaves[:n])), iter(leaves[n:])
-        for w in self._vectors:
+        for w in "" if self._whole else self._vectors:
             if w == "u":
                 arguments.append(spec.value.pack([next(rest) for _ in spec.value.shapes]))
             else:
@@ -206,10 +249,12 @@ class Product(Reply):
                 arguments.append(packed[0] if len(packed) == 1 else tuple(packed))
         return arguments
 
-    def shapes(self, batch: Shape, events: Sequence[Shape]) -> list[Shape]:
+    def shapes(
+        self, batch: Shape, events: Sequence[Shape], like: Sequence[Any] = (), ndims: int = 0
+    ) -> list[Shape]:
         """The shapes of the product: those of the value, or of the leaves with derivatives."""
         if self._to_value:
-            return [batch + shape for shape in self.spec.value.least]
+            return self.value_shapes(batch, like, ndims)
         return [batch + events[k] for k in self.spec.places]
 
     def instead(self, value: float) -> list[float]:
@@ -224,12 +269,14 @@ class Product(Reply):
 
         Raises:
             TypeError: The function returned something other than real numbers.
-            ValueError: The shape or structure is wrong.
+            ValueError: The shape or structure is wrong, or a Hessian is not symmetric.
         """
-        del leaves
+        if self._whole:
+            vs = leaves[len(self.spec.paths) :]
+            return hessians.product(self.spec, returned, batch, events, vs)
         if returned is None:
             like = "like the value" if self._to_value else "like the arguments"
-            raise TypeError(f"{self._what} of {self.name} must be {like}, got None.")
+            raise TypeError(f"{self.what} of {self.name} must be {like}, got None.")
         if self._to_value:
-            return list(self.spec.values(returned, batch, what=self._what))
-        return self.spec.gradients(returned, batch, events, self._what)
+            return list(self.spec.values(returned, batch, what=self.what))
+        return self.spec.gradients(returned, batch, events, self.what)

@@ -1,6 +1,5 @@
 """The shape of the value of an engine, as its user states it."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ class ValueShape:
         like: The structure, with None as its leaves.
         paths: The names of its leaves after "value", such as "['u']".
         shapes: The shapes of its leaves; None for a dimension that is only known when run.
-        is_of_first: Whether these are the shapes of the value of the first batch member.
     """
 
     def __init__(self, stated: Structure) -> None:
@@ -28,7 +26,6 @@ class ValueShape:
             TypeError: It is neither a shape nor a structure of shapes.
         """
         structure = _with_leaves(stated, "value_shape")
-        self.is_of_first = False
         leaves = list(structures.flatten(structure))
         self.like = tf.nest.map_structure(lambda _: None, structure)
         self.paths = [path for path, _ in leaves]
@@ -48,12 +45,6 @@ class ValueShape:
     def least(self) -> list[tuple[int, ...]]:
         """The shapes, with zero for unknown dimensions."""
         return [tuple(n or 0 for n in shape) for shape in self.shapes]
-
-    def of(self, known: Sequence[tuple[int, ...]]) -> "ValueShape":
-        """The same structure with these shapes."""
-        found = copy.copy(self)
-        found.shapes, found.is_of_first = list(known), True
-        return found
 
     def pack(self, leaves: Sequence[Any]) -> Structure:
         """A value with these leaves."""
