@@ -15,7 +15,7 @@ import tensorflow_probability as tfp
 import sgtrick
 from matrix import spread
 from sgtrick import check_gradient
-from sgtrick._check import comparison, finite_differences
+from sgtrick._check import finite_differences, random_mode
 
 ROOT = Path(__file__).parents[2]
 MODES = pytest.mark.parametrize("mode", ["full", "random"])
@@ -297,7 +297,7 @@ class TestWrong:
             lambda x: tf.reduce_sum(tf.sin(x)), lambda x: tf.cos(x) * constant(mask)
         )
         x = constant(np.random.default_rng(0).uniform(0.5, 1.0, 300))
-        found = report(tf.function(f), x, eps=(1e-4, 0.1))  # fewer steps than usual, for time
+        found = report(tf.function(f), x, max_step=(1e-4, 0.1))  # fewer steps than usual, for time
         assert [entry.name for entry in found.entries if entry.verdict == "wrong"] == ["x[217]"]
         assert len(found.entries) == 300
 
@@ -312,7 +312,7 @@ class TestWrong:
         f, x = tf.function(wrong_in({1: 0.1, 617: 0.1})), constant(np.ones(1000))
         for seed in range(5):  # 2**-10 each for being missed
             assert report(f, x, mode="random", seed=seed).worst.verdict == "wrong"
-        monkeypatch.setattr(comparison, "DIRECTIONS", 1)
+        monkeypatch.setattr(random_mode, "DIRECTIONS", 1)
         verdicts = [report(f, x, mode="random", seed=s).worst.verdict for s in range(40)]
         assert set(verdicts) == {"wrong", "ok"}
         assert 10 <= verdicts.count("ok") <= 30  # three standard deviations
@@ -511,13 +511,13 @@ class TestPrecision:
             truth = rate * np.cos(rate * x + shift)
             assert abs(found.derivative[0] - truth) < found.error[0]
 
-    def test_eps(self):
+    def test_max_step(self):
         def fast(x):  # with ripples
             return tf.sin(x) + 1e-4 * tf.stop_gradient(tf.sin(1e3 * x))
 
-        assert check_gradient(fast, constant(0.5), eps=(0.02, 1.0), rtol=0.05).passed
-        assert report(fast, constant(0.5), eps=1e-6).worst.verdict == "wrong"
-        steps = check_gradient(tf.sin, constant(0.5), eps=(1e-4, 1e-2)).worst.steps
+        assert check_gradient(fast, constant(0.5), max_step=(0.02, 1.0), rtol=0.05).passed
+        assert report(fast, constant(0.5), max_step=1e-6).worst.verdict == "wrong"
+        steps = check_gradient(tf.sin, constant(0.5), max_step=(1e-4, 1e-2)).worst.steps
         assert steps.max() == 1e-2
         assert 1e-4 / 4 < steps.min() <= 1e-4
 
@@ -621,8 +621,8 @@ class TestRefusals:
             ({"mode": "fast"}, "mode must be 'full' or 'random', got 'fast'"),
             ({"rtol": -1.0}, "rtol must be None or a non-negative number"),
             ({"atol": np.nan}, "atol must be None or a non-negative number"),
-            ({"eps": 0.0}, "eps must be None, the largest step, or a pair"),
-            ({"eps": (1e-2, 1e-4)}, "smallest and the largest step"),
+            ({"max_step": 0.0}, "max_step must be None, the largest step, or a pair"),
+            ({"max_step": (1e-2, 1e-4)}, "smallest and the largest step"),
         ],
     )
     def test_options(self, options, message):
