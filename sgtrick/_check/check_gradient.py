@@ -1,12 +1,12 @@
 """`check_gradient`: comparison of embedded gradients with finite differences."""
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, structures
-from sgtrick._check import comparison, modes
+from sgtrick._check import both_rules, second_order
+from sgtrick._check.comparison import Options, compared
+from sgtrick._check.finite_differences import StepBounds
 from sgtrick._check.leaves import Named, OfLeaves, wide
 from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._types import Args, Function, Structure
@@ -18,7 +18,7 @@ def check_gradient(
     *,
     order: int = 1,
     mode: str = "full",
-    eps: float | tuple[float, float] | None = None,
+    max_step: StepBounds = None,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
@@ -62,9 +62,9 @@ def check_gradient(
             times these sizes, so it is found with probability 1 if that exceeds the tolerance.
             Several errors can cancel: the probability that all directions miss them is at most
             2**-10 for a scalar `f`, and (3/4)**10 = 0.06 otherwise.
-        eps: The largest step, in the units of `x`, or a pair of the smallest and the largest step,
-            if `f` needs a narrower range. None: from 0.1 times the larger of 1 and the largest
-            entry of the leaf, down to 1e-7 times the entry.
+        max_step: The largest step, in the units of `x`, or a pair of the smallest and the largest
+            step, if `f` needs a narrower range. None: from 0.1 times the larger of 1 and the
+            largest entry of the leaf, down to 1e-7 times the entry.
         rtol: The relative tolerance. It is relative to the larger of the two derivatives; in random
             mode, to the root of the sum of squares of the entries' contributions. None: the square
             root of the rounding unit, 3e-4 for float32, but at least 1e-6.
@@ -102,27 +102,24 @@ def check_gradient(
     Central differences with a single step, as in `tf.test.compute_gradient`, have no error
     estimate.
     """
-    _check_options(order, mode, eps, rtol, atol)
+    _check_options(order, mode, max_step, rtol, atol)
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly: call it outside tf.function and graphs.")
     function, inputs = _of_leaves(f, x)
     notes: list[str] = []
     random = np.random.default_rng(seed) if mode == "random" else None
-    of_values = function
-    comparisons, magnitude = [], None
-    for k in range(1, order + 1):
-        comparisons.append(
-            comparison.Comparison(function, inputs, k, eps, rtol, atol, random, magnitude)
-        )
-        if k < order and not all(np.isfinite(e.embedded) for e in comparisons[-1].entries):
+    options = Options(max_step, rtol, atol, random)
+    comparisons = [compared(function, inputs, 1, options, magnitude=None)]
+    if order == 2:
+        (first,) = comparisons
+        if all(np.isfinite(entry.embedded) for entry in first.entries):
+            gradient = second_order.gradient_of(function, random)
+            comparisons.append(compared(gradient, inputs, 2, options, first.magnitude))
+        else:
             notes.append("Not every gradient is finite, so second derivatives were not checked.")
-            break
-        if k < order:
-            function = comparison.derivative(function, random)
-            magnitude = comparisons[-1].magnitude_of_gradient()
     entries = [e for c in comparisons for e in c.entries]
     if getattr(f, "has_both_rules", False):
-        entries.append(modes.compared(of_values, inputs, seed, rtol))
+        entries.append(both_rules.compared(function, inputs, seed, rtol))
     report = GradientReport(
         tuple(sorted(entries, key=lambda e: e.rank)),
         mode,
@@ -134,7 +131,9 @@ def check_gradient(
     return report
 
 
-def _check_options(order: int, mode: str, eps: Any, rtol: float | None, atol: float | None) -> None:
+def _check_options(
+    order: int, mode: str, max_step: StepBounds, rtol: float | None, atol: float | None
+) -> None:
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, got {order!r}.")
     if mode not in ("full", "random"):
@@ -142,13 +141,14 @@ def _check_options(order: int, mode: str, eps: Any, rtol: float | None, atol: fl
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if tolerance is not None and not 0 <= tolerance < np.inf:
             raise ValueError(f"{name} must be None or a non-negative number, got {tolerance!r}.")
-    if eps is None:
+    if max_step is None:
         return
-    positive = np.all(np.isfinite(eps)) and np.all(np.greater(eps, 0))
-    if not positive or np.shape(eps) not in ((), (2,)) or (np.ndim(eps) and eps[0] >= eps[1]):
+    bounds = np.array(max_step)
+    positive = np.all(np.isfinite(bounds) & (bounds > 0))
+    if not positive or bounds.shape not in ((), (2,)) or (bounds.ndim and bounds[0] >= bounds[1]):
         raise ValueError(
-            "eps must be None, the largest step, or a pair of the smallest and the largest step, "
-            f"all positive and finite, got {eps!r}."
+            "max_step must be None, the largest step, or a pair of the smallest and the largest "
+            f"step, all positive and finite, got {max_step!r}."
         )
 
 

@@ -18,8 +18,8 @@ ADVICE = {
     ),
     "cannot tell": (
         "cannot tell: the differences are too inaccurate to detect an error of 1 %. Try a float64 "
-        "x, steps (eps) at which f is smooth and above its noise, or a larger rtol; report.plot() "
-        "shows the differences of one entry."
+        "x, steps (max_step) at which f is smooth and above its noise, or a larger rtol; "
+        "report.plot() shows the differences of one entry."
     ),
     "kink": (
         "kink: f has different slopes on the two sides of x (left | right), so no derivative. The "
@@ -38,8 +38,6 @@ class Entry(NamedTuple):
         embedded: The derivative that the tape returns: 0 for None, NaN if refused.
         numerical: The derivative by finite differences.
         uncertainty: The estimated error of `numerical`.
-        absolute: The absolute difference of `embedded` and `numerical`.
-        relative: The difference relative to the larger of the two.
         allowed: The largest `absolute` that is accepted.
         verdict: `wrong`, `refused`, `cannot tell`, `kink` or `ok`.
         remark: A comment; for `refused`, the message of the refusal.
@@ -52,13 +50,23 @@ class Entry(NamedTuple):
     embedded: float
     numerical: float
     uncertainty: float
-    absolute: float
-    relative: float
     allowed: float
     verdict: str
     remark: str
     steps: Array
     differences: Array
+
+    @property
+    def absolute(self) -> float:
+        """The absolute difference of `embedded` and `numerical`."""
+        return abs(self.embedded - self.numerical)
+
+    @property
+    def relative(self) -> float:
+        """The difference relative to the larger of the two."""
+        larger = np.fmax(abs(self.embedded), abs(self.numerical))
+        with np.errstate(invalid="ignore"):  # both may be infinite
+            return float(np.divide(self.absolute, larger)) if self.absolute else 0.0
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -283,7 +283,7 @@ class TestRefused:
             return 2 * x + tf.where(x > 5, tf.math.log(x - 1), 0)
 
         f = sgtrick.with_gradient(lambda x: x**2, trap)
-        found = check_gradient(f, constant(1.0), order=2, eps=0.1, raise_exception=False)
+        found = check_gradient(f, constant(1.0), order=2, max_step=0.1, raise_exception=False)
         assert (found.worst.order, found.worst.verdict) == (2, "refused")
         assert np.isnan(found.worst.embedded)
         assert "no function says why" in str(found)

@@ -3,9 +3,10 @@
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._check.leaves import Named, OfLeaves, random_signs, unit_roundoff, wide
+from sgtrick._check.leaves import Named, OfLeaves, random_signs, wide
 from sgtrick._check.recorded import Recorded
 from sgtrick._check.report import Entry
+from sgtrick._check.verdicts import Tolerance
 
 
 def compared(function: OfLeaves, inputs: Named, seed: int, rtol: float | None) -> Entry:
@@ -26,8 +27,8 @@ def compared(function: OfLeaves, inputs: Named, seed: int, rtol: float | None) -
         forward += 0.0 if t is None else float(np.sum(u * wide(t)))
     terms, _, refusal = Recorded(function, inputs).along(direction, upstream)
     reverse, size = float(terms.sum()), float(np.abs(terms).sum())
-    unit = max(map(unit_roundoff, [*xs, *(y for _, y in ys)]))
-    allowed = (max(1e-6, unit**0.5) if rtol is None else rtol) * max(size, abs(forward))
+    tolerance = Tolerance.of([*xs, *(y for _, y in ys)], rtol, atol=None)
+    allowed = tolerance.rtol * max(size, abs(forward))
     off = abs(forward - reverse)
     verdict = "ok" if off <= allowed else "refused" if np.isnan(off) else "wrong"
     return Entry(
@@ -36,8 +37,6 @@ def compared(function: OfLeaves, inputs: Named, seed: int, rtol: float | None) -
         embedded=forward,
         numerical=reverse,
         uncertainty=0.0,
-        absolute=off,
-        relative=off / max(abs(forward), abs(reverse), np.finfo(np.float64).tiny),
         allowed=allowed,
         verdict=verdict,
         remark=refusal or "the JVP rule; numerical: the VJP rule",

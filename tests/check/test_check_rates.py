@@ -1,0 +1,36 @@
+"""How often `check_gradient` is wrong, measured."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_rates():
+    path = ROOT / "tests" / "benchmarks" / "check_gradient_rates.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestRates:
+    def test_small_run(self):
+        rates = load_rates()
+        kinds = ["values of 1e-12 to 1e12", "entries of 1e-4 to 1e4", "noise of 1e-9 to 1e-5"]
+        counts = rates.rates(1, kinds, ["full"])
+        for (kind, _, right), counter in counts.items():
+            assert not counter["wrong" if right else "passed"], kind
+        assert {kind for kind, *_ in counts} == set(kinds)
+
+    def test_the_docs_table_is_of_200_functions(self):
+        text = (ROOT / "docs" / "check_gradient_rates.inc").read_text()
+        assert int(re.match(r"(\d+) random functions", text)[1]) >= 200
+        alarm, missed = map(
+            float, re.search(r"\| all \| ([\d.]+)&nbsp;/&nbsp;([\d.]+) \|", text).groups()
+        )
+        assert alarm == 0
+        assert missed < 1
+        undecided = re.search(r"`cannot tell` for ([\d.]+) % .* and ([\d.]+) % of the wrong", text)
+        assert max(map(float, undecided.groups())) < 9

@@ -1,0 +1,149 @@
+"""What `check_gradient` refuses to check, and its report as text and as a plot."""
+
+import pickle
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+import tensorflow as tf
+from checked_functions import MODES, constant, density, density_gradient, report
+
+import sgtrick
+from sgtrick import check_gradient
+
+matplotlib.use("Agg")
+
+
+REFUSED = [
+    (
+        ValueError,
+        r"not deterministic.*y was first .* then",
+        lambda x: x * tf.random.uniform([], dtype=x.dtype),
+        constant(1.0),
+    ),
+    (ValueError, r"y\[1\], which f returns, is nan at x", tf.math.log, constant([1.0, -1.0])),
+    (
+        ValueError,
+        r"x\['a'\] is not finite",
+        lambda x: x["a"],
+        {"a": constant([1.0, np.inf])},
+    ),
+    (TypeError, r"x is complex.*real and imaginary", tf.abs, tf.constant(1j)),
+    (
+        TypeError,
+        r"y, which f returns, is complex.*real",
+        lambda x: tf.complex(x, x),
+        constant(1.0),
+    ),
+    (TypeError, "x has nothing to differentiate with respect to", lambda x: x, 3),
+    (TypeError, "floating and not empty", tf.reduce_sum, tf.zeros([0])),
+    (TypeError, "f returns nothing of a floating dtype", lambda x: tf.cast(x, tf.int32), 3.0),
+    (TypeError, "y, the result of <lambda>, must be a tensor", lambda x: None, 3.0),
+    (  # nothing is guessed: they may be a value and its gradient
+        TypeError,
+        r"pass sgtrick\.from_value_and_gradient.* as a list",
+        lambda x: (tf.sin(x), tf.cos(x)),
+        constant([1.0, 2.0]),
+    ),
+]
+
+
+class TestRefusals:
+    @MODES
+    def test_a_state_that_changes_later(self, mode):
+        calls = iter(range(10**6))
+
+        def f(x):
+            return x if next(calls) < 10 else 2 * x
+
+        with pytest.raises(ValueError, match="not deterministic"):
+            check_gradient(f, constant(1.0), mode=mode)
+
+    @pytest.mark.parametrize(("error", "message", "f", "x"), REFUSED)
+    def test_says_why(self, error, message, f, x):
+        with pytest.raises(error, match=message):
+            check_gradient(f, x)
+
+    def test_what_messages_propose_passes(self):
+        parts = constant(1.0), constant(2.0)
+        assert check_gradient(lambda re, im: tf.abs(tf.complex(re, im)), parts).passed
+        assert check_gradient(lambda x: [tf.sin(x), tf.cos(x)], constant([1.0, 2.0])).passed
+
+    def test_in_a_graph(self):
+        with pytest.raises(RuntimeError, match="runs eagerly"):
+            tf.function(lambda x: check_gradient(tf.sin, x) and x)(constant(1.0))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"order": 3}, "order must be 1 or 2, got 3"),
+            ({"mode": "fast"}, "mode must be 'full' or 'random', got 'fast'"),
+            ({"rtol": -1.0}, "rtol must be None or a non-negative number"),
+            ({"atol": np.nan}, "atol must be None or a non-negative number"),
+            ({"max_step": 0.0}, "max_step must be None, the largest step, or a pair"),
+            ({"max_step": (1e-2, 1e-4)}, "smallest and the largest step"),
+        ],
+    )
+    def test_options(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            check_gradient(tf.sin, 1.0, **options)
+
+
+class TestReport:
+    @pytest.fixture
+    def found(self):
+        off = constant([1.0, 1.5, 1.01])
+        f = sgtrick.with_gradient(density, lambda x: density_gradient(x) * off)
+        return report(f, constant([0.5, 2.0, -1.0]))
+
+    def test_sorted_by_error(self, found):
+        assert [entry.name for entry in found.entries] == ["x[1]", "x[2]", "x[0]"]
+        assert [entry.verdict for entry in found.entries] == ["wrong", "wrong", "ok"]
+
+    def test_table_is_aligned(self, found):
+        summary, header, *rows = str(found).splitlines()
+        assert summary == f"3 entries: 2 wrong, 1 ok. {found.evaluations} evaluations."
+        assert header.split()[:3] == ["entry", "embedded", "numerical"]
+        assert len(rows) == 3
+        verdict = header.index("verdict")
+        assert [row[verdict:] for row in rows] == ["wrong", "wrong", "ok"]
+        for column in ("embedded", "numerical", "abs. error", "rel. error"):
+            end = header.index(column) + len(column)
+            assert all(row[end - 1] != " " and row[end] == " " for row in rows)
+
+    def test_a_long_table_is_cut(self):
+        text = str(check_gradient(lambda x: tf.reduce_sum(x**2), constant(np.ones(30))))
+        assert "... and 10 more with smaller errors" in text
+
+    def test_errors(self, found):
+        error = sgtrick.GradientCheckError(found)
+        assert error.report is found
+        assert "most of all at x[1]: embedded" in str(error)
+        assert str(found) in str(error)
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+    def test_numbers(self, found):
+        worst = found.worst
+        assert worst.absolute == pytest.approx(abs(worst.embedded - worst.numerical))
+        assert worst.relative == pytest.approx(1 / 3, rel=1e-6)
+        assert worst.embedded == pytest.approx(1.5 * worst.numerical)
+
+    def test_plot(self, found, tmp_path):
+        ax = found.plot()
+        line = ax.lines[0]
+        np.testing.assert_array_equal(line.get_xdata(), found.worst.steps)
+        expected = np.abs(found.worst.differences - found.worst.embedded)
+        np.testing.assert_allclose(line.get_ydata(), expected)
+        assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+        assert "x[1]: wrong" in ax.get_title()
+        ax.figure.savefig(tmp_path / "plot.png")
+        assert "x[0]: ok" in found.plot("x[0]", ax=ax).get_title()
+        with pytest.raises(KeyError, match=r"entry must be .*, got 'x\[9\]'"):
+            found.plot("x[9]")
+        matplotlib.pyplot.close("all")
+
+    def test_plot_without_matplotlib(self, found, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+        with pytest.raises(ImportError, match="pip install matplotlib"):
+            found.plot()

@@ -1,0 +1,175 @@
+"""Differences tell kinks from curvature and noise, and say how accurate they are."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from checked_functions import MODES, constant, density, report
+
+import sgtrick
+from sgtrick import check_gradient
+from sgtrick._check import finite_differences
+
+
+class TestKinks:
+    @MODES
+    @pytest.mark.parametrize("f", [tf.abs, tf.nn.relu, lambda x: -tf.abs(x) + tf.exp(x)])
+    def test_are_reported(self, f, mode):
+        found = check_gradient(f, constant(0.0), mode=mode)
+        assert {entry.verdict for entry in found.entries} == {"kink"}
+        assert "no derivative" in str(found)
+
+    def test_one_sided_slopes_are_shown(self):
+        (entry,) = check_gradient(lambda x: tf.maximum(-x, 3 * x), constant(0.0)).entries
+        assert entry.remark == "-1 | 3"
+
+    @pytest.mark.parametrize(
+        ("slope", "verdict"), [(-1.1, "wrong"), (1.1, "wrong"), (np.nan, "refused")]
+    )
+    def test_no_slope_outside_is_excused(self, slope, verdict):
+        f = sgtrick.with_gradient(lambda x: tf.abs(x), lambda x: constant(slope))
+        assert report(f, constant(0.0)).worst.verdict == verdict
+
+    @pytest.mark.parametrize("x", [1e-5, -1e-5, 1e-3, -0.03, 0.2])
+    def test_beside_one_the_derivative_is_seen(self, x):
+        assert check_gradient(lambda x: 3 * tf.nn.relu(x) + x, constant(x)).worst.verdict == "ok"
+        wrong = sgtrick.with_gradient(
+            lambda x: tf.nn.relu(x), lambda x: 0.99 * tf.cast(x > 0, x.dtype) + 0.01
+        )
+        assert report(wrong, constant(x)).worst.verdict == ("wrong" if x < 0 else "ok")
+
+    def test_autodiff_is_wrong_where_two_kinks_cancel(self):
+        def f(x):  # x, but autodiff says 0 at 0
+            return tf.nn.relu(x) - tf.nn.relu(-x)
+
+        entry = report(f, constant(0.0)).worst
+        assert (entry.verdict, entry.embedded) == ("wrong", 0.0)
+        assert entry.numerical == pytest.approx(1.0)
+
+    def test_smooth_curvature_is_no_kink(self):
+        assert check_gradient(lambda x: tf.sqrt(x**2 + 1e-4), constant(0.0)).worst.verdict == "ok"
+        assert check_gradient(lambda x: tf.abs(x) ** 1.5, constant(0.0)).worst.verdict == "ok"
+        assert check_gradient(tf.sin, constant(1e-300)).evaluations < 150
+
+    def test_a_jump_cannot_be_told(self):
+        with pytest.raises(sgtrick.GradientCheckError, match="could not be checked") as caught:
+            check_gradient(tf.sign, constant(0.0))
+        assert caught.value.report.worst.verdict == "cannot tell"
+
+
+class TestPrecision:
+    def test_float32_is_checked_in_float64(self):
+        found = check_gradient(tf.sin, tf.constant(0.5))
+        assert found.worst.uncertainty < 1e-9
+        assert any("differences in float64" in note for note in found.notes)
+
+    def test_float32_alone_says_what_it_decides(self):
+        two = tf.constant(2.0)
+        found = check_gradient(lambda x: tf.sin(two * x), tf.constant([0.5]))
+        assert 1e-7 < found.worst.uncertainty < 1e-3
+        (note,) = found.notes
+        assert re.search(
+            "evaluated in float32, because in float64 it raises .*median error .* .e-0", note
+        )
+        wrong = sgtrick.with_gradient(lambda x: tf.sin(two * x), lambda x: 2.02 * tf.cos(two * x))
+        assert report(wrong, tf.constant([0.5])).worst.verdict == "wrong"
+
+    def test_float32_that_cannot_decide(self):
+        big = tf.constant(1e6)
+        found = report(lambda x: big + tf.sin(x), tf.constant(0.5))
+        assert found.worst.verdict == "cannot tell"
+        assert check_gradient(lambda x: 1e6 + tf.sin(x), tf.constant(0.5)).passed  # in float64
+
+    @pytest.mark.parametrize("mode", ["full", "random"])
+    @pytest.mark.parametrize("x", [[1.5], [1.5, -2.0]])
+    def test_rounding_of_float32_is_told_from_errors(self, x, mode):
+        """Where tanh is almost 1, its gradient in float32 has few digits, but only there."""
+
+        def slope(x):
+            return 5 * (1 - tf.tanh(5 * x) ** 2)
+
+        def off_by(error, dtypes):
+            def grad(x):
+                return slope(x) + (error(x) if x.dtype in dtypes else 0 * x)
+
+            return sgtrick.with_gradient(lambda x: tf.tanh(5 * x), grad, batch_ndims=1)
+
+        x = tf.constant(x)
+        for dtypes in ([tf.float32], [tf.float32, tf.float64]):
+            for error, verdict in [
+                (lambda x: 0 * x, "ok"),
+                (lambda x: 1e-4 * tf.ones_like(x), "wrong"),  # more than rounding of a value of 1
+            ]:
+                found = report(off_by(error, dtypes), x, mode=mode)
+                assert found.worst.verdict == verdict
+        in_both = off_by(lambda x: 0.5 * slope(x), [tf.float32, tf.float64])
+        assert report(in_both, x, mode=mode).worst.verdict == "wrong"
+        with_atol = report(off_by(lambda x: 0 * x, []), x, mode=mode, atol=0.0)
+        assert with_atol.worst.verdict == "wrong"  # the caller's tolerance is not widened
+
+    @pytest.mark.parametrize(
+        ("f", "why"),
+        [
+            (lambda x: tf.cast(tf.sin(x), tf.float32), "does not return float64"),
+            (
+                lambda x: tf.sin(x) * (1 if x.dtype == tf.float32 else 2),
+                "value in float64 differs",
+            ),
+        ],
+    )
+    def test_why_not_float64(self, f, why):
+        (note,) = check_gradient(f, tf.constant(0.5)).notes
+        assert why in note
+
+    def test_estimated_errors_are_honest(self):
+        """The true error of the differences is below the estimate, over many functions."""
+        rng = np.random.default_rng(0)
+        for _ in range(300):
+            rate, shift, noise = 10 ** rng.uniform(-2, 2), rng.normal(), 10 ** rng.uniform(-16, -3)
+            x = rng.normal()
+
+            def f(t, rate=rate, shift=shift, noise=noise, x=x):
+                u = rate * (x + t) + shift
+                return np.array([np.sin(u) + noise * np.sin(1e12 * u)]), t
+
+            steps = finite_differences.sweep(abs(x), abs(x), None)
+            value = f(0.0)[0]
+            found = finite_differences.differentiate(f, value, steps, 2e-16 * np.abs(value))
+            truth = rate * np.cos(rate * x + shift)
+            assert abs(found.derivative[0] - truth) < found.error[0]
+
+    def test_max_step(self):
+        def fast(x):  # with ripples
+            return tf.sin(x) + 1e-4 * tf.stop_gradient(tf.sin(1e3 * x))
+
+        assert check_gradient(fast, constant(0.5), max_step=(0.02, 1.0), rtol=0.05).passed
+        assert report(fast, constant(0.5), max_step=1e-6).worst.verdict == "wrong"
+        steps = check_gradient(tf.sin, constant(0.5), max_step=(1e-4, 1e-2)).worst.steps
+        assert steps.max() == 1e-2
+        assert 1e-4 / 4 < steps.min() <= 1e-4
+
+    def test_steps_outside_the_domain_are_left_out(self):
+        assert check_gradient(tf.math.log, constant([1e-3, 1e-9])).passed
+
+
+class TestCost:
+    def test_random_mode_does_not_depend_on_dimension(self):
+        def count(n):
+            calls = 0
+
+            def f(x):
+                nonlocal calls
+                calls += 1
+                return tf.reduce_sum(tf.sin(x))
+
+            x = constant(1 + np.random.default_rng(0).uniform(size=n))
+            found = check_gradient(f, x, mode="random")
+            assert found.evaluations == calls
+            return found.evaluations
+
+        assert count(10) == count(100_000) < 300
+
+    def test_full_mode_is_linear(self):
+        few, many = (check_gradient(density, constant([[1.0] * n])).evaluations for n in (2, 20))
+        assert many < 11 * few
