@@ -31,6 +31,11 @@ ADVICE = {
 class Entry(NamedTuple):
     """One derivative, embedded and numerical.
 
+        >>> import sgtrick
+        >>> import tensorflow as tf
+        >>> print(sgtrick.check_gradient(tf.sin, 1.0).entries[0].verdict)
+        ok
+
     Attributes:
         order: 1 for the gradient, 2 for the derivative of the gradient.
         name: Its name, such as `x[0]['a'][2, 3]`, `y[1] by x[3]` (the derivative of `y[1]` with

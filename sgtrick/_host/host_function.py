@@ -30,7 +30,13 @@ from sgtrick._types import Args, Function, Kwargs, Structure, Tensor
 
 
 class HostFunction:
-    """A function whose value and gradient are computed outside TensorFlow; made by `from_numpy`."""
+    """A function whose value and gradient are computed outside TensorFlow; made by `from_numpy`.
+
+    >>> import sgtrick
+    >>> h = sgtrick.from_numpy(lambda x: (x @ x, 2 * x))
+    >>> print(h([1.0, 2.0]).numpy(), h.calls, isinstance(h, sgtrick.HostFunction))
+    5.0 1 True
+    """
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ def rule_with_a_partial(x):
 def nested(point):
     x, y = point["x"], point["y"][0]
     values = {"of x": truth(x).detach(), "of y": truth(y).detach()}
-    return values, lambda u, v: {"x": 4 * x**3 * u[..., None], "y": 4 * y**3 * v[..., None]}
+    return values, lambda u, v: {"x": 4 * x**3 * u[..., None], "y": [4 * y**3 * v[..., None]]}
 
 
 def structured_rule(x):
