@@ -33,8 +33,9 @@ class HostFunction:
     """A function whose value and gradient are computed outside TensorFlow; made by `from_numpy`.
 
     >>> import sgtrick
+    >>> import tensorflow as tf
     >>> h = sgtrick.from_numpy(lambda x: (x @ x, 2 * x))
-    >>> print(h([1.0, 2.0]).numpy(), h.calls, isinstance(h, sgtrick.HostFunction))
+    >>> print(h(tf.constant([1.0, 2.0])).numpy(), h.calls, isinstance(h, sgtrick.HostFunction))
     5.0 1 True
     """
 
