@@ -39,9 +39,10 @@ def _shortening(call: Function) -> Function:
         try:
             return call(*args)
         except Exception as error:
-            if tf.executing_eagerly() and tf.debugging.is_traceback_filtering_enabled():
-                error.__traceback__ = _without_inner(error.__traceback__)
-            raise
+            if not (tf.executing_eagerly() and tf.debugging.is_traceback_filtering_enabled()):
+                raise
+            shorter = _without_inner(error.__traceback__)
+            raise error.with_traceback(shorter)  # noqa: B904 - keep the original cause
 
     return shortened
 

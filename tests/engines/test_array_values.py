@@ -74,8 +74,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("law", LAWS)
+SLOW = (by_forward_mode, "around vectorized_map")
+
+
+@pytest.mark.parametrize(
+    ("law", "way"),
+    [
+        pytest.param(law, way, marks=[pytest.mark.long] * ((law, way) == SLOW))
+        for law in LAWS
+        for way in WAYS
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_autodiff(name, law, way):
     h, native = MODELS[name]

@@ -607,7 +607,9 @@ def test_no_roots(wrap, theta):
     np.testing.assert_array_equal(tape.gradient(x, theta), tf.zeros_like(theta))
 
 
-@pytest.mark.parametrize("way", FIRST_WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.long] * ("forward" in way)) for way in FIRST_WAYS]
+)
 def test_a_jacobian_that_is_equal_for_all_mapped_members(way):
     def root(x):
         return implicit_root(lambda z, x: z - tf.sin(x), tf.sin(x), x)

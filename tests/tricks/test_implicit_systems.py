@@ -128,6 +128,7 @@ class TestDependentMembers:
         found = grad(root, theta)
         np.testing.assert_allclose(found[:2], (3 * tf.sin(theta) ** 2)[:2] ** -1, rtol=1e-5)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("batch_ndims", [0, 1])
     @pytest.mark.parametrize("power", [1, 2])
     def test_to_a_higher_order_only_are_right(self, power, batch_ndims):
