@@ -143,7 +143,8 @@ class CallSpec:
             if parts[k] is not None:
                 raise TypeError(
                     f"{self._named(what, self.paths[k])} must be None, got {show(parts[k])}: "
-                    f"{self.paths[k]} has a dtype without derivatives."
+                    f"{self.paths[k]} has a dtype without derivatives. Return None there, or cast "
+                    f"{self.paths[k]} to a float."
                 )
         return found
 

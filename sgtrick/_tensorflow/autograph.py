@@ -13,8 +13,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def unconverted(f: F) -> F:
-    """Keeps AutoGraph out of a function, and keeps its type for type checkers."""
-    return tf.autograph.experimental.do_not_convert(f)  # type: ignore[no-any-return]
+    """Keeps AutoGraph out of a function, and its inner frames out of errors in eager execution.
+
+    Errors then show what the caller wrote, as TensorFlow's do. Type checkers still see its type.
+    """
+
+    @functools.wraps(f)
+    def shortened(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return f(*args, **kwargs)
+        except Exception as error:
+            if not (tf.executing_eagerly() and tf.debugging.is_traceback_filtering_enabled()):
+                raise
+            shorter = _without_inner(error.__traceback__)
+            raise error.with_traceback(shorter)  # noqa: B904 - keep the original cause
+
+    return tf.autograph.experimental.do_not_convert(shortened)  # type: ignore[no-any-return]
 
 
 def form(call: Function) -> Function:
@@ -23,28 +37,13 @@ def form(call: Function) -> Function:
     AutoGraph would take a second to rewrite `call`, which has nothing to convert, so it is kept
     out. `converted` applies AutoGraph to a caller's function, if it is applied to the caller.
     """
-    call = unconverted(_shortening(call))
+    call = unconverted(call)
 
     def form(*args: Any, **kwargs: Any) -> Any:
         status = tf.__internal__.autograph.control_status_ctx()
         return call(functools.partial(_converted, status), args, kwargs)
 
     return form
-
-
-def _shortening(call: Function) -> Function:
-    """`call`, whose errors in eager execution show what the caller wrote, as TensorFlow's do."""
-
-    def shortened(*args: Any) -> Any:
-        try:
-            return call(*args)
-        except Exception as error:
-            if not (tf.executing_eagerly() and tf.debugging.is_traceback_filtering_enabled()):
-                raise
-            shorter = _without_inner(error.__traceback__)
-            raise error.with_traceback(shorter)  # noqa: B904 - keep the original cause
-
-    return shortened
 
 
 def _without_inner(traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -387,6 +387,27 @@ def test_errors_in_eager_execution_show_what_the_caller_wrote(name):
     assert frames.index("broken") > 5
 
 
+def test_errors_of_engines_in_eager_execution_are_short():
+    """They carry the engine's own message, and few frames of this package."""
+
+    @sgtrick.from_numpy
+    def broken(x):
+        raise ArithmeticError("no convergence")
+
+    def frames_of_ours():
+        with pytest.raises(RuntimeError, match="broken raised ArithmeticError") as caught:
+            broken(X)
+        modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.tb)]
+        return sum(module.startswith("sgtrick.") for module in modules)
+
+    assert frames_of_ours() <= 3
+    tf.debugging.disable_traceback_filtering()
+    try:
+        assert frames_of_ours() > 3
+    finally:
+        tf.debugging.enable_traceback_filtering()
+
+
 class TestInheritedEngines:
     """Functions of one name in a class and in what it is derived from."""
 
