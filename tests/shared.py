@@ -102,8 +102,8 @@ MODES: dict[str, Callable[[Form], Form]] = {
 }
 
 
-def mapped(f: Form) -> Form:
-    return lambda x: tf.vectorized_map(f, x, fallback_to_while_loop=False)
+def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: tf.vectorized_map(lambda a: f(*a), args, fallback_to_while_loop=False)
 
 
 def mapped_with_loops(f: Form) -> Form:
@@ -139,4 +139,14 @@ FIRST_WAYS = {
     "forward": forward_derivative,
     "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
     "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
+}
+
+# Ways to run a function that a mode, such as `derivative`, makes of another one.
+RUN_IN = {
+    "eager": lambda mode, f: mode(f),
+    "in tf.function": lambda mode, f: traced(mode(f)),
+    "around tf.function": lambda mode, f: mode(traced(f)),
+    "in XLA": lambda mode, f: compiled(mode(f)),
+    "in vectorized_map": lambda mode, f: mapped(mode(f)),
+    "around vectorized_map": lambda mode, f: mode(mapped(f)),
 }

@@ -6,22 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
-from checked_functions import MODES, constant, density, density_gradient, report
 
 import sgtrick
+from checked_functions import MODES, by_jvp, density, density_gradient, report
 from matrix import spread
 from sgtrick import check_gradient
 from sgtrick._check import random_mode
-
-
-@sgtrick.custom_jvp
-def by_jvp(x):
-    return tf.sin(x)
-
-
-@by_jvp.defjvp
-def _(primals, tangents):
-    return tf.sin(*primals), tf.cos(*primals) * tangents[0]
+from shared import constant
 
 
 def named_arguments(data, n, scale):

@@ -7,10 +7,11 @@ import matplotlib
 import numpy as np
 import pytest
 import tensorflow as tf
-from checked_functions import MODES, constant, density, density_gradient, report
 
 import sgtrick
+from checked_functions import MODES, density, density_gradient, report
 from sgtrick import check_gradient
+from shared import constant
 
 matplotlib.use("Agg")
 

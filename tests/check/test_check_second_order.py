@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from checked_functions import by_jvp
 from matrix import spread
 from sgtrick import check_gradient
+from shared import constant
 
 MODES = pytest.mark.parametrize("mode", ["full", "random"])
 
@@ -17,10 +19,6 @@ MODES = pytest.mark.parametrize("mode", ["full", "random"])
 def in_turn(cases):
     """Each case in one of the modes, which differ in what they draw, but not in what they ask."""
     return list(zip(cases, itertools.cycle(["full", "random"]), strict=False))
-
-
-def constant(value):
-    return tf.constant(value, tf.float64)
 
 
 X = constant([0.5, 2.0])
@@ -44,16 +42,6 @@ def embedded(x, hx=None):
 
 def engine(**options):
     return sgtrick.from_numpy(lambda x: (value(x), np.stack(gradient(x))), **options)
-
-
-@sgtrick.custom_jvp
-def by_jvp(x):
-    return tf.sin(x)
-
-
-@by_jvp.defjvp
-def _(primals, tangents):
-    return tf.sin(*primals), tf.cos(*primals) * tangents[0]
 
 
 def with_own_gradient():

@@ -5,11 +5,12 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
-from checked_functions import MODES, constant, density, report
 
 import sgtrick
+from checked_functions import MODES, density, report
 from sgtrick import check_gradient
 from sgtrick._check import finite_differences
+from shared import constant
 
 
 class TestKinks:

@@ -24,6 +24,7 @@ from array_model import (
     vjp_of_pair,
 )
 from matrix import traced
+from shared import WRAPS
 
 V, B = np.random.default_rng(8).normal(size=(4, 2)), np.random.default_rng(9).normal(size=4)
 
@@ -211,7 +212,7 @@ def test_of_one_number_by_products():
 
 
 @pytest.mark.parametrize("name", ["Jacobian, hessp", "products, hessp"])
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 def test_third_derivatives_raise(name, wrap):
     h = made(name)
 

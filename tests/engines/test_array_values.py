@@ -31,7 +31,7 @@ from array_model import (
     vjp,
 )
 from matrix import traced
-from shared import derivative, forward_derivative
+from shared import WRAPS, derivative, forward_derivative
 
 tfd = tfp.distributions
 RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)
@@ -123,7 +123,7 @@ def test_dtypes_and_static_shapes(name, on_error):
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 def test_products_are_computed_on_request(wrap):
     h = engines(vectorized=True)["products"]
     counts = lambda: (h.calls, h.vjp_calls, h.jvp_calls)  # noqa: E731
@@ -264,7 +264,7 @@ class TestWithoutGradient:
     def log_prob(x):
         return -0.5 * np.sum(x**2, -1)
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_a_gradient_is_an_error(self, wrap):
         h = sgtrick.from_numpy(self.log_prob, grad=False, vectorized=True)
         np.testing.assert_allclose(wrap(h)(X), self.log_prob(X))
@@ -300,7 +300,7 @@ class TestWithoutGradient:
 
 
 class TestErrors:
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_what_was_not_given(self, wrap):
         h = sgtrick.from_numpy(value, vjp=vjp, **OPTIONS)
         with pytest.raises(NotImplementedError, match=r"has no jvp=\. Pass jvp="):
@@ -310,7 +310,7 @@ class TestErrors:
             wrap(lambda: gradients(h))()
 
     @pytest.mark.parametrize("name", engines())
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     def test_second_derivatives(self, wrap, name):
         h = ENGINES[f"{name}, vectorized"]
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from shared import WRAPS
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]], tf.float64)
 
@@ -44,7 +45,7 @@ def value_and_gradient(h, x):
 
 
 class TestMethods:
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     @pytest.mark.parametrize("name", ["log_prob", "apart"])
     def test_of_two_objects_are_two_functions(self, name, wrap):
         one, two = Quadratic(1.0), Quadratic(5.0)

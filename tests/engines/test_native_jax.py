@@ -18,7 +18,7 @@ from test_array_hessians import (
 import sgtrick
 from array_model import A, W, X, added, by_forward_mode, gradients, mapped, true, true_pair
 from matrix import traced
-from shared import derivative
+from shared import WRAPS, derivative
 
 pytest.importorskip("jax.experimental.jax2tf", reason="JAX is not installed")
 import jax
@@ -102,7 +102,7 @@ def takes_unknown_dimensions():
 
 
 class TestShapes:
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+    @WRAPS
     @pytest.mark.parametrize("batch", [(), (1,), (4,), (2, 3), (0,), (2, 0)])
     def test_batches(self, batch, wrap):
         """Of one argument; the other is shared by all members."""

@@ -1,12 +1,14 @@
 """`custom_vjp` with a JVP rule beside its VJP rule."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import sgtrick
 from matrix import traced
-from shared import WRAPS, compiled, derivative, forward_derivative, mapped, on_host
+from shared import RUN_IN, WRAPS, derivative, forward_derivative, mapped, on_host
 
 X = np.random.default_rng(3).normal(size=(4,))
 MAGNITUDE = 3.0  # of the JVP rule, so that it can be told from the transpose of the other
@@ -27,20 +29,12 @@ def made(push=MAGNITUDE):
     return f
 
 
-REVERSE = {
-    "eager": derivative,
-    "in tf.function": lambda f: tf.function(derivative(f)),
-    "around tf.function": lambda f: derivative(tf.function(f)),
-    "compiled": lambda f: compiled(derivative(f)),
-    "around vectorized_map": lambda f: derivative(mapped(f)),
-    "in vectorized_map": lambda f: mapped(derivative(f)),
-}
+REVERSE = {name: functools.partial(run, derivative) for name, run in RUN_IN.items()}
+# Forward mode around vectorized_map is an error.
 FORWARD = {
-    "eager": forward_derivative,
-    "in tf.function": lambda f: tf.function(forward_derivative(f)),
-    "around tf.function": lambda f: forward_derivative(tf.function(f)),
-    "compiled": lambda f: compiled(forward_derivative(f)),
-    "in vectorized_map": lambda f: mapped(forward_derivative(f)),
+    name: functools.partial(run, forward_derivative)
+    for name, run in RUN_IN.items()
+    if name != "around vectorized_map"
 }
 
 

@@ -17,6 +17,7 @@ from matrix import spread, traced
 from shared import compiled, on_host
 from shared import derivative as reverse
 from shared import forward_derivative as forward
+from slope_forms import FORMS
 
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
 
@@ -32,21 +33,6 @@ def slope(x, a):
 def hidden(x, a):
     """The value, with twice the derivative by `x`."""
     return true(2 * x - tf.stop_gradient(x), a)
-
-
-def jvp_form(f, slope):
-    form = sgtrick.custom_jvp(f)
-    form.defjvp(lambda primals, tangents: (None, slope(*primals) * tangents[0]))
-    return form
-
-
-FORMS = {
-    "with_gradient": sgtrick.with_gradient,
-    "from_value_and_gradient": lambda f, slope: sgtrick.from_value_and_gradient(
-        lambda x: (f(x), slope(x))
-    ),
-    "custom_jvp": jvp_form,
-}
 
 
 def closing_over(a, name):

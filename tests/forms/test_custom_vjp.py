@@ -345,3 +345,23 @@ def test_errors_name_the_variables(wrap):
         h = custom_vjp(lambda x, rule=rule: (x * tf.cast(v, x.dtype), rule))
         with pytest.raises((TypeError, ValueError), match=match):
             wrap(lambda x, h=h: gradient(h, x))(X)
+
+
+@WRAPS
+def test_a_sparse_argument_counts_as_closed_over(wrap):
+    """It gets no gradient from the rule, and what it was made of gets an error."""
+
+    @custom_vjp
+    def product(a, x):
+        y = tf.sparse.sparse_dense_matmul(a, x[:, tf.newaxis])[:, 0]
+        return y, lambda u: (None, tf.sparse.sparse_dense_matmul(a, u[:, tf.newaxis], True)[:, 0])
+
+    def of(values, x):
+        return product(tf.SparseTensor([[0, 1], [1, 1]], values, [2, 2]), x)
+
+    values, x = tf.constant([2.0, 5.0]), tf.constant([1.0, 3.0])
+    by_x = wrap(lambda x: gradient(lambda x: of(values, x), x))(x)
+    np.testing.assert_array_equal(by_x, [0, 7])
+    by_values = wrap(lambda values: gradient(lambda values: of(values, x), values))
+    with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="closes over"):
+        by_values(values)

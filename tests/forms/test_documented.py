@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import WRAPS_AND_XLA, derivative, forward_derivative, mapped_with_loops
+from shared import WRAPS, WRAPS_AND_XLA, derivative, forward_derivative, mapped_with_loops
 
 DECORATORS = {"sgtrick": sgtrick.custom_vjp, "tf": tf.custom_gradient}
 decorators = pytest.mark.parametrize("custom_gradient", DECORATORS.values(), ids=DECORATORS)
@@ -249,7 +249,7 @@ def test_variables_are_none_where_none_is_read(custom_gradient, wrap):
     assert wrap(derivative(double))(tf.constant(0.5)) == 2.0
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "tf.function"])
+@WRAPS
 @decorators
 def test_of_an_operation_without_a_gradient(custom_gradient, wrap):
     @custom_gradient

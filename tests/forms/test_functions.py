@@ -8,6 +8,7 @@ import tensorflow as tf
 import sgtrick
 from matrix import functions as fn
 from shared import WRAPS, constant
+from slope_forms import FORMS, by_jvp
 
 
 def gradient(f, *args, sources=None, upstream=None):
@@ -26,20 +27,6 @@ def nth_derivative(f, n, x):
     return tape.gradient(y, x)
 
 
-def by_jvp(f, rule):
-    form = sgtrick.custom_jvp(f)
-    form.defjvp(lambda primals, tangents: (None, rule(*primals) * tangents[0]))
-    return form
-
-
-# Of a function and its slope.
-FORMS = {
-    "with_gradient": sgtrick.with_gradient,
-    "from_value_and_gradient": lambda f, rule: sgtrick.from_value_and_gradient(
-        lambda x: (f(x), rule(x))
-    ),
-    "custom_jvp": by_jvp,
-}
 EVERY = pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
 
 

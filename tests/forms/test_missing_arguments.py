@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import sgtrick
 from asinh_forms import hidden, slope, true, verdict
-from shared import WRAPS, compiled, derivative
+from shared import WRAPS, compiled, derivative, mapped
 from shared import forward_derivative as forward
 
 X = tf.constant([0.3, -0.7], tf.float64)
@@ -78,10 +78,6 @@ def reverse(f, by):
         return tape.gradient(y, (x, w)[by])
 
     return run
-
-
-def mapped(f):
-    return lambda x, w: tf.vectorized_map(lambda members: f(*members), (x, w))
 
 
 def in_a_branch(f):

@@ -9,7 +9,7 @@ import tensorflow as tf
 import sgtrick
 from matrix import spread, traced
 from matrix.problem import SLIPS
-from shared import WRAPS_AND_XLA, compiled, derivative, gradient, looped, pushed
+from shared import RUN_IN, WRAPS_AND_XLA, compiled, derivative, gradient, looped, pushed
 
 X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
 ALONG = np.array([[0.7, -1.1, 0.4], [-0.3, 0.8, 1.9]])  # tangents, or upstream gradients
@@ -65,17 +65,7 @@ def reverse(f):
 TRANSPOSED = {"custom_vjp": (with_vjp, forward), "custom_jvp": (with_jvp, reverse)}
 
 
-def _mapped(f):
-    return lambda *args: tf.vectorized_map(lambda a: f(*a), args, fallback_to_while_loop=False)
-
-
-WAYS = {
-    "eager": lambda mode, f: mode(f),
-    "in tf.function": lambda mode, f: traced(mode(f)),
-    "around tf.function": lambda mode, f: mode(traced(f)),
-    "in XLA": lambda mode, f: compiled(mode(f)),
-    "in vectorized_map": lambda mode, f: _mapped(mode(f)),
-    "around vectorized_map": lambda mode, f: mode(_mapped(f)),
+WAYS = RUN_IN | {
     "in tf.while_loop": lambda mode, f: traced(mode(looped(f))),
     "around tf.while_loop": lambda mode, f: mode(traced(looped(f))),
 }

@@ -7,30 +7,14 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import sgtrick.tfp
+from observed import (
+    points,
+    value_and_gradient,
+)
 from sgtrick.tfp import LogDensity
 from shared import WRAPS
 
 tfb, tfd, tfde = tfp.bijectors, tfp.distributions, tfp.experimental.distributions
-
-OBSERVED, SD = np.array([3.0, -1.0]), 0.5
-POSTERIOR_VARIANCE = 1 / (1 + 1 / SD**2)
-POSTERIOR_MEAN = OBSERVED / SD**2 * POSTERIOR_VARIANCE
-
-
-def native(x):
-    sd = tf.constant([SD, SD], x.dtype)
-    return tfd.MultivariateNormalDiag(x, sd).log_prob(tf.constant(OBSERVED, x.dtype))
-
-
-def value_and_gradient(f, x):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return y, tape.gradient(y, x)
-
-
-def points(dtype, *shape, seed=0):
-    return tf.constant(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def gaussian(**options):

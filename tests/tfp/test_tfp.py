@@ -11,14 +11,20 @@ import sgtrick.tfp
 from matrix import Case, complaint, pairs, spread
 from matrix import functions as fn
 from matrix.values import POINTS
+from observed import (
+    OBSERVED,
+    POSTERIOR_MEAN,
+    POSTERIOR_VARIANCE,
+    SD,
+    native,
+    points,
+    value_and_gradient,
+)
 from sgtrick.tfp import Factor, LogDensity
 from shared import WRAPS
 
 tfb, tfd, tfde = tfp.bijectors, tfp.distributions, tfp.experimental.distributions
 Root = tfd.JointDistributionCoroutine.Root
-
-
-OBSERVED, SD = np.array([3.0, -1.0]), 0.5
 
 
 @np.errstate(over="ignore")  # in trajectories that diverge
@@ -29,11 +35,6 @@ def engine(x):
 
 
 host = sgtrick.from_numpy(engine, vectorized=True)
-
-
-def native(x):
-    sd = tf.constant([SD, SD], x.dtype)
-    return tfd.MultivariateNormalDiag(x, sd).log_prob(tf.constant(OBSERVED, x.dtype))
 
 
 def prior(dtype):
@@ -67,17 +68,6 @@ KINDS = [
     kind + auto for kind in ("Coroutine", "Sequential", "Named") for auto in ("", "AutoBatched")
 ]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-
-
-def value_and_gradient(f, x):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return y, tape.gradient(y, x)
-
-
-def points(dtype, *shape, seed=0):
-    return tf.constant(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def close(dtype):
@@ -342,10 +332,6 @@ class TestFactor:
             ValueError, match=r"'likelihood' is a factor.*such as tf.zeros\(\[0\]\)"
         ):
             wrap(factor.log_prob)(tf.zeros(shape))
-
-
-POSTERIOR_VARIANCE = 1 / (1 + 1 / SD**2)
-POSTERIOR_MEAN = OBSERVED / SD**2 * POSTERIOR_VARIANCE
 
 
 def sampled(kernel_of, target, state):

@@ -11,6 +11,7 @@ import tensorflow_probability as tfp
 from matrix import Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS
+from of_roots import grad, hessians
 from sgtrick import from_numpy, implicit_reparameterize, implicit_root
 from shared import FIRST_WAYS, WRAPS, derivative, forward_derivative, on_host
 
@@ -57,21 +58,6 @@ def test_matrix(case, cell):
     # The equation's own rules within the rule reach for tensors of the mapped function.
     loud = {"raises", "NaN"} if cell.name == "nested tapes around `vectorized_map`" else set()
     assert judge(cell, case) in promised(cell, case) | loud
-
-
-def grad(h, xs, upstream=None):
-    with tf.GradientTape() as tape:
-        tape.watch(xs)
-        y = h(xs)
-    return tape.gradient(y, xs, upstream)
-
-
-def hessians(h, x):
-    """Gradient and Hessian of a scalar function of a vector."""
-    with tf.GradientTape(persistent=True) as outer:
-        outer.watch(x)
-        g = grad(h, x)
-    return g, outer.jacobian(g, x, experimental_use_pfor=False)
 
 
 def newton(residual, x, theta, steps):

@@ -8,23 +8,9 @@ import scipy.sparse
 import scipy.sparse.linalg
 import tensorflow as tf
 
+from of_roots import grad, hessians
 from sgtrick import implicit_root
 from shared import derivative, forward_derivative
-
-
-def grad(h, xs, upstream=None):
-    with tf.GradientTape() as tape:
-        tape.watch(xs)
-        y = h(xs)
-    return tape.gradient(y, xs, upstream)
-
-
-def hessians(h, x):
-    """Gradient and Hessian of a scalar function of a vector."""
-    with tf.GradientTape(persistent=True) as outer:
-        outer.watch(x)
-        g = grad(h, x)
-    return g, outer.jacobian(g, x, experimental_use_pfor=False)
 
 
 def conjugate_gradients(matvec, b, steps=400):

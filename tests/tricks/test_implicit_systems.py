@@ -5,23 +5,9 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
+from of_roots import grad
 from sgtrick import _implicit, implicit_reparameterize, implicit_root
 from shared import WRAPS
-
-
-def grad(h, xs, upstream=None):
-    with tf.GradientTape() as tape:
-        tape.watch(xs)
-        y = h(xs)
-    return tape.gradient(y, xs, upstream)
-
-
-def hessians(h, x):
-    """Gradient and Hessian of a scalar function of a vector."""
-    with tf.GradientTape(persistent=True) as outer:
-        outer.watch(x)
-        g = grad(h, x)
-    return g, outer.jacobian(g, x, experimental_use_pfor=False)
 
 
 @pytest.mark.parametrize(
