@@ -1,8 +1,9 @@
 """Derivatives by finite differences: all points of all members of a batch as one batch.
 
 The names and the steps are those of `scipy.optimize.approx_fprime` and its relatives: the step of
-an entry `x` is `eps**(1/2) * max(1, |x|)` to one side for "2-point", with the sign of `x`, and
-`eps**(1/3) * max(1, |x|)` to both for "3-point".
+an entry `x` is `eps**(1/2) * max(1, |x|)` to one side for "2-point", away from zero, and
+`eps**(1/3) * max(1, |x|)` to both for "3-point". Along another direction, no entry moves farther
+than it does by itself.
 """
 
 import dataclasses
@@ -20,38 +21,19 @@ from sgtrick._types import Array
 
 
 def evaluate(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
-    """The reply of an engine with a gradient, from one with finite differences instead.
-
-    Each member's point and those around it are another batch dimension, the last one.
-    """
-    (power, signs), dtype = SCHEMES[engine.schemes["grad"]], engine.dtype
-    sizes = {
-        k: math.prod(np.shape(arrays[k])[np.ndim(arrays[k]) - spec.event_ndims[k] :])
-        for k in spec.places
-    }
-    count = 1 + len(signs) * sum(sizes.values())
-    steps: list[tuple[slice, Array]] = []  # where the points of a leaf are, and how far
-    points: list[Any] = []
-    first = 1
-    for k, a in enumerate(arrays):
-        front = np.ndim(a) - spec.event_ndims[k]
-        if k not in sizes:
-            points.append(_expanded(a, front))
-            continue
-        x = copy(np.asarray(a), dtype)
-        flat = x.reshape((*x.shape[:front], sizes[k]))
-        step = np.finfo(dtype).eps ** power * np.maximum(1, np.abs(flat))
-        if len(signs) == 1:
-            step = np.where(flat >= 0, step, -step)
-        around = np.repeat(flat[..., None, :], count, axis=front)
-        for sign in signs:
-            own = slice(first, first + sizes[k])
-            entries = np.arange(sizes[k])
-            around[..., first + entries, entries] += sign * step
-            # As far as they really are, after rounding.
-            steps.append((own, around[..., first + entries, entries] - flat))
-            first += sizes[k]
-        points.append(around.reshape((*x.shape[:front], count, *x.shape[front:])))
+    """The reply of an engine with a gradient, from one with finite differences instead."""
+    scheme, places = engine.schemes["grad"], spec.places
+    xs = [np.asarray(arrays[k], engine.dtype) for k in places]
+    events = [x.shape[x.ndim - spec.event_ndims[k] :] for k, x in zip(places, xs, strict=True)]
+    # One direction for each entry: the rows of an identity matrix.
+    sizes = list(map(math.prod, events))
+    blocks = np.split(np.eye(sum(sizes)), np.cumsum(sizes)[:-1], 1)
+    axis = xs[0].ndim - len(events[0])  # of the points, after the batch
+    vs = [
+        block.reshape((*[1] * axis, -1, *event))
+        for block, event in zip(blocks, events, strict=True)
+    ]
+    points, far = _around(engine, spec, scheme, arrays, vs, with_itself=True)
 
     inner = dataclasses.replace(_wide(spec), has_gradient=False, tells_failures=True)
     reply = Evaluation(inner)
@@ -59,24 +41,15 @@ def evaluate(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
     parts = engine.evaluate(reply, *points)
     n = len(spec.value.shapes)
     values, failed, aux = parts[:n], parts[n], parts[n + 1 :]
-    axis = failed.ndim - 1  # of the points
     gradients = []
     for value in values:
         known = np.where(_behind(failed, value), np.nan, value)
-        known = np.moveaxis(known, axis, -1)  # [batch..., value..., points]
-        ahead = iter(steps)
-        for k in spec.places:
-            sides = [next(ahead) for _ in signs]
-            ends = [known[..., own] for own, _ in sides]
-            far = [_between(by, ends[0]) for _, by in sides]
-            if len(sides) == 1:
-                ends, far = [*ends, known[..., :1]], [*far, np.zeros_like(far[0])]
-            with np.errstate(invalid="ignore"):
-                flat = (ends[0] - ends[1]) / (far[0] - far[1])
-            # Where the value is not the engine's, it is a constant.
-            flat = np.where(_between(failed[..., :1], flat), 0, flat)
-            event = points[k].shape[points[k].ndim - spec.event_ndims[k] :]
-            gradients.append(flat.reshape((*flat.shape[:-1], *event)))
+        slopes = _slopes(scheme, known, far, axis)
+        # Where the value is not the engine's, it is a constant.
+        slopes = np.where(_behind(failed[..., :1], slopes), 0, slopes)
+        columns = np.split(np.moveaxis(slopes, axis, -1), np.cumsum(sizes)[:-1], -1)
+        for column, event in zip(columns, events, strict=True):
+            gradients.append(column.reshape((*column.shape[:-1], *event)))
     found = [*(np.take(value, 0, axis) for value in values), *gradients]
     engine.note_nonfinite(found, failed[..., 0])
     found += [failed[..., 0]] * spec.tells_failures
@@ -87,65 +60,104 @@ def evaluate(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
 def hessian_times(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
     """The Hessian of `<u, value>` times `v`, from gradients at two points of a line along `v`.
 
-    No entry moves farther than it does for a derivative by it alone, relative to its size. If `v`
-    then hardly moves others, they move along a line of their own, by linearity.
+    Entries that hardly move on it move along a line of their own, by linearity.
 
     Args:
         engine: An engine with a gradient, and finite differences instead of a Hessian.
         spec: How the leaves form the arguments.
         arrays: The leaves of the arguments, of `u` if the value is not one number, and of `v`.
     """
-    (power, signs), dtype = SCHEMES[engine.schemes["hess"]], engine.dtype
-    n, places = len(spec.paths), spec.places
-    xs, us = arrays[:n], arrays[n : len(arrays) - len(places)]
-    vs = [copy(np.asarray(v), dtype) for v in arrays[len(arrays) - len(places) :]]
+    scheme, n, places = engine.schemes["hess"], len(spec.paths), spec.places
+    first = len(arrays) - len(places)
+    xs, us, vs = arrays[:n], arrays[n:first], [copy(v, engine.dtype) for v in arrays[first:]]
     axis = vs[0].ndim - spec.event_ndims[places[0]]  # of the points, after the batch
-    speeds = [
-        np.abs(v) / np.maximum(1, np.abs(np.asarray(xs[k], dtype)))
-        for k, v in zip(places, vs, strict=True)
-    ]
+    speeds = [_speed(v, np.asarray(xs[k], engine.dtype)) for k, v in zip(places, vs, strict=True)]
     fastest = _largest(speeds, axis)
-    lines = [_line(speed, _behind(fastest, speed)) for speed in speeds]
-    # Of the points. Of two, one is the point itself.
-    steps = [[np.zeros_like(v) for v in vs]] if len(signs) == 1 else []
-    moved = []  # how far along which lines
-    for i in range(1 + max(int(line.max(initial=0)) for line in lines)):
-        along = [np.where(line == i, v, 0) for line, v in zip(lines, vs, strict=True)]
-        on_it = [np.where(line == i, s, 0) for line, s in zip(lines, speeds, strict=True)]
-        largest = _largest(on_it, axis)
-        far = np.finfo(dtype).eps ** power / np.where(largest == 0, np.inf, largest)
-        steps += [[sign * _behind(far, v) * v for v in along] for sign in signs]
-        moved.append(far)
-
-    points = [_expanded(a, np.ndim(a) - m) for a, m in zip(xs, spec.event_ndims, strict=True)]
-    for j, k in enumerate(places):
-        points[k] = points[k].astype(dtype) + np.stack([step[j] for step in steps], axis)
+    with np.errstate(divide="ignore", invalid="ignore"):  # on the next line if 1000 times slower
+        lines = [np.floor(np.log(_behind(fastest, s) / s) / np.log(1000)) for s in speeds]
+    count = 1 + int(max(np.max(x, initial=0, where=np.isfinite(x)) for x in lines))
+    along = [
+        np.stack([np.where(line == i, v, 0) for i in range(count)], axis)
+        for line, v in zip(lines, vs, strict=True)
+    ]
+    points, far = _around(engine, spec, scheme, xs, along, with_itself=scheme == "2-point")
     gradients = _gradients(engine, spec, points, [np.expand_dims(u, axis) for u in us], axis)
-    found = []
-    for k, gradient in zip(places, gradients, strict=True):
-        at = [np.take(gradient, i, axis) for i in range(len(steps))]
-        product = np.zeros_like(at[0])
-        for i, far in enumerate(moved):
-            one, other = (at[1 + i], at[0]) if len(signs) == 1 else at[2 * i : 2 * i + 2]
-            far = _behind(len(signs) * far, one)
-            with np.errstate(all="ignore"):
-                product = product + np.where(far == 0, 0, (one - other) / far)
-        found.append(copy(product, spec.dtypes[k]))
-    return found
+    products = [_slopes(scheme, g, far, axis).sum(axis) for g in gradients]
+    return list(map(copy, products, spec.gradient_dtypes))
+
+
+def _around(
+    engine: Engine,
+    spec: CallSpec,
+    scheme: str,
+    arrays: Sequence[Any],
+    vs: Sequence[Array],
+    *,
+    with_itself: bool,
+) -> tuple[list[Any], Array]:
+    """Points in some directions from the arguments, as another batch dimension, the last one.
+
+    Args:
+        engine: The engine.
+        spec: How the leaves form the arguments.
+        scheme: The name of the differences.
+        arrays: The leaves.
+        vs: For each leaf that has derivatives, directions `[batch..., directions, event...]`.
+        with_itself: Whether the point of the arguments is the first one.
+
+    Returns:
+        The leaves at these points: in each direction, and for "3-point" in each opposite one. And
+        how far apart two of them are, in units of the direction, `[batch..., directions]`.
+    """
+    (power, signs), dtype = SCHEMES[scheme], engine.dtype
+    points = [
+        np.expand_dims(np.array(a, object if isinstance(a, bytes) else None), np.ndim(a) - n)
+        for a, n in zip(arrays, spec.event_ndims, strict=True)
+    ]
+    xs = [points[k].astype(dtype) for k in spec.places]
+    axis = xs[0].ndim - 1 - spec.event_ndims[spec.places[0]]
+    fastest = _largest(list(map(_speed, vs, xs)), axis + 1)
+    step = np.finfo(dtype).eps ** power / np.where(fastest == 0, 1, fastest)
+    if len(signs) == 1:  # away from zero
+        step = np.where(_inner(xs, vs, axis + 1) < 0, -step, step)
+    moved = []
+    for k, x, v in zip(spec.places, xs, vs, strict=True):
+        sides = [(x + sign * _behind(step, v) * v).astype(dtype) for sign in signs]
+        itself = np.broadcast_to(x, (*step.shape[:-1], 1, *x.shape[axis + 1 :]))
+        points[k] = np.concatenate([*[itself] * with_itself, *sides], axis)
+        moved.append(sides[0] - (x if len(signs) == 1 else sides[1]))
+    # As far as they really are, after rounding.
+    far, squares = _inner(moved, vs, axis + 1), _inner(vs, vs, axis + 1)
+    return points, np.where(squares == 0, 1, far / np.where(squares == 0, 1, squares))
+
+
+def _slopes(scheme: str, ys: Array, far: Array, axis: int) -> Array:
+    """The slopes in all directions of what was found at the points of `_around`."""
+    ys, count = np.moveaxis(ys, axis, 0), far.shape[-1]
+    _, signs = SCHEMES[scheme]
+    ends = ys[-count:], ys[-2 * count : -count]
+    one, other = (ends[0], ys[:1]) if len(signs) == 1 else (ends[1], ends[0])
+    with np.errstate(invalid="ignore"):
+        slopes = np.moveaxis(one - other, 0, axis)
+        return slopes / _behind(far, slopes)
+
+
+def _inner(us: Sequence[Array], vs: Sequence[Array], axis: int) -> Array:
+    """The inner products, over the dimensions from `axis` on."""
+    products = [u * v for u, v in zip(us, vs, strict=True)]
+    return functools.reduce(np.add, [p.sum(tuple(range(axis, p.ndim))) for p in products])
+
+
+def _speed(v: Array, x: Array) -> Array:
+    """How fast entries `x` move along `v`, relative to their size."""
+    return np.abs(v) / np.maximum(1, np.abs(x))
 
 
 def _largest(speeds: Sequence[Array], axis: int) -> Array:
-    """The largest entry of each batch member."""
+    """The largest entry, over the dimensions from `axis` on."""
     return functools.reduce(
         np.maximum, [s.max(tuple(range(axis, s.ndim)), initial=0.0) for s in speeds]
     )
-
-
-def _line(speed: Array, fastest: Array) -> Array:
-    """On which line an entry moves: on the next one if it is a thousand times slower."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        line = np.floor(np.log(fastest / speed) / np.log(1000))
-    return np.where(np.isfinite(line), line, -1)  # -1: it does not move
 
 
 def _gradients(
@@ -179,16 +191,6 @@ def _wide(spec: CallSpec) -> CallSpec:
     return dataclasses.replace(spec, dtypes=dtypes, value_dtype=np.float64)
 
 
-def _expanded(a: Array | bytes, axis: int) -> Array:
-    """An array of numbers or strings, with another dimension of size 1."""
-    return np.expand_dims(np.array(a, object if isinstance(a, bytes) else None), axis)
-
-
 def _behind(a: Array, like: Array) -> Array:
     """`a` with as many dimensions as another array, those of size 1 behind."""
     return a.reshape((*a.shape, *[1] * (like.ndim - a.ndim)))
-
-
-def _between(a: Array, like: Array) -> Array:
-    """The same, with those of size 1 before the last one."""
-    return a.reshape((*a.shape[:-1], *[1] * (like.ndim - a.ndim), a.shape[-1]))
