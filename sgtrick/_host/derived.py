@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._arguments import calls, shapes, structures
+from sgtrick._arguments import shapes, structures
 from sgtrick._host.engine import Functions, WrongUseError
 from sgtrick._types import Args, Function, Structure
 
@@ -39,8 +39,8 @@ class Framework(Protocol):
     def refusal(self, value: Any) -> str | None:
         """Why what `f` returned is not a tensor that has derivatives; None if it is one."""
 
-    def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
-        """Whether `f(points, constants)` reads point `k` but is not differentiable through it."""
+    def is_connected(self, value: Any) -> bool:
+        """Whether a value depends on the points with respect to which it is differentiated."""
 
     def advice(self, error: Exception) -> str | None:
         """What to do about an error that the function raises at every point; None if unknown."""
@@ -78,11 +78,6 @@ def _split(args: Args) -> tuple[_Split, list[Leaves]]:
 def _present(vs: Structure) -> Leaves:
     """The leaves of a vector like the arguments, in which None stands for those of constants."""
     return [v for v in tf.nest.flatten(vs) if v is not None]
-
-
-def _zero(gradients: Leaves) -> list[int]:
-    """Which gradients are zero."""
-    return [k for k, g in enumerate(gradients) if g.size and not g.any()]
 
 
 def _filled(shape: shapes.Shape, size: int) -> tuple[int, ...]:
@@ -210,7 +205,6 @@ class Derived:
             return (value, *aux) if aux else value, gradients
 
         value, gradients = self._run(run, "gradient", split, groups)
-        self._check_connection(split, groups, _zero(gradients))
         return value, split.packed(gradients)
 
     def value(self, *args: Structure) -> Structure:
@@ -218,7 +212,8 @@ class Derived:
         split, groups = _split(args)
 
         def run(points: Leaves, constants: Leaves) -> Structure:
-            return self._function(split, constants, with_aux=self._has_aux)(points)
+            value, *aux = self._checked(self._fn(*split.joined(points, constants)))
+            return (value, *aux) if self._has_aux else value
 
         return self._run(run, "value", split, groups)
 
@@ -231,7 +226,6 @@ class Derived:
             return self._gradient(split, constants, us)(points)
 
         gradients = self._run(run, "vjp", split, [*groups, tf.nest.flatten(u)])
-        self._check_connection(split, groups, _zero(gradients))
         return split.packed(gradients)
 
     def jvp(self, *args_and_t: Structure) -> Structure:
@@ -243,11 +237,7 @@ class Derived:
             f = self._function(split, constants)
             return self._framework.jvp(f, (points,), (ts,))[1]
 
-        ts = _present(t)
-        moved = self._run(run, "jvp", split, [*groups, ts])
-        if not any(part.any() for part in tf.nest.flatten(moved)):
-            self._check_connection(split, groups, [k for k, t in enumerate(ts) if t.any()])
-        return moved
+        return self._run(run, "jvp", split, [*groups, _present(t)])
 
     def hessian_times(self, *args_and_v: Structure) -> Structure:
         """The Hessian of each member of a batch, one number each, times `v`."""
@@ -271,10 +261,17 @@ class Derived:
     def _function(
         self, split: _Split, constants: Leaves, *, with_aux: bool = False
     ) -> Callable[[Leaves], Structure]:
-        """The user's function as one of the points, with its result checked."""
+        """The user's function as one of the points, to be differentiated by them."""
 
         def f(points: Leaves) -> Structure:
             value, *aux = self._checked(self._fn(*split.joined(points, constants)))
+            if not any(map(self._framework.is_connected, tf.nest.flatten(value))):
+                raise WrongUseError(
+                    f"{self._name} returns a value that is cut off from its arguments, so that all "
+                    "gradients would be zero. The usual causes are .item(), float(), .detach(), "
+                    ".numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
+                    "integers. Remove them; or, if the value is a constant, add 0 * x.sum() to it."
+                )
             return (value, *aux) if with_aux else value
 
         return f
@@ -332,33 +329,3 @@ class Derived:
                 raise
             said = f"{type(error).__name__}: {error}"
             raise WrongUseError(f"{self._name} {advice}\n{said}") from error
-
-    def _check_connection(
-        self, split: _Split, groups: Sequence[Leaves], suspects: Sequence[int]
-    ) -> None:
-        """Raises if a derivative by one of these points is zero because the value was detached."""
-        for k in suspects:
-            first, dims = self._mapped(split, groups[:2])
-            for level in dims:
-                first = [
-                    [a if d is None else a[0, ...] for a, d in zip(group, own, strict=True)]
-                    for group, own in zip(first, level, strict=True)
-                ]
-            points, constants = first
-            f = lambda points, constants: self._function(split, constants)(points)  # noqa: E731
-            if self._framework.is_cut_off(f, points, constants, k):
-                path = self._path(split, split.places[k])
-                raise WrongUseError(
-                    f"{self._name} uses {path}, but its value is cut off from it, so that the "
-                    "gradient would be zero. The usual causes are .item(), float(), .detach(), "
-                    ".numpy(), torch.no_grad(), torch.tensor(...) of a tensor, and casts to "
-                    "integers. Remove them. If the argument is a constant, pass it as integers; if "
-                    "the derivative really is zero, add 0 * x.sum() to the value."
-                )
-
-    def _path(self, split: _Split, place: int) -> str:
-        """The name of a leaf, such as "p['loc']"."""
-        args = list(split.args)
-        named = zip(calls.Callee(self._fn).names(calls.Call(args)), args, strict=True)
-        paths = [path for name, arg in named for path, _ in structures.flatten(arg, name)]
-        return paths[place]

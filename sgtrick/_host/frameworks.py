@@ -1,5 +1,7 @@
 """PyTorch and JAX functions, whose gradients their frameworks compute, as host engines."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 from concurrent.futures import Executor
 
 from sgtrick._arguments import calls
@@ -61,8 +63,9 @@ def from_torch(
 
     All errors of `from_numpy` apply. Functions that cannot work at any point raise a `TypeError`
     whatever `on_error` is: those that do not return floating tensors, and those that cut the value
-    off from an argument (`.item()`, `.detach()`, `torch.no_grad()`). Value and gradient come from
-    one pass of `torch.func.vjp`; only arrays cross the boundary.
+    off from all arguments (`.item()`, `.detach()`, `torch.no_grad()`). What is detached beside
+    other parts is a constant. Value and gradient come from one pass of `torch.func.vjp`; only
+    arrays cross the boundary.
     """
     packages.check("torch", "from_torch", "PyTorch")
     ValueShape(value_shape)  # not None: only JAX finds it

@@ -49,10 +49,10 @@ class Jax:
             return f"got {jnp.result_type(value)}: cast it to a float."
         return None
 
-    def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
-        """Never: JAX itself raises where a value is cut off."""
-        del f, points, constants, k
-        return False
+    def is_connected(self, value: object) -> bool:
+        """See `Framework`. JAX itself raises where a value is cut off."""
+        del value
+        return True
 
     def advice(self, error: Exception) -> str | None:
         """See `Framework`."""

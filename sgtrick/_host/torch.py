@@ -9,7 +9,7 @@ import torch
 
 from sgtrick._arguments.shapes import Shape
 from sgtrick._host.derived import Dims, Leaves
-from sgtrick._types import Args, Array, Function, Kwargs, Structure
+from sgtrick._types import Array, Function, Structure
 
 
 class Torch:
@@ -43,14 +43,10 @@ class Torch:
             return f"got {value.dtype}: cast it to a float."
         return None
 
-    def is_cut_off(self, f: Function, points: Leaves, constants: Leaves, k: int) -> bool:
+    def is_connected(self, value: torch.Tensor) -> bool:
         """See `Framework`."""
-        points, constants = list(_tensors(points)), _tensors(constants)
-        # A clone is not a leaf of torch's graph, so the function may modify it in place.
-        points[k] = points[k].requires_grad_().clone()
-        with _Uses(points[k]) as uses:
-            values = tf.nest.flatten(f(points, constants))
-        return uses.seen and not any(value.requires_grad for value in values)
+        tangent = torch.autograd.forward_ad.unpack_dual(value).tangent
+        return value.requires_grad or tangent is not None
 
     def compiled(self, f: Function, dims: Dims) -> Function:
         """See `Framework`."""
@@ -70,30 +66,6 @@ class Torch:
                 return advice
         return None
 
-
-class _Uses(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-    """Detects whether a function reads the entries of a tensor."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        super().__init__()
-        self._x, self.seen = x, False
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Structure:
-        """Called by torch for each operation."""
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # an attribute
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name not in _OF_THE_SHAPE and any(arg is self._x for arg in tf.nest.flatten(args)):
-            self.seen = True
-        return func(*args, **(kwargs or {}))
-
-
-_OF_THE_SHAPE = {
-    *("shape", "dtype", "device", "ndim", "size", "dim", "numel", "__len__", "is_floating_point"),
-    *("requires_grad", "is_cuda", "layout", "names", "ndimension", "nelement"),
-}
 
 _ADVICE = [
     (
