@@ -1,6 +1,6 @@
 """Engines made of functions that another framework differentiates."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -80,18 +80,9 @@ def _present(vs: Structure) -> Leaves:
     return [v for v in tf.nest.flatten(vs) if v is not None]
 
 
-def _filled(shape: shapes.Shape, size: int) -> tuple[int, ...]:
-    """The shape, with a size in place of unknown dimensions."""
-    return tuple(size if n is None else n for n in shape)
-
-
-def _common(a: Structure, b: Structure) -> Structure:
-    """Shapes as in two structures of shapes, None for dimensions that differ."""
-    if isinstance(a, Mapping):
-        return {key: _common(a[key], b[key]) for key in a}
-    if a and not all(isinstance(n, int) for n in a):
-        return getattr(a, "_make", type(a))(map(_common, a, b))
-    return tuple(n if n == m else None for n, m in zip(a, b, strict=True))
+def _common(a: tf.TensorShape, b: tf.TensorShape) -> tf.TensorShape:
+    """Two shapes of one rank as one, in which dimensions that differ are unknown."""
+    return tf.TensorShape([n if n == m else None for n, m in zip(a, b, strict=True)])
 
 
 def checked(returned: Structure, framework: Framework, name: str, *, has_aux: bool) -> Args:
@@ -150,37 +141,31 @@ class Derived:
             def f(*given: Any) -> Structure:
                 return self._checked(self._fn(*tf.nest.pack_sequence_as(args, given)))[0]
 
-            if all(None not in shape for shape, _ in leaves):
-                self._shapes[key] = self._traced_shapes(f, leaves)
-            else:
-                self._shapes[key] = self._common_shapes(f, leaves)
+            self._shapes[key] = self._found_shapes(f, leaves)
         return self._shapes[key]
 
-    def _traced_shapes(self, f: Function, leaves: Sequence[tuple[shapes.Shape, Any]]) -> Structure:
+    def _found_shapes(self, f: Function, leaves: Sequence[tuple[shapes.Shape, Any]]) -> Structure:
+        """The shapes; where some dimensions are unknown, two sizes tell what depends on them."""
+        first, second = (
+            [(tuple(size if n is None else n for n in shape), dtype) for shape, dtype in leaves]
+            for size in (2, 3)
+        )
         try:
-            return self._advised(self._framework.shapes, f, leaves)
+            found = self._advised(self._framework.shapes, f, first)
+            if first == second:
+                return found
+            return tf.nest.map_structure(_common, found, self._framework.shapes(f, second))
         except WrongUseError:
             raise
         except Exception as error:
+            if first != second and isinstance(error, (TypeError, ValueError)):
+                return ()  # it takes neither size: one number, unless the caller states a shape
             given = ", ".join(shapes.show(shape) for shape, _ in leaves)
             raise WrongUseError(
                 f"{self._name} raised {type(error).__name__}: {error}\n"
                 f"It was traced for arguments of the shapes {given}, those of one member. If that "
                 "is not what it takes, check event_ndims."
             ) from error
-
-    def _common_shapes(self, f: Function, leaves: Sequence[tuple[shapes.Shape, Any]]) -> Structure:
-        """The shapes where some dimensions are unknown: two sizes tell on which they depend."""
-        try:
-            first, second = (
-                self._framework.shapes(f, [(_filled(shape, n), dtype) for shape, dtype in leaves])
-                for n in (2, 3)
-            )
-        except WrongUseError:
-            raise
-        except (TypeError, ValueError):  # JAX's, of shapes that do not fit: it takes neither size
-            return ()  # one number, unless the caller states a shape
-        return _common(first, second)
 
     def value_and_gradient(self, *args: Structure) -> Structure:
         """The value (or value and aux) and the gradients of a batch, of one number each."""

@@ -39,7 +39,8 @@ class Jax:
         """See `Framework`."""
         specs = [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]
         with wide(leaf.dtype for leaf in specs):
-            return tf.nest.map_structure(jnp.shape, jax.eval_shape(f, *specs))
+            returned = jax.eval_shape(f, *specs)
+        return tf.nest.map_structure(lambda y: tf.TensorShape(jnp.shape(y)), returned)
 
     def refusal(self, value: Any) -> str | None:
         """See `Framework`."""

@@ -53,6 +53,8 @@ class ValueShape:
 
 def _with_leaves(stated: Structure, path: str) -> Structure:
     """The structure with `tf.TensorShape`s as its leaves, since a tuple would be a structure."""
+    if isinstance(stated, tf.TensorShape):  # as a framework found it
+        return stated
     if isinstance(stated, (tuple, list)) and all(
         n is None or ((shapes.is_int(n) or isinstance(n, np.integer)) and n >= 0) for n in stated
     ):
