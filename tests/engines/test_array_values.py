@@ -258,33 +258,17 @@ def test_derivatives_that_were_not_given_are_errors(wrap):
         wrap(lambda: gradients(only_jvp))()
 
 
-class TestInTFP:
-    """Likelihoods of TensorFlow Probability around an engine."""
+def test_in_an_autobatched_joint_distribution():
+    h = ARRAY.engine("products", vectorized=True)
 
-    @pytest.mark.parametrize("given", ["with the value", "products"])
-    def test_hmc_draw_for_draw(self, given):
-        def draws(f):
-            def log_prob(x, a):
-                likelihood = tfd.MultivariateNormalDiag(f(x, a), [1.0, 1.0, 1.0]).log_prob(U[0])
-                return likelihood - (tf.reduce_sum(x**2, -1) + a**2)
+    def joint(f):
+        @tfd.JointDistributionCoroutineAutoBatched
+        def model():
+            x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
+            a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
+            yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
 
-            hmc = tfp.mcmc.HamiltonianMonteCarlo(log_prob, tf.constant(0.2, tf.float64), 3)
-            sample = tf.function(tfp.mcmc.sample_chain, autograph=False)
-            return sample(10, [X, A], kernel=hmc, trace_fn=None, seed=[1, 2])
+        return lambda x, a: model.log_prob(x=x, a=a, y=U)
 
-        check(draws(ARRAY.engine(given, vectorized=True)), draws(true), rtol=1e-7)
-
-    def test_in_an_autobatched_joint_distribution(self):
-        h = ARRAY.engine("products", vectorized=True)
-
-        def joint(f):
-            @tfd.JointDistributionCoroutineAutoBatched
-            def model():
-                x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
-                a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
-                yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
-
-            return lambda x, a: model.log_prob(x=x, a=a, y=U)
-
-        check(gradients(joint(h), upstream=None), gradients(joint(true), upstream=None))
-        assert (h.calls, h.vjp_calls) == (2, 1)  # one sample tells the shapes
+    check(gradients(joint(h), upstream=None), gradients(joint(true), upstream=None))
+    assert (h.calls, h.vjp_calls) == (2, 1)  # one sample tells the shapes
