@@ -25,11 +25,11 @@ def with_gradient_in_part(function, rule):
     return lambda x: form(x, tf.exp(tf.reduce_mean(x))) * tf.exp(-tf.reduce_mean(x))
 
 
-def with_gradient_closing_over_a_scale(function, rule, in_gradient=tf.identity, value=misled):
+def with_gradient_closing_over_a_scale(function, rule, value=misled):
     def run(x):
         scale = tf.exp(tf.reduce_mean(x))
 
-        @sgtrick.with_gradient(grad=lambda x: rule(function, x) * in_gradient(scale))
+        @sgtrick.with_gradient(grad=lambda x: rule(function, x) * scale)
         def form(x):
             return value(function, x) * scale
 
@@ -170,24 +170,18 @@ def from_numpy_with_hessp(function, rule):
     return from_numpy(function, rule, hessp=function.hessp)
 
 
-def custom_gradient_with_hx(function, rule):
+def custom_gradient_with_hx(function, rule, hx_of=hessian):
     def run(x):
-        value, hx = misled(function, x), hessian(function, x)
+        value, hx = misled(function, x), hx_of(function, x)
         return sgtrick.custom_gradient(value, rule(function, x), x, hx=hx, device="CPU:0")
 
     return run
 
 
 def custom_gradient_with_a_function_hx(function, rule):
-    def run(x):
-        return sgtrick.custom_gradient(
-            misled(function, x),
-            rule(function, x),
-            x,
-            hx=lambda v: hessian_times(function, x, v),
-        )
-
-    return run
+    return custom_gradient_with_hx(
+        function, rule, lambda function, x: lambda v: hessian_times(function, x, v)
+    )
 
 
 def custom_vjp_in_a_function(function, rule):
