@@ -64,7 +64,7 @@ def stan(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Programs, engines and checks drawn at random: `nox -s fuzz -- --seconds 3600 --seed 1`."""
+    """Programs and checks drawn at random: `nox -s fuzz -- --seconds 3600 --seed 1`."""
     session.install("-e", ".[test]")
     session.run("python", "-m", "fuzz", *session.posargs, env={"PYTHONPATH": "tests"})
 

@@ -1,17 +1,27 @@
-"""Models whose values are arrays, with their derivatives, and the same models in TensorFlow.
+"""One model with values of three shapes, its derivatives by NumPy, and ways to differentiate it.
 
-The array is `a sin(W x)` of a vector `x` and a number `a`. The structure has `a |x|^2` beside it.
+A value may be an array, `a sin(W x)` of a vector `x` and a number `a`; a structure, which has
+`a |x|^2` beside that; or a number, the sum of the array.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import sgtrick
+from matrix import traced
 from shared import forward_derivative
+
+RAISED = (RuntimeError, TypeError, ValueError, LookupError, tf.errors.OpError)
+VECTORIZED = pytest.mark.parametrize("vectorized", [True, False], ids=["vectorized", "by member"])
 
 RANDOM = np.random.default_rng(7)
 W = RANDOM.normal(size=(3, 2))
 X, A, U = RANDOM.normal(size=(4, 2)), RANDOM.normal(size=4), RANDOM.normal(size=(4, 3))
+V, B = RANDOM.normal(size=(4, 2)), RANDOM.normal(size=4)  # along which the point moves
 
 
 def true(x, a):
@@ -46,21 +56,6 @@ def hessp(x, a, u, v):
     return np.einsum("...r,...r,rd->...d", u, by_x, W), np.sum(u * np.cos(phase) * (v @ W.T), -1)
 
 
-OPTIONS = {"value_shape": (3,), "event_ndims": (1, 0)}
-
-
-def engines(**options):
-    """One for each way to give the derivatives."""
-    options = OPTIONS | options
-    return {
-        "with the value": sgtrick.from_numpy(
-            lambda x, a: (value(x, a), jacobian(x, a)), name="value", **options
-        ),
-        "grad": sgtrick.from_numpy(value, grad=jacobian, **options),
-        "products": sgtrick.from_numpy(value, vjp=vjp, jvp=jvp, **options),
-    }
-
-
 def true_pair(x, a):
     return {"curve": true(x, a), "size": a * tf.reduce_sum(x**2, -1)}
 
@@ -85,21 +80,81 @@ def jvp_of_pair(x, a, t):
     return {"curve": jvp(x, a, t), "size": np.sum(by_x * t[0], -1) + by_a * t[1]}
 
 
-def engines_of_pair(**options):
-    """The same for a value that is a structure."""
-    options = OPTIONS | {"value_shape": {"curve": (None,), "size": ()}} | options
-    return {
-        "structure, with the value": sgtrick.from_numpy(
-            lambda x, a: (pair(x, a), jacobian_of_pair(x, a)), **options
-        ),
-        "structure, products": sgtrick.from_numpy(
-            pair, vjp=vjp_of_pair, jvp=jvp_of_pair, **options
-        ),
-    }
+def hessp_of_pair(x, a, u, v):
+    by_x, by_a = hessp(x, a, u["curve"], v)
+    size = np.asarray(u["size"])
+    return (
+        by_x + 2 * (size * a)[..., None] * v[0] + 2 * (size * v[1])[..., None] * x,
+        by_a + 2 * size * np.sum(x * v[0], -1),
+    )
+
+
+ONES = np.ones(3)
+
+
+def total(x, a):
+    return np.sum(value(x, a), -1)
+
+
+def gradient_of_total(x, a):
+    return vjp(x, a, ONES)
+
+
+def vjp_of_total(x, a, u):
+    return vjp(x, a, np.asarray(u)[..., None] * ONES)
+
+
+def jvp_of_total(x, a, t):
+    return np.sum(jvp(x, a, t), -1)
+
+
+def hessp_of_total(x, a, v):
+    return hessp(x, a, ONES, v)
+
+
+def hess_of_total(x, a):
+    slopes, zero = np.cos(x @ W.T) @ W, 0 * np.asarray(a)
+    return (np.einsum("...r,rd,re->...de", -value(x, a), W, W), slopes), (slopes, zero)
+
+
+class Model(NamedTuple):
+    """A function by TensorFlow, and functions for `from_numpy`.
+
+    Attributes:
+        spread: Makes the value of a function an array `[..., 3]`, for which there is one upstream
+            gradient.
+    """
+
+    true: Callable[..., Any]
+    value: Callable[..., Any]
+    jacobian: Callable[..., Any]
+    vjp: Callable[..., Any]
+    jvp: Callable[..., Any]
+    hessp: Callable[..., Any]
+    value_shape: Any
+    spread: Callable[[Callable[..., Any]], Callable[..., Any]]
+    hess: Callable[..., Any] | None = None
+
+    def engine(self, given, vectorized=False, **options):
+        """The function of tensors by derivatives that are given in one of these ways."""
+        return sgtrick.from_numpy(
+            **GIVEN[given](self),
+            **{"event_ndims": (1, 0), "value_shape": self.value_shape, **options},
+            vectorized=vectorized,
+        )
+
+
+GIVEN = {
+    "with the value": lambda m: {"fn": lambda x, a: (m.value(x, a), m.jacobian(x, a))},
+    "grad": lambda m: {"fn": m.value, "grad": m.jacobian},
+    "products": lambda m: {"fn": m.value, "vjp": m.vjp, "jvp": m.jvp},
+    "2-point": lambda m: {"fn": m.value, "grad": "2-point"},
+    "3-point": lambda m: {"fn": m.value, "grad": "3-point"},
+}
 
 
 def added(f):
-    """The sum of the parts of such a value."""
+    """The sum of the parts of a structure."""
 
     def sum_of_parts(x, a):
         parts = f(x, a)
@@ -108,8 +163,36 @@ def added(f):
     return sum_of_parts
 
 
+def repeated(f):
+    return lambda x, a: f(x, a)[..., tf.newaxis] * tf.constant([1.0, 2.0, -1.0], x.dtype)
+
+
+MODELS = {
+    "number": Model(
+        lambda x, a: tf.reduce_sum(true(x, a), -1), total, gradient_of_total, vjp_of_total,
+        jvp_of_total, hessp_of_total, (), repeated, hess_of_total,
+    ),
+    "array": Model(true, value, jacobian, vjp, jvp, hessp, (3,), lambda f: f),
+    "structure": Model(
+        true_pair, pair, jacobian_of_pair, vjp_of_pair, jvp_of_pair, hessp_of_pair,
+        {"curve": (None,), "size": ()}, added,
+    ),
+}  # fmt: skip
+
+
 def mapped(f):
     return lambda *args: tf.vectorized_map(lambda args: f(*args), args)
+
+
+# Ways to run a law on a function.
+WAYS = {
+    "eager": lambda law, f: law(f),
+    "in tf.function": lambda law, f: traced(lambda: law(f))(),
+    "around tf.function": lambda law, f: law(tf.function(f)),
+    "around vectorized_map": lambda law, f: law(mapped(f)),
+}
+
+# Laws of first order.
 
 
 def gradients(f, args=(X, A), upstream=U):
@@ -124,5 +207,65 @@ def gradients(f, args=(X, A), upstream=U):
     return run(*args)
 
 
+def jacobians(f):
+    x, a = tf.constant(X[0]), tf.constant(A[0])
+    with tf.GradientTape() as tape:
+        tape.watch([x, a])
+        y = f(x, a)
+    return tape.jacobian(y, [x, a])
+
+
 def by_forward_mode(f):
     return [forward_derivative(f, k)(tf.constant(X), tf.constant(A)) for k in (0, 1)]
+
+
+def likelihood_gradient(f):
+    """Of something around the engine, whose upstream gradient depends on the point."""
+    return gradients(lambda x, a: -tf.reduce_sum((f(x, a) - U) ** 2, -1), upstream=None)
+
+
+# Of second order: all derivatives of the gradients, or of the tangent, along `V` and `B`.
+
+
+def pulled(f, x, a):
+    with tf.GradientTape() as tape:
+        tape.watch([x, a])
+        y = f(x, a)
+    return tape.gradient(y, [x, a], U)
+
+
+def reverse_over_reverse(f, pulled=pulled):
+    x, a = tf.constant(X), tf.constant(A)
+    with tf.GradientTape() as tape:
+        tape.watch([x, a])
+        first = pulled(f, x, a)
+    return tape.gradient(first, [x, a], [V, B])
+
+
+def forward_over_reverse(f):
+    x, a = tf.constant(X), tf.constant(A)
+    with tf.autodiff.ForwardAccumulator([x, a], [tf.constant(V), tf.constant(B)]) as accumulator:
+        first = pulled(f, x, a)
+    return accumulator.jvp(first)
+
+
+def reverse_over_forward(f):
+    x, a = tf.constant(X), tf.constant(A)
+    with tf.GradientTape() as tape:
+        tape.watch([x, a])
+        with tf.autodiff.ForwardAccumulator([x, a], [tf.constant(V), tf.constant(B)]) as along:
+            y = f(x, a)
+        t = along.jvp(y)
+    return tape.gradient(t, [x, a], U)
+
+
+def of_a_likelihood(f):
+    """By the upstream gradient too, which depends on the point."""
+
+    def pulled(f, x, a):
+        with tf.GradientTape() as tape:
+            tape.watch([x, a])
+            y = -tf.reduce_sum((f(x, a) - U) ** 2)
+        return tape.gradient(y, [x, a])
+
+    return reverse_over_reverse(f, pulled)

@@ -1,7 +1,6 @@
-"""Engines whose value is an array: by a Jacobian, or by products with it.
+"""Engines whose value is a number, an array or a structure, by each way to give the derivatives.
 
-The model is `a sin(W x)` of a vector `x` and a number `a`, and the oracle autodiff of the same model
-in TensorFlow.
+The oracles are autodiff of the same model in TensorFlow and, for finite differences, SciPy's steps.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -10,107 +9,89 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
+from scipy.optimize._numdiff import approx_derivative
 
 import sgtrick
 from array_model import (
-    OPTIONS,
+    GIVEN,
+    MODELS,
+    VECTORIZED,
+    WAYS,
     A,
     U,
     X,
-    added,
     by_forward_mode,
-    engines,
-    engines_of_pair,
     gradients,
-    jacobian,
-    jvp,
+    jacobians,
+    likelihood_gradient,
     mapped,
     true,
-    true_pair,
-    value,
-    vjp,
 )
-from matrix import traced
+from matrix import spread
 from shared import WRAPS, derivative, forward_derivative
 
 tfd = tfp.distributions
-RAISED = (RuntimeError, TypeError, ValueError, tf.errors.OpError)
+ARRAY = MODELS["array"]
+WITHIN = {"2-point": 1e-6, "3-point": 1e-8}  # else 1e-12
+SCHEMES = pytest.mark.parametrize("scheme", WITHIN)
+ALL_GIVEN = pytest.mark.parametrize("given", GIVEN)
 
 
-ENGINES = {f"{name}, one by one": h for name, h in engines().items()} | {
-    f"{name}, vectorized": h for name, h in engines(vectorized=True).items()
-}
-# With the true function of each.
-MODELS = {name: (h, true) for name, h in ENGINES.items()} | {
-    f"{name}, {how}": (added(h), added(true_pair))
-    for how, options in (("one by one", {}), ("vectorized", {"vectorized": True}))
-    for name, h in engines_of_pair(**options).items()
-}
+def check(came, expected, given="", rtol=1e-12):
+    rtol = WITHIN.get(given, rtol)
+    for a, b in zip(came, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
 
 
-def jacobians(f):
-    x, a = tf.constant(X[0]), tf.constant(A[0])
-    with tf.GradientTape() as tape:
-        tape.watch([x, a])
-        y = f(x, a)
-    return tape.jacobian(y, [x, a])
+LAWS = [gradients, jacobians, by_forward_mode, likelihood_gradient]
 
 
-def posterior_gradient(f):
-    """Of a likelihood of TFP around the engine."""
-
-    def log_prob(x, a):
-        return tfd.MultivariateNormalDiag(f(x, a), [0.1, 0.2, 0.3]).log_prob(U)
-
-    return gradients(log_prob, upstream=None)
+def is_slow(law, way):
+    return law is by_forward_mode and way == "around vectorized_map"
 
 
-LAWS = [gradients, jacobians, by_forward_mode, posterior_gradient]
-WAYS = {
-    "eager": lambda law, f: law(f),
-    "in tf.function": lambda law, f: traced(lambda: law(f))(),
-    "around tf.function": lambda law, f: law(tf.function(f)),
-    "around vectorized_map": lambda law, f: law(mapped(f)),
-}
+def is_valid(law, way, given, *_):
+    if law is jacobians:  # of one point: there is nothing to map
+        return way != "around vectorized_map"
+    return not is_slow(law, way) or given in ("grad", "products")
 
 
-SLOW = (by_forward_mode, "around vectorized_map")
+CASES = spread(LAWS, WAYS, GIVEN, MODELS, [True, False], together=3, valid=is_valid)
 
 
 @pytest.mark.parametrize(
-    ("law", "way"),
-    [
-        pytest.param(law, way, marks=[pytest.mark.long] * ((law, way) == SLOW))
-        for law in LAWS
-        for way in WAYS
-    ],
+    ("law", "way", "given", "name", "vectorized"),
+    [pytest.param(*case, marks=[pytest.mark.long] * is_slow(*case[:2])) for case in CASES],
 )
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_autodiff(name, law, way):
-    h, native = MODELS[name]
-    if law is jacobians and "vectorized_map" in way:
-        pytest.skip("of one point: there is nothing to map")
-    run = WAYS[way](law, h)
-    if law is by_forward_mode and "products" in name and way == "around vectorized_map":
-        assert all(np.isnan(came).all() for came in run)  # the mapped rule has no jvp
+def test_equals_autodiff(law, way, given, name, vectorized):
+    model = MODELS[name]
+    h = model.engine(given, vectorized=vectorized)
+    came = WAYS[way](law, model.spread(h))
+    if given == "products" and is_slow(law, way):
+        assert all(np.isnan(t).all() for t in came)  # the mapped rule has no jvp
         return
-    for came, expected in zip(run, law(native), strict=True):
-        np.testing.assert_allclose(came, expected, rtol=1e-12)
+    check(came, law(model.spread(model.true)), given)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_arguments_that_members_share(name):
-    a = A[0]
-    for came, expected in zip(
-        gradients(ENGINES[name], (X, a)), gradients(true, (X, a)), strict=True
-    ):
-        np.testing.assert_allclose(came, expected, rtol=1e-12)
+@ALL_GIVEN
+@pytest.mark.parametrize("how", ["vectorized", "by member", "by an executor"])
+@pytest.mark.parametrize("args", [(X, A), (X, A[0]), (X[:0], A[:0])], ids=["all", "shared", "none"])
+def test_batches(given, how, args):
+    """Of an empty one, no call is made."""
+    with ThreadPoolExecutor(2) as threads:
+        executor = threads if how == "by an executor" else None
+        h = ARRAY.engine(given, vectorized=how == "vectorized", executor=executor)
+        n = len(args[0])
+        for run in (gradients, tf.function(gradients)):
+            check(run(h, args, U[:n]), gradients(true, args, U[:n]), given)
+    points = 1 + {"2-point": 3, "3-point": 6}.get(given, 0)
+    assert h.calls == 2 * (min(n, 1) if how == "vectorized" else n * points)
 
 
+@ALL_GIVEN
 @pytest.mark.parametrize("on_error", ["raise", -np.inf])
-@pytest.mark.parametrize("name", engines())
-def test_dtypes_and_static_shapes(name, on_error):
-    h = engines(vectorized=True, on_error=on_error)[name]
+def test_dtypes_and_static_shapes(given, on_error):
+    h = ARRAY.engine(given, vectorized=True, on_error=on_error)
     run = tf.function(lambda x, a: gradients(h, (x, a), tf.cast(U, tf.float32)))
     spec = [tf.TensorSpec([None, 2], tf.float32), tf.TensorSpec([None], tf.float32)]
     y, by_x, by_a = run.get_concrete_function(*spec).structured_outputs
@@ -118,14 +99,12 @@ def test_dtypes_and_static_shapes(name, on_error):
     assert [y.shape.as_list(), by_x.shape.as_list()] == [[None, 3], [None, 2]]
     along = tf.function(forward_derivative(h)).get_concrete_function(*spec).structured_outputs
     assert along.shape.as_list() == [None, 3]
-    came = run(X.astype("float32"), A.astype("float32"))
-    for got, expected in zip(came, gradients(true), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
+    check(run(X.astype("float32"), A.astype("float32")), gradients(true), rtol=1e-5)
 
 
 @WRAPS
 def test_products_are_computed_on_request(wrap):
-    h = engines(vectorized=True)["products"]
+    h = ARRAY.engine("products", vectorized=True)
     counts = lambda: (h.calls, h.vjp_calls, h.jvp_calls)  # noqa: E731
     wrap(h)(X, A)
     assert counts() == (1, 0, 0)
@@ -139,87 +118,74 @@ def test_products_are_computed_on_request(wrap):
     assert f": calls {calls + 1}, vjp_calls 2, jvp_calls 1, hess_calls 0, " in repr(h)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_empty_batch_makes_no_call(name):
-    h, calls = ENGINES[name], ENGINES[name].calls
-    for wrap in (lambda f: f, traced):
-        y, by_x, by_a = wrap(lambda: gradients(h, (X[:0], A[:0]), U[:0]))()
-        assert [y.shape, by_x.shape, by_a.shape] == [[0, 3], [0, 2], [0]]
-    assert h.calls == calls
+def test_a_matrix_of_a_dictionary():
+    h = sgtrick.from_numpy(
+        lambda p: np.outer(p["b"], p["a"]),
+        vjp=lambda p, u: {"a": u.T @ p["b"], "b": u @ p["a"]},
+        value_shape=(3, 2),
+    )
+    run = derivative(lambda p: tf.reduce_sum(h(p) * np.outer(U[1], X[1])))
+    by_p = run({"a": tf.constant(X[0]), "b": tf.constant(U[0])})
+    check([by_p["a"], by_p["b"]], [U[1] @ U[0] * X[1], X[1] @ X[0] * U[1]])
 
 
-def test_of_a_structure_and_of_a_matrix():
-    """The value is a matrix, the argument a dictionary."""
-    outer = lambda p: p["b"][..., None] * p["a"][..., None, :]  # noqa: E731
+class TestDifferences:
+    @SCHEMES
+    def test_steps_are_those_of_scipy(self, scheme):
+        x = np.array([1e-3, -0.7, 0.0, -1e8, 250.0])
+        f = lambda x: np.exp(np.sin(x)).prod()  # noqa: E731
+        h = sgtrick.from_numpy(f, grad=scheme)
+        assert f"grad='{scheme}'" in repr(h)
+        _, came = gradients(h, (x,), None)
+        np.testing.assert_allclose(came, approx_derivative(f, x, scheme), rtol=1e-12)
 
-    def vjp(p, u):
-        return {"a": np.sum(u * p["b"][:, None], 0), "b": np.sum(u * p["a"], 1)}
+    @SCHEMES
+    def test_beside_arguments_without_derivatives(self, scheme):
+        def engine(data, n, x):
+            return n * np.sum(x**2 * data["scale"])
 
-    h = sgtrick.from_numpy(outer, vjp=vjp, value_shape=(3, 2))
-    a, b = X[0], U[0]
-    u = np.outer(U[1], X[1])
+        h = sgtrick.from_numpy(engine, grad=scheme, event_ndims=(1, 0, 2))
+        scale, x = np.array([1.0, 2.0, 3.0]), np.ones([2, 3])
+        came = gradients(lambda s, x: h({"scale": s}, tf.constant(5), x), (scale, x), None)
+        check(came, [60, [10, 10, 10], 10 * x * scale], scheme)
 
-    def run(f):
-        p = {"a": tf.constant(a), "b": tf.constant(b)}
-        with tf.GradientTape() as tape:
-            tape.watch(p)
-            y = f(p)
-        return tape.gradient(y, p, u)
+    def test_of_methods_with_aux(self):
+        class Model:
+            factor = 3.0
 
-    expected = run(lambda p: p["b"][:, tf.newaxis] * p["a"])
-    for key, came in run(h).items():
-        np.testing.assert_allclose(came, expected[key], rtol=1e-12)
+            def energy(self, x):
+                return self.factor * np.sum(x**3), x + self.factor
 
+        h = sgtrick.from_numpy(Model().energy, grad="3-point", has_aux=True)
+        check(gradients(lambda x: h(x)[0], (X,), None)[1:], [9 * X**2], "3-point")
+        np.testing.assert_array_equal(h(X)[1], X + 3)
 
-@pytest.mark.parametrize("name", engines())
-def test_by_an_executor(name):
-    with ThreadPoolExecutor(2) as executor:
-        h = engines(executor=executor)[name]
-        for came, expected in zip(gradients(h), gradients(true), strict=True):
-            np.testing.assert_allclose(came, expected, rtol=1e-12)
+    @SCHEMES
+    @VECTORIZED
+    def test_where_neighbours_fail(self, scheme, vectorized):
+        def engine(x):
+            if np.any(np.abs(x) > 1):
+                raise ArithmeticError("no solution")
+            return np.sum(x, -1)
 
-
-class TestHMC:
-    @staticmethod
-    def draws(f):
-        def log_prob(x, a):
-            return tfd.MultivariateNormalDiag(f(x, a), [1.0, 1.0, 1.0]).log_prob(U[0]) - (
-                tf.reduce_sum(x**2, -1) + a**2
-            )
-
-        hmc = tfp.mcmc.HamiltonianMonteCarlo(log_prob, tf.constant(0.2, tf.float64), 3)
-        sample = tf.function(tfp.mcmc.sample_chain, autograph=False)
-        return sample(10, [X, A], kernel=hmc, trace_fn=None, seed=[1, 2])
-
-    @pytest.mark.parametrize("name", engines())
-    def test_draws_are_those_of_the_model_in_tensorflow(self, name):
-        came, expected = self.draws(ENGINES[f"{name}, vectorized"]), self.draws(true)
-        for got, want in zip(came, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-7)
-
-
-def test_in_an_autobatched_joint_distribution():
-    h = engines(vectorized=True)["products"]
-
-    def joint(f):
-        @tfd.JointDistributionCoroutineAutoBatched
-        def model():
-            x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
-            a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
-            yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
-
-        return lambda x, a: model.log_prob(x=x, a=a, y=U)
-
-    for came, expected in zip(
-        gradients(joint(h), upstream=None), gradients(joint(true), upstream=None), strict=True
-    ):
-        np.testing.assert_allclose(came, expected, rtol=1e-12)
-    assert (h.calls, h.vjp_calls) == (2, 1)  # one sample tells the shapes
+        h = sgtrick.from_numpy(engine, grad=scheme, vectorized=vectorized, on_error=-5.0)
+        x = [[0.5, 0.5], [3.0, 0.5], [1.0, 0.5]]  # right, failed, failed beside
+        y, g = gradients(h, (np.array(x),), None)
+        np.testing.assert_allclose(y, [1, -5, 1.5])
+        np.testing.assert_allclose(g, [[1, 1], [0, 0], [np.nan, 1]], rtol=1e-6)
+        h = sgtrick.from_numpy(engine, grad=scheme, vectorized=vectorized)
+        with pytest.raises(RuntimeError, match="no solution"):
+            h(tf.constant([1.0, 0.0]))
 
 
-class TestFailures:
-    @staticmethod
-    def failing(f):
+@VECTORIZED
+@pytest.mark.parametrize(
+    ("given", "failing"), [("grad", "value"), ("products", "value"), ("products", "vjp")]
+)
+def test_failures(given, failing, vectorized):
+    """The value becomes a constant; where the vjp alone fails, the gradient is not known."""
+
+    def fails(f):
         def engine(x, *rest):
             if np.any(x == X[1]):
                 raise ArithmeticError("no solution")
@@ -227,34 +193,13 @@ class TestFailures:
 
         return engine
 
-    @pytest.mark.parametrize("vectorized", [True, False])
-    @pytest.mark.parametrize("products", [True, False])
-    def test_of_the_value(self, products, vectorized):
-        options = OPTIONS | {"on_error": -7.0, "vectorized": vectorized}
-        given = {"vjp": self.failing(vjp)} if products else {"grad": jacobian}
-        h = sgtrick.from_numpy(self.failing(value), **given, **options)
-        y, by_x, by_a = gradients(h)
-        for came, expected, instead in zip(
-            (y, by_x, by_a), gradients(true), (-7.0, 0, 0), strict=True
-        ):
-            want = expected.numpy()
-            want[1] = instead
-            np.testing.assert_allclose(came, want, rtol=1e-12)
-
-    @pytest.mark.parametrize("vectorized", [True, False])
-    def test_of_the_vjp_alone(self, vectorized):
-        options = OPTIONS | {"on_error": -np.inf, "vectorized": vectorized}
-        h = sgtrick.from_numpy(value, vjp=self.failing(vjp), **options)
-        _, by_x, _ = gradients(h)
-        want = gradients(true)[1].numpy()
-        want[1] = np.nan
-        np.testing.assert_allclose(by_x, want, rtol=1e-12)
-
-    def test_raise(self):
-        h = sgtrick.from_numpy(value, vjp=self.failing(vjp), **OPTIONS)
-        message = r"(?s)vjp of value raised ArithmeticError: no solution.*x = .*u = "
-        with pytest.raises(RAISED, match=message):
-            gradients(h)
+    model = ARRAY._replace(**{failing: fails(getattr(ARRAY, failing))})
+    expected = [t.numpy() for t in gradients(true)]
+    instead = (-7.0, 0, 0) if failing == "value" else (expected[0][1], np.nan, np.nan)
+    for array, at_failure in zip(expected, instead, strict=True):
+        array[1] = at_failure
+    came = gradients(model.engine(given, vectorized=vectorized, on_error=-7.0))
+    check(came, expected)
 
 
 class TestWithoutGradient:
@@ -269,9 +214,7 @@ class TestWithoutGradient:
         h = sgtrick.from_numpy(self.log_prob, grad=False, vectorized=True)
         np.testing.assert_allclose(wrap(h)(X), self.log_prob(X))
         np.testing.assert_allclose(wrap(mapped(h))(X), self.log_prob(X))
-        message = (
-            r"asked for a gradient, but its engine has none, grad=False\. Return \(value, grad"
-        )
+        message = r"asked for a gradient, but its engine has none, grad=False\. Return \(value, gra"
         with pytest.raises((LookupError, tf.errors.OpError), match=message):
             wrap(derivative(h))(tf.constant(X))
         with pytest.raises(NotImplementedError, match=r"forward mode, .* its engine has no jvp="):
@@ -288,120 +231,44 @@ class TestWithoutGradient:
         walk = sample(tfp.mcmc.RandomWalkMetropolis(h))
         native = sample(tfp.mcmc.RandomWalkMetropolis(lambda x: -0.5 * tf.reduce_sum(x**2, -1)))
         np.testing.assert_allclose(walk, native, rtol=1e-12)
-        with pytest.raises(
-            tf.errors.OpError, match="asked for a gradient, but its engine has none"
-        ):
+        message = "asked for a gradient, but its engine has none"
+        with pytest.raises(tf.errors.OpError, match=message):
             sample(tfp.mcmc.HamiltonianMonteCarlo(h, 0.1, 2))
 
-    def test_none_instead_of_a_gradient(self):
-        h = sgtrick.from_numpy(lambda x: (np.sum(x), None))
-        with pytest.raises(TypeError, match="return the value alone and pass grad=False"):
-            h(X)
+
+@ALL_GIVEN
+@WRAPS
+def test_second_derivatives_are_errors(wrap, given):
+    h = ARRAY.engine(given, vectorized=True)
+    second = derivative(derivative(lambda x: h(x, A)))
+    with pytest.raises((LookupError, tf.errors.OpError), match="asked for a second derivative"):
+        wrap(second)(tf.constant(X))
 
 
-class TestErrors:
-    @WRAPS
-    def test_what_was_not_given(self, wrap):
-        h = sgtrick.from_numpy(value, vjp=vjp, **OPTIONS)
-        with pytest.raises(NotImplementedError, match=r"has no jvp=\. Pass jvp="):
-            wrap(lambda: by_forward_mode(h))()
-        h = sgtrick.from_numpy(value, jvp=jvp, **OPTIONS)
-        with pytest.raises((LookupError, tf.errors.OpError), match=r"has only jvp=\. Pass vjp="):
-            wrap(lambda: gradients(h))()
+@WRAPS
+def test_derivatives_that_were_not_given_are_errors(wrap):
+    only_vjp, only_jvp = (
+        sgtrick.from_numpy(ARRAY.value, **{name: getattr(ARRAY, name)}, event_ndims=(1, 0),
+                           value_shape=(3,))
+        for name in ("vjp", "jvp")
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"has no jvp=\. Pass jvp="):
+        wrap(lambda: by_forward_mode(only_vjp))()
+    with pytest.raises((LookupError, tf.errors.OpError), match=r"has only jvp=\. Pass vjp="):
+        wrap(lambda: gradients(only_jvp))()
 
-    @pytest.mark.parametrize("name", engines())
-    @WRAPS
-    def test_second_derivatives(self, wrap, name):
-        h = ENGINES[f"{name}, vectorized"]
 
-        second = derivative(derivative(lambda x: h(x, A)))
-        with pytest.raises((LookupError, tf.errors.OpError), match="asked for a second derivative"):
-            wrap(second)(tf.constant(X))
+def test_in_an_autobatched_joint_distribution():
+    h = ARRAY.engine("products", vectorized=True)
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"value_shape": 3}, r"value_shape must be a tuple of ints, such as \(3,\), .* got 3"),
-            ({"value_shape": {"a": (3,), "b": 3}}, r"value_shape\['b'\] must be a tuple of ints"),
-            ({"value_shape": ((3,), (-1,))}, r"value_shape\[1\]\[0\] must be a tuple of ints"),
-            ({"value_shape": (3,), "hess": vjp}, "hess is the Hessian of one number, but"),
-            ({"grad": False, "hess": "3-point"}, "grad=False says .* no gradient: leave out hess"),
-            ({"grad": False, "vjp": vjp}, "grad=False says .* no gradient: leave out vjp"),
-            ({"jvp": jvp, "hess": "3-point"}, "takes differences of the gradient: pass vjp= too"),
-            ({"value_shape": None}, "value_shape must be a tuple of ints, .* got None"),
-            ({"grad": "3-point", "hess": "3-point"}, "those of grad='3-point' would be noise"),
-            ({"grad": True}, "grad must be a function, got bool"),
-            ({"grad": jacobian, "vjp": vjp}, "grad and vjp were both given. Pass one of them"),
-            ({"grad": jacobian, "jvp": jvp}, "grad gives all first derivatives: leave jvp out"),
-            ({"vjp": 4}, "vjp must be a function, got int"),
-        ],
-    )
-    def test_options(self, options, message):
-        with pytest.raises(TypeError, match=message):
-            sgtrick.from_numpy(value, **options)
+    def joint(f):
+        @tfd.JointDistributionCoroutineAutoBatched
+        def model():
+            x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
+            a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
+            yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
 
-    def test_a_number_instead_of_a_value_of_unknown_shape(self):
-        with pytest.raises(
-            ValueError, match=r"its shape must be known, but value_shape is \(None,\)"
-        ):
-            sgtrick.from_numpy(value, vjp=vjp, value_shape=(None,), on_error=-np.inf)
+        return lambda x, a: model.log_prob(x=x, a=a, y=U)
 
-    @pytest.mark.parametrize(
-        ("engine", "options", "message"),
-        [
-            (
-                lambda x: (np.ones(3), np.ones([3, 2])),
-                {},
-                r"the value of f must have the shape \[\], got \[3\]. If the value is an array, "
-                r"pass its shape, value_shape=\(3,\)",
-            ),
-            (
-                lambda x: (x, np.eye(2)),
-                {},
-                r"That is the shape of the point. If .*value_shape=\(2,\); if it is one number, sum",
-            ),
-            (
-                lambda x: (np.ones(3), np.ones(2)),
-                {"value_shape": (3,)},
-                r"gradient of f with respect to x must have the shape \[3, 2\], got \[2\]",
-            ),
-            (
-                lambda x: (np.ones(3), np.ones([3, 2])),
-                {"value_shape": (3,), "vectorized": True},
-                r"must return one value for each batch member",
-            ),
-            (
-                lambda x: (np.ones(n := 3 if x[0] == X[0, 0] else 2), np.ones([n, 2])),
-                {"value_shape": (None,)},
-                r"the value of f must have the same shape for all members .*, got \[3\] and \[2\]",
-            ),
-            (
-                lambda x: (np.ones(3), np.ones([3, 2])),
-                {"value_shape": (3,), "vjp": vjp},
-                r"the value of f must (be an array of real numbers|have the shape \[3\])",
-            ),
-        ],
-    )
-    def test_replies(self, engine, options, message):
-        h = sgtrick.from_numpy(engine, name="f", **options)
-        with pytest.raises((TypeError, ValueError), match=message):
-            h(tf.constant(X))
-
-    @pytest.mark.parametrize(
-        ("product", "message"),
-        [
-            (lambda x, a, u: None, "the VJP of value must be like the arguments, got None"),
-            (
-                lambda x, a, u: x,
-                r"the VJP of value must be a tuple of 2, got ndarray of shape \[2\]",
-            ),
-            (
-                lambda x, a, u: (u, a),
-                r"the VJP of value with respect to x must have the shape \[2\]",
-            ),
-        ],
-    )
-    def test_products(self, product, message):
-        h = sgtrick.from_numpy(value, vjp=product, **OPTIONS)
-        with pytest.raises((TypeError, ValueError), match=message):
-            gradients(h)
+    check(gradients(joint(h), upstream=None), gradients(joint(true), upstream=None))
+    assert (h.calls, h.vjp_calls) == (2, 1)  # one sample tells the shapes

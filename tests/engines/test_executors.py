@@ -12,7 +12,7 @@ import tensorflow_probability as tfp
 import engine_functions as engines
 import sgtrick
 from hanging import HANGS
-from shared import WRAPS
+from shared import WRAPS, derivative, mapped_with_loops
 
 RAISED = (RuntimeError, tf.errors.UnknownError)
 POINTS = np.random.default_rng(3).normal(size=(8, 3))
@@ -38,10 +38,14 @@ def draws(h):
     return within_a_minute(sample)
 
 
+def process_pool(workers=2):
+    context = multiprocessing.get_context("spawn")
+    return futures.ProcessPoolExecutor(workers, mp_context=context)
+
+
 @pytest.fixture(scope="module")
 def processes():
-    context = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+    with process_pool() as executor:
         yield executor
 
 
@@ -91,18 +95,21 @@ def test_an_engine_that_raises(executor, wrap):
     assert (h.calls, h.failures) == (3, 1)
 
 
-def test_gradient_functions_and_vectorized_engines(executor):
-    apart = sgtrick.from_numpy(engines.square, grad=engines.square_gradient, executor=executor)
-    whole = sgtrick.from_numpy(engines.two, event_ndims=(2, 0), vectorized=True, executor=executor)
+def test_functions_of_derivatives_and_vectorized_engines(executor):
     x, y = tf.constant(POINTS), tf.constant(POINTS[:, 0])
+    square = sgtrick.from_numpy(
+        engines.square, grad=engines.square_gradient, hessp=engines.square_hessp, executor=executor
+    )
+    first = within_a_minute(derivative(square), x)
+    np.testing.assert_allclose(first, 2 * x)
+    second = within_a_minute(derivative(derivative(square)), x)
+    np.testing.assert_allclose(second, tf.fill(x.shape, 2.0))
+    assert (square.calls, square.hess_calls) == (16, 8)
     matrices = tf.constant(np.tile(POINTS[:, :2, None], 2))
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch([x, y])
-        a, b = apart(x), whole(matrices, y)
-    np.testing.assert_allclose(tape.gradient(a, x), 2 * x)
-    by_y = tf.reduce_sum(matrices**3, [-2, -1]) * tf.cos(y)
-    np.testing.assert_allclose(tape.gradient(b, y), by_y)
-    assert (apart.calls, whole.calls) == (8, 1)
+    whole = sgtrick.from_numpy(engines.two, event_ndims=(2, 0), vectorized=True, executor=executor)
+    by_y = within_a_minute(derivative(whole, 1), matrices, y)
+    np.testing.assert_allclose(by_y, tf.reduce_sum(matrices**3, [-2, -1]) * tf.cos(y))
+    assert whole.calls == 1
 
 
 @pytest.mark.parametrize("vectorized", [True, False])
@@ -122,10 +129,7 @@ def test_functions_do_not_see_what_the_other_did_to_its_arguments(executor, vect
     executor = {"threads": threads, "main thread": sgtrick.MainThreadExecutor()}.get(executor)
     h = sgtrick.from_numpy(fn, grad=grad, vectorized=vectorized, executor=executor)
     x = tf.constant(POINTS if vectorized else POINTS[:1])
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = h(x)
-    np.testing.assert_array_equal(tape.gradient(y, x), 2 * x)
+    np.testing.assert_array_equal(derivative(h)(x), 2 * x)
 
 
 # Outside of run, TensorFlow would call the engine of a graph from a thread that nobody serves.
@@ -147,27 +151,37 @@ def test_one_thread_may_return_the_same_buffer_each_time(run, wrap):
 
     executor = sgtrick.MainThreadExecutor()
     h = sgtrick.from_numpy(frugal, executor=executor)
-
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = h(x)
-        return tape.gradient(y, x)
-
     x = tf.constant(POINTS)
-    np.testing.assert_array_equal(run(executor, lambda: wrap(gradient)(x)), 2 * POINTS)
+    found = run(executor, lambda: wrap(derivative(h))(x))
+    np.testing.assert_array_equal(found, 2 * POINTS)
 
 
 @WRAPS
-def test_members_are_evaluated_at_once(threads, wrap):
+@pytest.mark.parametrize("name", ["value", "mapped", "hess", "hessp"])
+def test_members_are_evaluated_at_once(threads, wrap, name):
     meeting = threading.Barrier(4)
 
-    def meets(x):
-        meeting.wait(timeout=HANGS)  # raises unless four calls are here together
-        return engines.normal(x)
+    def meets(f):
+        def engine(*args):
+            meeting.wait(timeout=HANGS)  # raises unless four calls are here together
+            return f(*args)
 
-    h = sgtrick.from_numpy(meets, executor=threads)
-    np.testing.assert_allclose(wrap(h)(tf.constant(POINTS)), -0.5 * np.sum(POINTS**2, -1))
+        return engine
+
+    def hess(x):
+        return 2 * np.eye(3)
+
+    if name in ("value", "mapped"):
+        h = sgtrick.from_numpy(meets(engines.normal), executor=threads)
+        run, want = (mapped_with_loops(h) if name == "mapped" else h), -0.5 * np.sum(POINTS**2, -1)
+    else:
+        second = {"hess": hess, "hessp": engines.square_hessp}[name]
+        h = sgtrick.from_numpy(
+            engines.square, grad=engines.square_gradient, executor=threads, **{name: meets(second)}
+        )
+        run, want = derivative(derivative(h)), np.full(POINTS.shape, 2.0)
+    np.testing.assert_allclose(wrap(run)(tf.constant(POINTS)), want)
+    assert len(POINTS) in (h.calls, h.hess_calls)
 
 
 def test_a_vectorized_engine_that_fails_is_asked_again_for_each_member(executor):
@@ -182,28 +196,24 @@ def test_a_vectorized_engine_that_fails_is_asked_again_for_each_member(executor)
 @pytest.mark.parametrize("on_error", ["raise", -np.inf])
 @WRAPS
 def test_a_process_that_dies(wrap, on_error):
-    context = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(2, mp_context=context) as processes:
+    message = "dies_beyond_one got no answer from its executor: BrokenProcessPool.*worker has died"
+    with process_pool() as processes:
         h = sgtrick.from_numpy(engines.dies_beyond_one, executor=processes, on_error=on_error)
         within_a_minute(wrap(h), tf.zeros([2, 3]))
         for _ in range(2):  # the pool is lost for good
-            with pytest.raises(
-                RAISED,
-                match=r"dies_beyond_one got no answer from its executor: BrokenProcessPool.*worker has died",
-            ):
+            with pytest.raises(RAISED, match=message):
                 within_a_minute(wrap(h), tf.constant(POINTS + 1))
         assert h.failures == 0
 
 
 @WRAPS
 def test_an_exception_that_cannot_be_unpickled(wrap):
-    context = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(1, mp_context=context) as processes:
+    message = (
+        r"(?s)got no answer from its executor: BrokenProcessPool.* not unpickled here: raise one "
+        r".* ArithmeticError\(str\(error\)\)\..*TypeError: .*missing 1 required .*: 'why'"
+    )
+    with process_pool(1) as processes:
         h = sgtrick.from_numpy(engines.raises_what_cannot_be_unpickled, executor=processes)
-        message = (
-            r"(?s)got no answer from its executor: BrokenProcessPool.* not unpickled here: raise one "
-            r".* ArithmeticError\(str\(error\)\)\..*TypeError: .*missing 1 required .*: 'why'"
-        )
         with pytest.raises(RAISED, match=message):
             within_a_minute(wrap(h), tf.zeros([2, 3]))
 
@@ -249,14 +259,12 @@ def test_an_executor_that_is_shut_down():
         h(tf.zeros([2]))
 
 
-def test_an_engine_that_cannot_be_sent(processes):
-    with pytest.raises(
-        TypeError,
-        match=r"executor is a process pool, to which .* cannot be sent: .* top level of a module",
-    ):
-        sgtrick.from_numpy(lambda x: engines.normal(x), executor=processes)
-    with pytest.raises(TypeError, match="cannot be sent"):
-        sgtrick.from_numpy(engines.square, grad=lambda x: 2 * x, executor=processes)
+@pytest.mark.parametrize("name", ["fn", "grad", "hessp"])
+def test_functions_that_cannot_be_sent(processes, name):
+    functions = {"fn": engines.square} | {name: lambda *args: engines.normal(*args)}
+    message = r"executor is a process pool, to which .* cannot be sent: .* top level of a module"
+    with pytest.raises(TypeError, match=message):
+        sgtrick.from_numpy(**functions, executor=processes)
 
 
 def test_members_left_over_after_an_error_are_not_evaluated():

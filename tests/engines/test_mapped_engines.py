@@ -1,7 +1,6 @@
 """Host engines under `tf.vectorized_map`: a batch arrives as a batch"""
 
 import functools
-import threading
 from concurrent import futures
 
 import numpy as np
@@ -9,11 +8,9 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-import engine_functions as engines
 import sgtrick
-from hanging import HANGS
 from sgtrick.tfp import Factor
-from shared import WRAPS
+from shared import WRAPS, value_and_gradients
 
 tfd = tfp.distributions
 Root = tfd.JointDistributionCoroutine.Root
@@ -26,74 +23,68 @@ DATA = np.random.default_rng(8).normal(size=(5,))
 mapped = functools.partial(tf.vectorized_map, fallback_to_while_loop=False)
 
 
-class Recorder:
-    """An engine of `(x, data)` for one member and for many, that keeps what it was given."""
-
-    def __init__(self):
-        self.shapes, self.bases = [], []
-
-    def __call__(self, x, data):
-        self.shapes.append((x.shape, data.shape))
-        self.bases.append(data.strides)
-        s, t = np.sum(np.sin(x), -1), np.sum(data**2, -1)
-        return s * t, (np.cos(x) * t[..., None], 2 * s[..., None] * data)
-
-
 def native(x, data):
     return tf.reduce_sum(tf.sin(x), -1) * tf.reduce_sum(data**2, -1)
 
 
-def value_and_gradients(f, *args):
-    with tf.GradientTape() as tape:
-        tape.watch(args)
-        y = f(*args)
-    return y, [tf.convert_to_tensor(g) for g in tape.gradient(y, args)]  # some come in slices
-
-
 def close(came, want):
     for a, b in zip(tf.nest.flatten(came), tf.nest.flatten(want), strict=True):
+        a = tf.convert_to_tensor(a)  # some come in slices
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def over_x(f):
+    """Mapped over the first argument; all members share the other one."""
+    return lambda x, data: mapped(lambda x: f(x, data), x)
 
 
 @pytest.fixture(params=[True, False], ids=["vectorized", "by member"])
 def engine(request):
-    recorder = Recorder()
-    h = sgtrick.from_numpy(recorder, vectorized=request.param)
-    return h, recorder, request.param
+    """An engine, a function that tells how often it was called, and the shapes it was called with."""
+    shapes = []
+
+    def f(x, data):
+        shapes.append((x.shape, data.shape))
+        s, t = np.sum(np.sin(x), -1), np.sum(data**2, -1)
+        return s * t, (np.cos(x) * t[..., None], 2 * s[..., None] * data)
+
+    h = sgtrick.from_numpy(f, vectorized=request.param)
+
+    def calls(batches, members):
+        """Whether there was one call for each batch, or for each member."""
+        return h.calls == (batches if request.param else members)
+
+    return h, calls, shapes
 
 
 class TestCalls:
     @WRAPS
     def test_tape_around(self, engine, wrap):
-        h, recorder, vectorized = engine
+        h, calls, shapes = engine
         x, data = tf.constant(POINTS), tf.constant(DATA)
-        run = wrap(
-            lambda x, d: value_and_gradients(lambda x, d: mapped(lambda x: h(x, d), x), x, d)
-        )
+        run = wrap(lambda x, d: value_and_gradients(over_x(h), x, d))
         close(run(x, data), value_and_gradients(native, x, data))
-        assert h.calls == (1 if vectorized else CHAINS)
-        want = ((8, 3), (8, 5)) if vectorized else ((3,), (5,))
-        assert recorder.shapes == [want] * h.calls
+        assert calls(1, CHAINS)
+        assert set(shapes) <= {((8, 3), (8, 5)), ((3,), (5,))}
 
     @WRAPS
     def test_tape_within(self, engine, wrap):
-        h, _, vectorized = engine
+        h, calls, _ = engine
         x, data = tf.constant(POINTS), tf.constant(DATA)
-        run = wrap(lambda x: mapped(lambda x: value_and_gradients(h, x, data), x))
-        y, (by_x, by_data) = run(x)
+        y, (by_x, by_data) = wrap(mapped)(lambda x: value_and_gradients(h, x, data), x)
         want = value_and_gradients(native, x, data)
         close([y, by_x], [want[0], want[1][0]])
         close(tf.reduce_sum(by_data, 0), want[1][1])  # of each member its own
-        assert h.calls == (1 if vectorized else CHAINS)
+        assert calls(1, CHAINS)
 
     @pytest.mark.parametrize(
         ("inner", "wrap"),
-        [("x", tf.function), ("data", lambda f: f), ("both", tf.function), ("outer", lambda f: f)],
-        ids=["x", "data", "both", "outer"],
+        [("x", tf.function), ("data", lambda f: f), ("both", tf.function), ("none", lambda f: f)],
+        ids=["x", "data", "both", "none"],
     )
     def test_nested(self, engine, wrap, inner):
         """The outer map over `x`, the inner one over what is named."""
-        h, _, vectorized = engine
+        h, calls, _ = engine
         more = {"x": POINTS[:, None] * np.ones([8, 2, 1]), "data": DATA * np.ones([2, 1])}
         x = tf.constant(more["x"] if inner in ("x", "both") else POINTS)
         data = tf.constant(more["data"] if inner in ("data", "both") else DATA)
@@ -105,82 +96,93 @@ class TestCalls:
                 return mapped(lambda d: h(x, d), data)
             if inner == "both":
                 return mapped(lambda a: h(*a), (x, data))
-            # The inner one over neither: the call does not hang on it.
+            # The call does not depend on what the inner one is over.
             return mapped(lambda k: h(x, data) * k, tf.ones([2], tf.float64))
-
-        run = wrap(
-            lambda *a: value_and_gradients(lambda x, d: mapped(lambda x: of_one(x, d), x), *a)
-        )
 
         def whole(x, data):
             x = x if inner in ("x", "both") else x[:, tf.newaxis]
             return native(x, data) * tf.ones([2], tf.float64)
 
+        run = wrap(lambda *a: value_and_gradients(over_x(of_one), *a))
         close(run(x, data), value_and_gradients(whole, x, data))
-        members = 8 if inner == "outer" else 16
-        assert h.calls == (1 if vectorized else members)
+        assert calls(1, 8 if inner == "none" else 16)
 
     @WRAPS
     def test_a_batch_of_its_own_within(self, engine, wrap):
-        h, recorder, vectorized = engine
+        h, calls, shapes = engine
         x = tf.constant(np.random.default_rng(0).normal(size=(4, 2, 3)))  # [member, batch, event]
         data = tf.constant(np.random.default_rng(1).normal(size=(6, 1, 5)))  # [batch, 1, event]
-        run = wrap(
-            lambda x, d: value_and_gradients(lambda x, d: mapped(lambda x: h(x, d), x), x, d)
-        )
+        run = wrap(lambda x, d: value_and_gradients(over_x(h), x, d))
         want = value_and_gradients(lambda x, d: native(x[:, tf.newaxis], d), x, data)
         close(run(x, data), want)
-        assert recorder.shapes[0] == (((4, 6, 2, 3), (4, 6, 2, 5)) if vectorized else ((3,), (5,)))
-        assert h.calls == (1 if vectorized else 48)
+        assert shapes[0] in [((4, 6, 2, 3), (4, 6, 2, 5)), ((3,), (5,))]
+        assert calls(1, 48)
 
-    def test_unknown_shapes(self, engine):
-        h, _, vectorized = engine
-        specs = [tf.TensorSpec([None, None], tf.float64)]
+    @pytest.mark.parametrize(
+        ("shapes", "sizes"),
+        # TensorFlow cannot map over nothing if it does not know the rank.
+        [(([None, None], [5]), [8, 1, 5, 0]), ((None, None), [8, 1, 5])],
+        ids=["dimensions", "ranks"],
+    )
+    def test_unknown_shapes(self, engine, shapes, sizes):
+        h, calls, _ = engine
         run = tf.function(
-            lambda x: value_and_gradients(lambda x: mapped(lambda x: h(x, DATA), x), x),
-            input_signature=specs,
+            lambda x, d: value_and_gradients(over_x(h), x, d),
+            input_signature=[tf.TensorSpec(shape, tf.float64) for shape in shapes],
             autograph=False,
         )
-        for n in (8, 1, 5):
-            close(
-                run(POINTS[:n]),
-                value_and_gradients(lambda x: native(x, DATA), tf.constant(POINTS[:n])),
-            )
-        assert h.calls == (3 if vectorized else 14)
-        y, (g,) = run(POINTS[:0])
-        assert (y.shape, g.shape) == ([0], [0, 3])
-
-    def test_unknown_ranks(self, engine):
-        h, _, vectorized = engine
-        spec = tf.TensorSpec(None, tf.float64)
-        run = tf.function(lambda x, d: mapped(lambda x: h(x, d), x), input_signature=[spec, spec])
-        close(run(POINTS, DATA), native(POINTS, DATA))
-        assert h.calls == (1 if vectorized else CHAINS)
+        for n in sizes:
+            x, data = tf.constant(POINTS[:n]), tf.constant(DATA)
+            close(run(x, data), value_and_gradients(native, x, data))
+        assert calls(3, 14)
 
     @WRAPS
-    def test_within_functions_loops_and_branches(self, engine, wrap):
-        h, _, vectorized = engine
+    def test_within_functions_and_loops(self, engine, wrap):
+        h, calls, _ = engine
 
-        def one(x):
+        def one(x, data):
             y = tf.while_loop(
                 lambda i, y: i < 3,
-                lambda i, y: (i + 1, y + h(x, DATA)),
+                lambda i, y: (i + 1, y + h(x, data)),
                 (0, tf.zeros([], tf.float64)),
             )[1]
-            return y + tf.function(h)(x, DATA)
+            return y + tf.function(h)(x, data)
 
-        close(wrap(lambda x: mapped(one, x))(tf.constant(POINTS)), 4 * native(POINTS, DATA))
-        assert h.calls == (4 if vectorized else 4 * CHAINS)
+        close(wrap(over_x(one))(tf.constant(POINTS), DATA), 4 * native(POINTS, DATA))
+        assert calls(4, 4 * CHAINS)
 
     def test_members_that_branch_are_called_in_their_branch(self, engine):
-        h, _, vectorized = engine
+        h, calls, _ = engine
 
         def one(x):
             return tf.cond(x[0] > 0, lambda: h(x, DATA), lambda: h(2 * x, DATA))
 
         want = native(np.where(POINTS[:, :1] > 0, 1, 2) * POINTS, DATA)
         close(tf.function(lambda x: tf.vectorized_map(one, x))(POINTS), want)
-        assert h.calls == (2 if vectorized else CHAINS)
+        assert calls(2, CHAINS)
+
+    def test_jacobians_call_once(self, engine):
+        h, calls, _ = engine
+        x = tf.constant(POINTS)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = over_x(h)(x, DATA)[:, tf.newaxis]
+        close(tape.batch_jacobian(y, x)[:, 0], np.cos(POINTS) * np.sum(DATA**2))
+        assert calls(1, CHAINS)
+
+    def test_a_loop_in_the_place_of_a_map_without_the_converter(self, engine):
+        """What happens should TensorFlow look for converters elsewhere: right, by members."""
+        h, calls, _ = engine
+
+        def one(x):
+            y = h(x, DATA)
+            for op in y.graph.get_operations():
+                if hasattr(op, "pfor_converter"):
+                    del op.pfor_converter
+            return y
+
+        close(tf.vectorized_map(one, tf.constant(POINTS)), native(POINTS, DATA))
+        assert calls(CHAINS, CHAINS)
 
     @WRAPS
     def test_what_has_no_derivatives_aux_and_text(self, wrap):
@@ -196,30 +198,6 @@ class TestCalls:
         close([y, aux], [np.sum(POINTS, -1) * k.numpy(), np.stack([k, 2 * k], 1)])
         assert seen == [((8, 3), (8,), (8,), b"ab\0")]
 
-    def test_jacobians_call_once(self, engine):
-        h, _, vectorized = engine
-        x = tf.constant(POINTS)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = mapped(lambda x: h(x, DATA), x)[:, tf.newaxis]
-        jacobian = tape.batch_jacobian(y, x)
-        close(jacobian[:, 0], np.cos(POINTS) * np.sum(DATA**2))
-        assert h.calls == (1 if vectorized else CHAINS)
-
-    def test_a_loop_in_the_place_of_a_map_without_the_converter(self, monkeypatch):
-        # What happens should TensorFlow look for converters elsewhere: right, member by member.
-        h = sgtrick.from_numpy(Recorder(), vectorized=True)
-
-        def one(x):
-            y = h(x, DATA)
-            for op in y.graph.get_operations():
-                if hasattr(op, "pfor_converter"):
-                    del op.pfor_converter
-            return y
-
-        close(tf.vectorized_map(one, tf.constant(POINTS)), native(POINTS, DATA))
-        assert h.calls == CHAINS
-
 
 class TestWhatIsShared:
     def test_takes_no_memory_and_cannot_be_written_to(self):
@@ -231,7 +209,7 @@ class TestWhatIsShared:
 
         h = sgtrick.from_numpy(f, event_ndims=(0, 1), vectorized=True)
         x, data = tf.ones([1000], tf.float64), tf.ones([7], tf.float64)
-        for run in (h, lambda x, d: mapped(lambda x: h(x, d), x)):
+        for run in (h, over_x(h)):
             close(run(x, data), 7 * x)
             assert seen[-1].shape == (1000, 7)
             assert seen[-1].strides[0] == 0
@@ -248,7 +226,7 @@ class TestWhatIsShared:
         with futures.ThreadPoolExecutor(2) as threads:
             h = sgtrick.from_numpy(f, event_ndims=(0, 1), executor=executor and threads)
             x = tf.constant([1.0, 2.0, 3.0])
-            for run in (h, lambda x, d: mapped(lambda x: h(x, d), x)):
+            for run in (h, over_x(h)):
                 close(run(x, tf.ones([2])), np.array([4, 6, 8]))
 
     def test_a_function_of_the_gradient_apart_gets_it_too(self):
@@ -256,24 +234,8 @@ class TestWhatIsShared:
             lambda x, d: np.sum(x * d, -1), grad=lambda x, d: (d + 0 * x, x), vectorized=True
         )
         x, d = tf.constant(POINTS), tf.constant(POINTS[0])
-        came = value_and_gradients(lambda x, d: mapped(lambda x: h(x, d), x), x, d)
-        close(came, value_and_gradients(lambda x, d: tf.reduce_sum(x * d, -1), x, d))
-
-
-class TestExecutors:
-    @WRAPS
-    def test_members_are_evaluated_at_once(self, wrap):
-        meeting = threading.Barrier(CHAINS)
-
-        def meets(x):
-            meeting.wait(timeout=HANGS)  # raises unless as many calls are here together
-            return engines.normal(x)
-
-        with futures.ThreadPoolExecutor(CHAINS) as threads:
-            h = sgtrick.from_numpy(meets, executor=threads)
-            y = wrap(lambda x: mapped(h, x))(tf.constant(POINTS))
-        np.testing.assert_allclose(y, -0.5 * np.sum(POINTS**2, -1))
-        assert h.calls == CHAINS
+        want = value_and_gradients(lambda x, d: tf.reduce_sum(x * d, -1), x, d)
+        close(value_and_gradients(over_x(h), x, d), want)
 
 
 OBSERVED, SD = np.array([0.3, -1.0, 2.0]), 0.5
@@ -320,9 +282,24 @@ def sample(target, kernel, trace_fn=None):
     return run()
 
 
+def from_torch():
+    torch = pytest.importorskip("torch")
+    observed = torch.tensor(OBSERVED)
+    return sgtrick.from_torch(lambda x: -0.5 * (((observed - x) / SD) ** 2).sum())
+
+
+def from_jax():
+    pytest.importorskip("jax")
+    return sgtrick.from_jax(lambda x: -0.5 * (((OBSERVED - x) / SD) ** 2).sum())
+
+
 class TestAutoBatchedModels:
-    def test_hmc(self):
-        h = sgtrick.from_numpy(likelihood, vectorized=True)
+    @pytest.mark.parametrize(
+        "form", [lambda: sgtrick.from_numpy(likelihood, vectorized=True), from_torch, from_jax],
+        ids=["from_numpy", "from_torch", "from_jax"],
+    )  # fmt: skip
+    def test_hmc(self, form):
+        h = form()
         draws = sample(posterior(h), hmc)
         np.testing.assert_allclose(draws, sample(posterior(native_likelihood), hmc), atol=1e-10)
         assert h.calls == calls_to_know_its_shapes() + 1 + STEPS * LEAPFROGS
@@ -340,25 +317,6 @@ class TestAutoBatchedModels:
         longest = np.max(taken, 1)
         assert h.calls == calls_to_know_its_shapes() + 1 + longest.sum()
         assert longest.min() > 1
-
-    @pytest.mark.parametrize("package", ["torch", "jax"])
-    def test_engines_of_frameworks(self, package):
-        pytest.importorskip(package)
-        form = getattr(sgtrick, f"from_{package}")
-
-        def f(x):
-            if package == "torch":
-                import torch
-
-                observed = torch.tensor(OBSERVED)
-            else:
-                observed = OBSERVED
-            return -0.5 * (((observed - x) / SD) ** 2).sum()
-
-        h = form(f)
-        draws = sample(posterior(h), hmc)
-        np.testing.assert_allclose(draws, sample(posterior(native_likelihood), hmc), atol=1e-10)
-        assert h.calls == calls_to_know_its_shapes() + 1 + STEPS * LEAPFROGS
 
 
 @functools.cache

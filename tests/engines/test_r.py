@@ -9,15 +9,15 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
 import sgtrick.keras
 from hanging import HANGS
+from pages import ROOT, blocks
 
-ROOT = Path(__file__).parents[2]
+R_SCRIPTS = ROOT / "tests" / "engines" / "r"
 
 
 def rscript(*command, **variables):
@@ -72,12 +72,13 @@ def run_one_by_one(run_r):
 
 
 def test_of_scripts(run_one_by_one, tmp_path):
-    code, outputs = blocks_of_the_docs_page()
+    """And of the docs page, whose text says what its code prints."""
+    code, outputs = (blocks(ROOT / "docs" / "r.md", language) for language in ("r", "output"))
+    assert (len(code), len(outputs)) == (4, 3)
     page = tmp_path / "page.R"
     page.write_text("\n".join(code))
-    scripts = ROOT / "tests" / "engines" / "r"
     engines, trouble, printed = run_one_by_one(
-        scripts / "engines.R", scripts / "trouble_in_chain.R", page
+        R_SCRIPTS / "engines.R", R_SCRIPTS / "trouble_in_chain.R", page
     )
     check_values_and_gradients(json.loads(engines))
     check_trouble_in_mid_chain(json.loads(trouble))
@@ -154,7 +155,7 @@ def check_trouble_in_mid_chain(results):
 def test_each_signature_of_grad_that_keras_documents(run_r, backend):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: pip install sgtrick[keras-{backend}]")
-    script = ROOT / "tests" / "engines" / "r" / "signatures.R"
+    script = R_SCRIPTS / "signatures.R"
     gradients = json.loads(run_r(script, KERAS_BACKEND=backend, JAX_ENABLE_X64="1"))
     of_upstream = ["upstream", "..., upstream = NULL", "..., upstream", "u", "..."]
     assert gradients == {f"grad({parameters})": [5, 3] for parameters in of_upstream}
@@ -186,17 +187,6 @@ def test_draws_of_an_r_posterior_agree_with_glm(examples):
         assert abs(mean - estimate) < 0.25 * error
         assert abs(deviation / error - 1) < 0.15
         assert rhat < 1.05
-
-
-def blocks_of_the_docs_page():
-    """Those of ```r, and what the text says that they print."""
-    page = (ROOT / "docs" / "r.md").read_text()
-    code, outputs = (
-        re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-        for language in ("r", "output")
-    )
-    assert (len(code), len(outputs)) == (4, 3)
-    return code, outputs
 
 
 def as_of_reticulate(f):

@@ -1,14 +1,9 @@
 """How programs are drawn, and what is asked of them."""
 
-import dataclasses
-
-import numpy as np
 from hypothesis import strategies as st
 
-from fuzz import calls, pieces
-from fuzz.calls import Leaf
+from fuzz import pieces
 from fuzz.checks import SMOOTH, Check
-from fuzz.hosts import Host
 from fuzz.program import TOLERANCES, Program
 
 
@@ -50,61 +45,6 @@ def check(program):
     assert came in ("right", "loud", "skipped"), f"{program}: {came}"
 
 
-def check_engine(host):
-    came = host.verdict()
-    assert came == "right", f"{host}: {came}"
-
-
-def some_arguments(draw, one):
-    """Leaves and structures of `one`."""
-    several = st.lists(one, min_size=1, max_size=2)
-    dicts = several.map(lambda some: dict(zip("ab", some, strict=False)))
-    structures = st.one_of(one, one, several.map(tuple), dicts)
-    return tuple(draw(st.lists(structures, min_size=1, max_size=3)))
-
-
-def some_way(draw, call):
-    way = draw(st.sampled_from(calls.WAYS)) if call.watched else "eager"
-    if way == "vectorized_map" and 0 in (call.batch or (0,))[:1]:
-        return "graph"
-    return way
-
-
-@st.composite
-def engines(draw):
-    batch = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
-    arguments = some_arguments(draw, leaves(batch))
-    if len(arguments) == 1 and isinstance(arguments[0], Leaf):  # None would be no gradient at all
-        arguments = (dataclasses.replace(arguments[0], known=True),)
-    host = Host(arguments)
-    return Host(
-        arguments,
-        some_way(draw, host),
-        vectorized=draw(st.booleans()),
-        dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
-        has_aux=draw(st.booleans()),
-        on_error=draw(st.sampled_from(["raise", -np.inf, 3.0])),
-        hessian=draw(st.booleans()),
-        above=draw(st.sampled_from([np.inf, np.inf, 0.3])),
-        careless=draw(st.booleans()),
-    )
-
-
-@st.composite
-def leaves(draw, batch):
-    kind = draw(st.sampled_from(["tensor", "tensor", "variable", "array", "number"]))
-    if kind == "number":
-        return Leaf(dtype=draw(st.sampled_from(["float64", "int32", "bool"])), kind=kind)
-    own = batch[draw(st.integers(0, len(batch))) :]
-    own = tuple(1 if draw(st.integers(0, 3)) == 0 else n for n in own)
-    event = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
-    live = st.sampled_from(list(calls.SIZES))
-    dtype = draw(st.one_of(live, live, st.sampled_from(["int32", "bool", "bytes"])))
-    if dtype not in calls.SIZES and kind == "variable":
-        kind = "tensor"
-    return Leaf(own, event, dtype, kind, draw(st.integers(0, 5)) > 0)
-
-
 @st.composite
 def checks(draw):
     size_x = draw(st.sampled_from([1.0, 1e-3, 1e4]))
@@ -141,6 +81,5 @@ def check_checker(drawn):
 
 KINDS = {
     "programs": (programs, check),
-    "engines": (engines, check_engine),
     "checks": (checks, check_checker),
 }

@@ -56,18 +56,14 @@ def test_what_was_found(program):
 
 
 # Lest a piece be skipped, or loud, wherever it stands.
+RIGHT_BY_A_TAPE = [
+    form
+    for form in p.FORMS
+    if form not in (p.custom_jvp_on_host, p.custom_vjp_closing_over_a_scale)
+]
 EACH = [
-    *(
-        Program(
-            p.Asinh,
-            p.closed_form,
-            form,
-            (p.accumulator if form is p.custom_jvp_on_host else p.tape,),
-            (3,),
-        )
-        for form in p.FORMS
-        if form is not p.custom_vjp_closing_over_a_scale
-    ),
+    Program(p.Asinh, p.closed_form, p.custom_jvp_on_host, (p.accumulator,), (3,)),
+    *(Program(p.Asinh, p.closed_form, form, (p.tape,), (3,)) for form in RIGHT_BY_A_TAPE),
     *(Program(p.Asinh, rule, p.custom_vjp, (p.tape,), (3,)) for rule in p.RULES),
     *(Program(p.Asinh, p.closed_form, p.custom_vjp, (step,), (3,)) for step in p.BY_TAPES),
     *(Program(f, p.closed_form, p.custom_vjp, (p.tape,), (3,) * f.ranks[-1]) for f in p.FUNCTIONS),

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 import sgtrick
 from fuzz.pieces.functions import Asinh, conj, hessian, hessian_times
-from fuzz.pieces.rules import is_near
+from fuzz.pieces.rules import copied_by_host, is_near
 
 
 def misled(function, x):
@@ -25,11 +25,11 @@ def with_gradient_in_part(function, rule):
     return lambda x: form(x, tf.exp(tf.reduce_mean(x))) * tf.exp(-tf.reduce_mean(x))
 
 
-def with_gradient_closing_over_a_scale(function, rule, in_gradient=tf.identity, value=misled):
+def with_gradient_closing_over_a_scale(function, rule, value=misled):
     def run(x):
         scale = tf.exp(tf.reduce_mean(x))
 
-        @sgtrick.with_gradient(grad=lambda x: rule(function, x) * in_gradient(scale))
+        @sgtrick.with_gradient(grad=lambda x: rule(function, x) * scale)
         def form(x):
             return value(function, x) * scale
 
@@ -90,20 +90,20 @@ def from_value_and_gradient_closing_over_a_scale(function, rule):
     return run
 
 
-def custom_jvp(function, rule):
+def custom_jvp(function, rule, passed_on=tf.identity):
     form = sgtrick.custom_jvp(lambda x: misled(function, x))
 
     @form.defjvp
     def _(primals, tangents):
-        return None, function.push(rule(function, primals[0]), tangents[0])
+        return None, function.push(rule(function, primals[0]), passed_on(tangents[0]))
 
     return form
 
 
-def custom_vjp(function, rule):
+def custom_vjp(function, rule, passed_on=tf.identity):
     @sgtrick.custom_vjp
     def form(x):
-        return misled(function, x), lambda u: function.pull(rule(function, x), u)
+        return misled(function, x), lambda u: function.pull(rule(function, x), passed_on(u))
 
     return form
 
@@ -128,97 +128,60 @@ def custom_vjp_closing_over_a_scale(function, rule):
 
 def custom_jvp_on_host(function, rule):
     """Which cannot be transposed."""
-    form = sgtrick.custom_jvp(lambda x: misled(function, x))
-
-    @form.defjvp
-    def _(primals, tangents):
-        return None, function.push(rule(function, primals[0]), host(tangents[0]))
-
-    return form
-
-
-def host(u):
-    v = tf.numpy_function(lambda u: u + 0, [u], u.dtype, stateful=False)
-    v.set_shape(u.shape)
-    return v
+    return custom_jvp(function, rule, copied_by_host)
 
 
 def custom_vjp_on_host(function, rule):
     """Which cannot be transposed."""
-
-    @sgtrick.custom_vjp
-    def form(x):
-        def grad_fn(u):
-            return function.pull(rule(function, x), host(u))
-
-        return misled(function, x), grad_fn
-
-    return form
+    return custom_vjp(function, rule, copied_by_host)
 
 
 def custom_gradient(function, rule):
     return lambda x: sgtrick.custom_gradient(misled(function, x), rule(function, x), x)
 
 
-def custom_gradient_stopped_by_hand(function, rule):
+def custom_gradient_stopped_by_hand(function, rule, hx_of=None):
     """Another tensor, which is made of x as well, keeps autodiff."""
 
     def run(x):
         at, scale = tf.stop_gradient(x), tf.exp(tf.reduce_mean(x))
         y, j = misled(function, at) * scale, rule(function, at) * scale
-        return sgtrick.custom_gradient(y, j, x, fx_gx_manually_stopped=True) / scale
-
-    return run
-
-
-def custom_gradient_with_hx_stopped_by_hand(function, rule):
-    def run(x):
-        at, scale = tf.stop_gradient(x), tf.exp(tf.reduce_mean(x))
-        y, j = misled(function, at) * scale, rule(function, at) * scale
-        hx = hessian(function, at) * scale
+        hx = hx_of and hx_of(function, at) * scale
         return sgtrick.custom_gradient(y, j, x, fx_gx_manually_stopped=True, hx=hx) / scale
 
     return run
 
 
-def from_numpy(function, rule):
+def custom_gradient_with_hx_stopped_by_hand(function, rule):
+    return custom_gradient_stopped_by_hand(function, rule, hessian)
+
+
+def from_numpy(function, rule, **options):
     del rule
 
     def run(x):
         ndims = 0 if function is Asinh else x.shape.rank
-        return sgtrick.from_numpy(function.engine, event_ndims=ndims)(x)
+        return sgtrick.from_numpy(function.engine, event_ndims=ndims, **options)(x)
 
     return run
 
 
 def from_numpy_with_hessp(function, rule):
-    del rule
+    return from_numpy(function, rule, hessp=function.hessp)
 
+
+def custom_gradient_with_hx(function, rule, hx_of=hessian):
     def run(x):
-        ndims = 0 if function is Asinh else x.shape.rank
-        return sgtrick.from_numpy(function.engine, hessp=function.hessp, event_ndims=ndims)(x)
-
-    return run
-
-
-def custom_gradient_with_hx(function, rule):
-    def run(x):
-        value, hx = misled(function, x), hessian(function, x)
+        value, hx = misled(function, x), hx_of(function, x)
         return sgtrick.custom_gradient(value, rule(function, x), x, hx=hx, device="CPU:0")
 
     return run
 
 
 def custom_gradient_with_a_function_hx(function, rule):
-    def run(x):
-        return sgtrick.custom_gradient(
-            misled(function, x),
-            rule(function, x),
-            x,
-            hx=lambda v: hessian_times(function, x, v),
-        )
-
-    return run
+    return custom_gradient_with_hx(
+        function, rule, lambda function, x: lambda v: hessian_times(function, x, v)
+    )
 
 
 def custom_vjp_in_a_function(function, rule):

@@ -42,9 +42,17 @@ class Asinh:
         return -x * (1 + x**2) ** -1.5 * v
 
 
-class Sum:
-    """To a number."""
+class ToNumber:
+    @staticmethod
+    def pull(j, u):
+        return conj(j) * u
 
+    @staticmethod
+    def push(j, t):
+        return tf.reduce_sum(j * t)
+
+
+class Sum(ToNumber):
     ranks = (0, 1, 2)
 
     @staticmethod
@@ -54,14 +62,6 @@ class Sum:
     @staticmethod
     def jacobian(x):
         return tf.cos(x)
-
-    @staticmethod
-    def pull(j, u):
-        return conj(j) * u
-
-    @staticmethod
-    def push(j, t):
-        return tf.reduce_sum(j * t)
 
     @staticmethod
     def engine(x):
@@ -94,7 +94,7 @@ class LogSoftmax:
         return tf.linalg.matvec(j, t)
 
 
-class Logdet:
+class Logdet(ToNumber):
     """Linear algebra: of a matrix to a number."""
 
     ranks = (2,)
@@ -109,14 +109,6 @@ class Logdet:
     def jacobian(x):
         a = tf.matmul(x, x, transpose_a=True) + 3 * tf.eye(x.shape[1], dtype=x.dtype)
         return 2 * tf.matmul(x, tf.linalg.inv(a))
-
-    @staticmethod
-    def pull(j, u):
-        return j * u
-
-    @staticmethod
-    def push(j, t):
-        return tf.reduce_sum(j * t)
 
     @staticmethod
     def engine(x):
@@ -150,9 +142,3 @@ def hessian_times(function, x, v):
         tape.watch(x)
         along = tf.reduce_sum(function.jacobian(x) * v)
     return conj(tape.gradient(along, x))
-
-
-def hess(function, x):
-    """Of engines, column by column."""
-    units = np.eye(x.size).reshape(x.size, *x.shape)
-    return np.array([function.hessp(x, v) for v in units]).reshape(x.shape + x.shape)
