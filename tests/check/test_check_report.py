@@ -66,11 +66,6 @@ class TestRefusals:
         with pytest.raises(error, match=message):
             check_gradient(f, x)
 
-    def test_what_messages_propose_passes(self):
-        parts = constant(1.0), constant(2.0)
-        assert check_gradient(lambda re, im: tf.abs(tf.complex(re, im)), parts).passed
-        assert check_gradient(lambda x: [tf.sin(x), tf.cos(x)], constant([1.0, 2.0])).passed
-
     def test_in_a_graph(self):
         with pytest.raises(RuntimeError, match="runs eagerly"):
             tf.function(lambda x: check_gradient(tf.sin, x) and x)(constant(1.0))
@@ -120,7 +115,7 @@ class TestReport:
     def test_errors(self, found):
         error = sgtrick.GradientCheckError(found)
         assert error.report is found
-        assert "most of all at x[1]: embedded" in str(error)
+        assert "wrong at x[1]: embedded" in str(error)
         assert str(found) in str(error)
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
