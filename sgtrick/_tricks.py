@@ -152,8 +152,7 @@ def scale_gradient(x: Structure, factor: Structure) -> Structure:
     def scaled(path: str, x: Tensor, factor: Structure) -> Tensor:
         name = f"x{path}"
         x = _differentiable(x, name)
-        factor = TENSORFLOW.to_dtype(factor, x.dtype.name, "factor", f"{name} is {x.dtype.name}")
-        factor = tf.stop_gradient(_like(factor, x, "factor", name))
+        factor = tf.stop_gradient(_cast_like(factor, x, "factor", name))
         minus_z = formula.minus_zero(stop_gradient(x, where=tf.equal(factor, 0)))
         rank = tf.rank(x) if x.shape.rank is None else x.shape.rank
         return formula.with_linear(tf.stop_gradient(x), [TENSORFLOW.inner(factor, minus_z, rank)])
@@ -226,21 +225,8 @@ def clip_gradient(x: Structure, lo: Structure, hi: Structure) -> Structure:
 
     def clipped(path: str, x: Tensor, lo: Structure, hi: Structure) -> Tensor:
         name = f"x{path}"
-        x = _differentiable(x, name)
-        if x.dtype.is_complex:
-            raise TypeError(
-                f"{name} has dtype {x.dtype.name}, but complex numbers have no order. Clip the "
-                "gradients of the real and imaginary parts."
-            )
-        lo, hi = (
-            _like(
-                TENSORFLOW.to_dtype(bound, x.dtype.name, which, f"{name} is {x.dtype.name}"),
-                x,
-                which,
-                name,
-            )
-            for bound, which in ((lo, "lo"), (hi, "hi"))
-        )
+        x = _real(x, name)
+        lo, hi = _cast_like(lo, x, "lo", name), _cast_like(hi, x, "hi", name)
         message = f"clip_gradient: lo must not exceed hi (for {name})."
         with tf.control_dependencies([tf.debugging.assert_less_equal(lo, hi, message=message)]):
             return _clip(tf.identity(x), lo, hi)
@@ -283,12 +269,7 @@ def magic_box(log_prob: Structure) -> Structure:
     """
 
     def boxed(path: str, log_prob: Tensor) -> Tensor:
-        log_prob = _differentiable(log_prob, f"log_prob{path}")
-        if log_prob.dtype.is_complex:
-            raise TypeError(
-                f"log_prob{path} has dtype {log_prob.dtype.name}, expected a real floating dtype. "
-                "Pass its real part."
-            )
+        log_prob = _real(log_prob, f"log_prob{path}")
         return tf.exp(-formula.minus_zero(log_prob, without_nan=True))
 
     return _map(boxed, log_prob)
@@ -333,6 +314,16 @@ def _differentiable(value: TensorLike, name: str, like: Tensor | None = None) ->
     return value
 
 
+def _real(value: TensorLike, name: str) -> Tensor:
+    value = _differentiable(value, name)
+    if value.dtype.is_complex:
+        raise TypeError(
+            f"{name} has dtype {value.dtype.name}, expected a real floating dtype. Pass its real "
+            "and imaginary parts."
+        )
+    return value
+
+
 def _mask(where: Structure, x: Tensor, name: str) -> Tensor:
     """A mask or an index as a bool mask of the shape of `x`."""
     if type(where) is int or isinstance(where, (slice, tuple, type(...))):
@@ -370,6 +361,12 @@ def _mask_of_index(index: Any, x: Tensor, name: str) -> Tensor:
     chosen = tf.reshape(chosen, [-1, 1])
     nowhere, true = tf.fill([tf.size(x)], False), tf.fill([tf.size(chosen)], True)
     return tf.reshape(tf.tensor_scatter_nd_update(nowhere, chosen, true), tf.shape(x))
+
+
+def _cast_like(value: TensorLike, x: Tensor, name: str, x_name: str) -> Tensor:
+    """Returns `value` in the dtype and shape of `x`."""
+    value = TENSORFLOW.to_dtype(value, x.dtype.name, name, f"{x_name} is {x.dtype.name}")
+    return _like(value, x, name, x_name)
 
 
 def _like(value: Tensor, x: Tensor, name: str, x_name: str) -> Tensor:

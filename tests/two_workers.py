@@ -138,7 +138,7 @@ def regression(w, a, t):
 log_likelihood = sgtrick.from_numpy(regression, event_ndims=(1, 2, 1))
 
 
-def fit(strategy, a, t, log_likelihood=log_likelihood, steps=60, after_step=lambda i: None):
+def fit(strategy, a, t, after_step=lambda i: None):
     """Variational inference for a regression with a normal prior: means and log scales.
 
     Every replica takes the same draws, its own data, and its share of prior and entropy.
@@ -159,7 +159,7 @@ def fit(strategy, a, t, log_likelihood=log_likelihood, steps=60, after_step=lamb
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tape.gradient(elbo, q))
 
     run = tf.function(lambda i: strategy.run(step, (i, a, t)), autograph=False)
-    for i in range(steps):
+    for i in range(60):
         for v, g in zip(q, run(tf.constant(i)), strict=True):
             v.assign_add(0.03 * strategy.experimental_local_results(g)[0])
         after_step(i)

@@ -1,15 +1,19 @@
 """`check_gradient`: comparison of embedded gradients with finite differences."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, structures
-from sgtrick._check import both_rules, second_order
-from sgtrick._check.comparison import Options, compared
+from sgtrick._check.comparison import compared, compared_in_forward_mode
 from sgtrick._check.finite_differences import StepBounds
-from sgtrick._check.leaves import Named, OfLeaves, wide
+from sgtrick._check.leaves import Named, OfLeaves, concatenate
+from sgtrick._check.point import Point
 from sgtrick._check.report import GradientCheckError, GradientReport
-from sgtrick._types import Args, Function, Structure
+from sgtrick._check.second_order import gradient_of
+from sgtrick._check.verdicts import Tolerance
+from sgtrick._types import Function, Structure, Tensor
 
 
 def check_gradient(
@@ -44,16 +48,16 @@ def check_gradient(
         f: The function. It is called eagerly with `x` as tensors, and may be a `tf.function`. Wrap
             a NumPy function with `from_numpy` first, and one that returns `(value, gradient)` with
             `from_value_and_gradient`. It returns a real tensor, or a list, dict or named tuple of
-            them, of any shapes. If it is a `custom_vjp` with a JVP rule, an entry compares the two
-            rules.
+            them, of any shapes. If it is a `custom_vjp` with a JVP rule, an entry compares that
+            rule, too, along a random direction.
         x: The point, a structure of real tensors, variables, arrays and numbers. A plain tuple
             holds several arguments, `f(*x)`, as for `torch.autograd.gradcheck` and JAX's
             `check_grads`; anything else is one argument, `f(x)`. Leaves without derivatives
             (integers, booleans, strings) are passed on. Variables that `f` reads but does not take
             as arguments are not checked.
         order: 1 checks the gradient. 2 also checks the derivative of the gradient against
-            differences of the gradient, and finds `hx`, `hess` and `hessp` that are wrong or not
-            symmetric.
+            differences of the gradient, in float64 if `f` accepts and returns it, and finds `hx`,
+            `hess` and `hessp` that are wrong.
         mode: "full" compares every entry of the Jacobian with respect to `x`. It takes about 25
             evaluations for each entry of `x` and a backward pass for each entry of the value.
             "random" compares the derivatives of 10 random projections of the value along random
@@ -93,7 +97,7 @@ def check_gradient(
             option is invalid.
 
     If `x` has a smaller dtype than float64, the differences are still computed in float64 if `f`
-    accepts and returns it. The embedded gradient is always computed in the dtype of `x`; where it
+    accepts and returns it. The embedded gradient is computed in the dtype of `x`; where it
     is off by rounding alone, an entry is ok too: if the gradient in float64 agrees, and the
     difference is at most 64 rounding units of the value, divided by the size of `x`. This is so
     where `tanh` is almost 1, for example. With `atol`, that is the tolerance instead.
@@ -106,29 +110,48 @@ def check_gradient(
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly: call it outside tf.function and graphs.")
     function, inputs = _of_leaves(f, x)
-    notes: list[str] = []
     random = np.random.default_rng(seed) if mode == "random" else None
-    options = Options(max_step, rtol, atol, random)
-    comparisons = [compared(function, inputs, 1, options, magnitude=None)]
-    if order == 2:
-        (first,) = comparisons
-        if all(np.isfinite(entry.embedded) for entry in first.entries):
-            gradient = second_order.gradient_of(function, random)
-            comparisons.append(compared(gradient, inputs, 2, options, first.magnitude))
-        else:
-            notes.append("Not every gradient is finite, so second derivatives were not checked.")
-    entries = [e for c in comparisons for e in c.entries]
+    point = Point(function, inputs)
+    tolerance = Tolerance.of(point.tensors, rtol, atol)
+    points, entries = [point], compared(point, 1, max_step, tolerance, random)
+    notes = []
     if getattr(f, "has_both_rules", False):
-        entries.append(both_rules.compared(function, inputs, seed, rtol))
+        directions = np.random.default_rng(seed)
+        entries += compared_in_forward_mode(point, max_step, tolerance, directions)
+    if order == 2 and not all(np.isfinite(entry.embedded) for entry in entries):
+        notes.append("Not every gradient is finite, so second derivatives were not checked.")
+    elif order == 2:
+        gradient = gradient_of(function, point.leaves, random)
+        # Its own rounding is not what is checked here.
+        wide = list(zip(point.leaves, point.widened.xs, strict=True))
+        points.append(Point(gradient, wide))
+        entries += compared(points[-1], 2, max_step, tolerance, random)
+    for of_order in points:
+        of_order.check_repeatable()  # a state may have changed since
+        notes += _notes(of_order, tolerance)
     report = GradientReport(
         tuple(sorted(entries, key=lambda e: e.rank)),
-        mode,
-        sum(c.evaluations for c in comparisons),
-        tuple(dict.fromkeys([*notes, *(note for c in comparisons for note in c.notes)])),
+        sum(of_order.evaluations for of_order in points),
+        tuple(dict.fromkeys(notes)),
     )
     if raise_exception and not report.passed:
         raise GradientCheckError(report)
     return report
+
+
+def _notes(point: Point, tolerance: Tolerance) -> list[str]:
+    notes = []
+    dtypes, rtol = point.narrow_dtypes, f"(rtol {tolerance.rtol:.1g})"
+    if point.why_narrow:
+        notes.append(f"f was evaluated in {dtypes}, because {point.why_narrow} {rtol}")
+    elif dtypes:
+        notes.append(f"embedded gradient in {dtypes}, differences in float64 {rtol}")
+    for name, is_connected in zip(point.leaves, point.recorded.connected, strict=True):
+        if not is_connected:
+            notes.append(
+                f"No gradient with respect to {name}: the tape returns None, compared as zero."
+            )
+    return notes
 
 
 def _check_options(
@@ -172,27 +195,24 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named]:
                 f"{name} is {leaf.dtype.name}, but check_gradient takes real arguments. Check a "
                 "function of the real and imaginary parts: lambda re, im: f(tf.complex(re, im))."
             )
-        if not np.all(np.isfinite(wide(leaf))):
+        if not np.all(np.isfinite(concatenate([leaf]))):
             raise ValueError(
                 f"{name} is not finite, so no differences can be taken there. Pass a finite point."
             )
 
-    def arguments(tensors: Named) -> Args:
+    def call(tensors: Sequence[Tensor]) -> Named:
         flat = [leaf for _, leaf in leaves]
-        for i, (_, tensor) in zip(places, tensors, strict=True):
+        for i, tensor in zip(places, tensors, strict=True):
             flat[i] = tensor
         packed = tf.nest.pack_sequence_as(x, flat)
-        return packed if type(x) is tuple else (packed,)
-
-    def call(tensors: Named) -> Named:
-        outputs = []
-        y = f(*arguments(tensors))
+        y = f(*packed) if type(x) is tuple else f(packed)
         if type(y) is tuple and len(y) == 2:
             raise TypeError(
                 f"{calls.name_of(f)} returns a tuple of two. If these are its value and gradient, "
                 "pass sgtrick.from_value_and_gradient(f), with argnums for several arguments. If "
                 "they are two outputs, return them as a list."
             )
+        outputs = []
         for name, leaf in structures.flatten(y, "y"):
             leaf = structures.to_tensor(leaf, f"{name}, the result of {calls.name_of(f)},")
             if leaf.dtype.is_complex:

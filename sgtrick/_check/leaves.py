@@ -1,6 +1,6 @@
-"""Leaves with their names: their entries, gradients, directions and rounding."""
+"""Tensors with names, their entries as one vector, and their rounding."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,57 +9,62 @@ import tensorflow as tf
 from sgtrick._types import Array, Gradient, Tape, Tensor
 
 Named = list[tuple[str, Any]]  # leaves with their paths
-OfLeaves = Callable[[Named], Named]
+OfLeaves = Callable[[Sequence[Tensor]], Named]
 
 
-def array(tensor: Tensor) -> Array:
-    """A tensor or array as an array: NumPy itself does not convert a single bfloat16."""
-    return np.asarray(tensor.numpy() if tf.is_tensor(tensor) else tensor)
+def concatenate(tensors: Sequence[Tensor]) -> Array:
+    """All entries in one float64 vector."""
+    # By way of numpy(): NumPy itself does not convert a single bfloat16.
+    arrays = [np.asarray(t.numpy()).astype(np.float64) for t in tensors]
+    return np.concatenate([a.ravel() for a in arrays])
 
 
-def wide(tensor: Tensor) -> Array:
-    """A tensor or array as a float64 array."""
-    return array(tensor).astype(np.float64)
+def split(vector: Array, likes: Sequence[Tensor]) -> list[Tensor]:
+    """The entries as tensors with the shapes and dtypes of others."""
+    ends = np.cumsum([like.shape.num_elements() for like in likes])
+    parts = zip(np.split(vector, ends[:-1]), likes, strict=True)
+    return [tf.constant(np.reshape(part, like.shape), like.dtype) for part, like in parts]
 
 
-def tape_gradients(
-    tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Sequence[Array | None]
-) -> list[Gradient]:
-    """The gradients of the `ys` whose upstream is not None."""
-    used = [(y, u) for (_, y), u in zip(ys, upstream, strict=True) if u is not None]
-    upstreams = [tf.constant(u, y.dtype) for y, u in used]
-    return list(tape.gradient([y for y, _ in used], xs, upstreams))
+def sizes_of_leaves(tensors: Sequence[Tensor]) -> Array:
+    """For every entry the size of the largest in its leaf, or 1 if all are zero."""
+    arrays = [np.abs(concatenate([t])) for t in tensors]
+    return np.concatenate([np.full(a.size, a.max(initial=0.0) or 1.0) for a in arrays])
 
 
-def unit_upstreams(ys: Named) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the name of every entry of the value, and the upstream that selects it."""
-    for name, leaf, index in entries_of(ys):
-        upstream: list[Any] = [None] * len(ys)
-        upstream[leaf] = np.zeros(ys[leaf][1].shape)
-        upstream[leaf][index] = 1.0
-        yield name, upstream
+def names_of_entries(named: Named) -> list[str]:
+    """The name of every entry: with an index such as `[1, 0]`, but of a number none."""
+    return [
+        name + (str(list(index)) if index else "")
+        for name, tensor in named
+        for index in np.ndindex(*tensor.shape)
+    ]
 
 
-def entries_of(named: Named) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Yields the name of every entry, the number of its leaf, and its index in the leaf."""
-    for leaf, (name, tensor) in enumerate(named):
-        for index in np.ndindex(*tensor.shape):
-            yield name + show_index(index), leaf, index
+def unit(size: int, place: int) -> Array:
+    """The vector that selects one entry."""
+    vector = np.zeros(size)
+    vector[place] = 1.0
+    return vector
 
 
-def show_index(index: tuple[int, ...]) -> str:
-    """An index as names of entries end: `[1, 0]`, nothing for a number."""
-    return str(list(index)) if index else ""
+def recorded(function: OfLeaves, xs: Sequence[Tensor]) -> tuple[Tape, Named]:
+    """The outputs of a function, and a tape for their gradients with respect to `xs`."""
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(xs)
+        ys = function(xs)
+    return tape, ys
 
 
-def random_signs(random: np.random.Generator, named: Named) -> list[Array]:
-    """Random signs, 1 or -1, for every entry."""
-    return [random.choice([-1.0, 1.0], size=tuple(tensor.shape)) for _, tensor in named]
-
-
-def concatenate(named: Named) -> Array:
-    """All entries in one vector."""
-    return np.concatenate([wide(tensor).ravel() for _, tensor in named])
+def tape_gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Array) -> list[Gradient]:
+    """The gradients of the outputs whose weight is not zero: others may refuse."""
+    tensors = [y for _, y in ys]
+    used = [
+        (y, u)
+        for y, u in zip(tensors, split(upstream, tensors), strict=True)
+        if np.any(concatenate([u]))
+    ]
+    return list(tape.gradient([y for y, _ in used], xs, [u for _, u in used]))
 
 
 def unit_roundoff(tensor: Tensor) -> float:

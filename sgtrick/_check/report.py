@@ -99,13 +99,11 @@ class GradientReport:
 
     Attributes:
         entries: The entries, worst first: by verdict, then by error relative to the tolerance.
-        mode: `full` or `random`.
         evaluations: The number of calls of the function.
         notes: Further remarks about the check.
     """
 
     entries: tuple[Entry, ...]
-    mode: str
     evaluations: int
     notes: tuple[str, ...]
 
@@ -126,9 +124,8 @@ class GradientReport:
     def __str__(self) -> str:
         """The table."""
         verdicts = ", ".join(f"{n} {v}" for v in SEVERITY if (n := self.count(v)))
-        unit = "entries" if self.mode == "full" else "random directions"
-        lines = [f"{len(self.entries)} {unit}: {verdicts}. {self.evaluations} evaluations."]
-        lines += [*_align(self.entries[:SHOWN])]
+        lines = [f"{len(self.entries)} entries: {verdicts}. {self.evaluations} evaluations."]
+        lines += _table(self.entries[:SHOWN])
         if len(self.entries) > SHOWN:
             lines.append(f"... and {len(self.entries) - SHOWN} more with smaller errors")
         lines += dict.fromkeys(e.remark for e in self.entries if e.verdict == "refused")
@@ -136,17 +133,14 @@ class GradientReport:
         lines += [advice for verdict, advice in ADVICE.items() if self.count(verdict)]
         return "\n".join(lines)
 
-    def plot(
-        self, entry: str | int = 0, *, order: int | None = None, ax: Axes | None = None
-    ) -> Axes:
+    def plot(self, entry: str | None = None, ax: Axes | None = None) -> Axes:
         """Plots the difference between central differences and embedded derivative by step size.
 
         If the embedded derivative is right, the difference falls with the step until the noise of
         the function takes over. If it is wrong, the difference levels off at the size of the error.
 
         Args:
-            entry: The name of the entry, or its row in the table; by default the worst.
-            order: The order of the derivative, if a name occurs in both orders.
+            entry: The name of the entry, as in the table; by default the worst.
             ax: The Matplotlib axes to draw on; created if None.
 
         Returns:
@@ -160,20 +154,15 @@ class GradientReport:
             import matplotlib.pyplot as plt
         except ImportError as error:
             raise ImportError("plot needs Matplotlib: pip install matplotlib") from error
-        chosen = self._find(entry, order)
+        named = {e.name: e for e in self.entries}
+        entry = self.worst.name if entry is None else entry
+        if entry not in named:
+            names = ", ".join(list(named)[:5])
+            raise KeyError(f"entry must be a name from the table, such as {names}, got {entry!r}.")
         if ax is None:
             ax = plt.figure(figsize=(6.4, 4.2), layout="constrained").subplots()
-        _draw(chosen, ax)
+        _draw(named[entry], ax)
         return ax
-
-    def _find(self, entry: str | int, order: int | None) -> Entry:
-        if not isinstance(entry, str):
-            return self.entries[entry]
-        for candidate in self.entries:
-            if candidate.name == entry and order in (None, candidate.order):
-                return candidate
-        names = ", ".join(candidate.name for candidate in self.entries[:5])
-        raise KeyError(f"entry must be a name from the table, such as {names}, got {entry!r}.")
 
 
 class GradientCheckError(AssertionError):
@@ -202,77 +191,47 @@ class GradientCheckError(AssertionError):
 
 def _headline(worst: Entry) -> str:
     derivative = "gradient" if worst.order == 1 else "second derivative"
-    if worst.verdict == "wrong":
-        return (
-            f"The {derivative} is wrong, most of all at {worst.name}: embedded "
-            f"{worst.embedded:.8g}, numerical {worst.numerical:.8g} +- {worst.uncertainty:.1g}."
-        )
+    known = {"wrong": "is wrong", "refused": "is refused"}
+    why = f"embedded {worst.embedded:.8g}, numerical {worst.numerical:.8g}"
     if worst.verdict == "refused":
-        return f"The {derivative} is refused at {worst.name}: {worst.remark}"
-    return (
-        f"The {derivative} could not be checked, least of all at {worst.name}: numerical "
-        f"{worst.numerical:.8g} +- {worst.uncertainty:.1g}."
-    )
+        why = worst.remark
+    how = known.get(worst.verdict, "could not be checked")
+    return f"The {derivative} {how} at {worst.name}: {why}"
 
 
-def _align(entries: tuple[Entry, ...]) -> list[str]:
-    header = ("entry", "embedded", "numerical", "+-", "abs. error", "rel. error", "verdict")
-    second = any(entry.order > 1 for entry in entries)
-    rows: list[tuple[str, ...]] = [("order", *header) if second else header]
-    for e in entries:
-        numbers = (
-            f"{e.embedded:.8g}",
-            f"{e.numerical:.8g}",
-            *(f"{number:.1e}" for number in (e.uncertainty, e.absolute, e.relative)),
-        )
-        verdict = f"{e.verdict} ({e.remark})" if e.remark else e.verdict
-        if e.verdict == "refused":  # the message is printed once, below the table
-            numbers, verdict = ("-", *numbers[1:3], "-", "-"), e.verdict
-        row = (e.name, *numbers, verdict)
-        rows.append((str(e.order), *row) if second else row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first = 1 if second else 0
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.ljust(width) if i in (first, last) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+def _table(entries: tuple[Entry, ...]) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("entry", "embedded", "numerical", "+-", "abs. error", "rel. error", "verdict")
     ]
+    for e in entries:
+        derivatives = (f"{number:.8g}" for number in (e.embedded, e.numerical))
+        errors = (f"{number:.1e}" for number in (e.uncertainty, e.absolute, e.relative))
+        verdict = f"{e.verdict} ({e.remark})" if e.verdict == "kink" else e.verdict
+        rows.append((e.name, *derivatives, *errors, verdict))
+    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for name, *numbers, verdict in rows:
+        cells = [n.rjust(width) for n, width in zip(numbers, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *cells, verdict]))
+    return lines
 
 
 def _draw(entry: Entry, ax: Axes) -> None:
-    # Okabe and Ito's colours; lines and markers differ too.
-    blue, vermilion, green = "#0072B2", "#D55E00", "#009E73"
-    steps, error = entry.steps, np.abs(entry.differences - entry.embedded)
+    error = np.abs(entry.differences - entry.embedded)
     seen = np.isfinite(error)
     # A logarithmic axis cannot show an error of zero.
     floor = 1e-17 * max(abs(entry.numerical), abs(entry.embedded), 1e-300)
-    ax.loglog(
-        steps[seen],
-        np.maximum(error, floor)[seen],
-        color=blue,
-        marker="o",
-        label="|central difference - embedded|",
-    )
-    if np.isfinite(entry.absolute):
-        ax.axhline(
-            max(entry.absolute, floor),
-            color=vermilion,
-            linestyle="--",
-            label="|best estimate - embedded|",
-        )
-    if np.isfinite(entry.allowed):
-        ax.axhline(
-            max(entry.allowed, floor),
-            color=green,
-            linestyle=":",
-            linewidth=2,
-            label="allowed: tolerance + uncertainty",
-        )
-    ax.set_xlabel("step size (units of x)")
-    ax.set_ylabel("error of the derivative")
+    curve = np.maximum(error, floor)[seen]
+    # Okabe and Ito's colours; lines and markers differ too.
+    label = "|central difference - embedded|"
+    ax.loglog(entry.steps[seen], curve, color="#0072B2", marker="o", label=label)
+    for height, color, style, label in (
+        (entry.absolute, "#D55E00", "--", "|best estimate - embedded|"),
+        (entry.allowed, "#009E73", ":", "allowed: tolerance + uncertainty"),
+    ):
+        if np.isfinite(height):
+            ax.axhline(max(height, floor), color=color, linestyle=style, label=label)
+    ax.set(xlabel="step size (units of x)", ylabel="error of the derivative")
     ax.set_title(
         f"{entry.name}: {entry.verdict}\n"
         f"embedded {entry.embedded:.6g}, numerical {entry.numerical:.6g} "

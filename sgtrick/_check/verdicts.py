@@ -19,7 +19,6 @@ VISIBLE = 0.005
 # Relative to the value divided by the size of x. What is less is zero for every purpose, and a
 # constant function, whose differences are rounding errors, has no other size to be measured by.
 NEGLIGIBLE = 1e-6
-UNEXPLAINED = "The gradient is NaN, and no function says why."
 
 
 class Tolerance(NamedTuple):
@@ -59,56 +58,59 @@ class Tolerance(NamedTuple):
         return self.rtol * size + ROUNDINGS_OF_AUTODIFF * self.unit * largest + self.least
 
 
-class Embedded(NamedTuple):
-    """The embedded derivatives of `m` numbers along one line, and what their errors depend on.
+class Line(NamedTuple):
+    """A line along which `m` numbers are differentiated, with the embedded derivatives.
 
     Attributes:
-        names: The names of the entries.
-        derivative: What the tape returns, `[m]`: NaN if refused, 0 for None.
+        names: The names of the entries of the report.
+        direction: How each entry of `x` moves.
+        weights: Those of the entries of the value if the number is a projection of it, or None.
+        size: The size of the leaf of `x` that moves.
+        position: The size of the entry of `x` that moves.
+        derivative: What the tape returns, `[m]` as all that follows: NaN if refused, 0 for None.
         widened: The same in the dtype of the differences.
         refusals: The messages of functions that refused.
-        connected: Whether the tape returned a gradient.
         terms: The size of the terms of which the derivative is the sum: where these cancel, the
             errors of a right gradient do not.
         largest: The size of the largest derivatives that autodiff computes together with these.
         value: The size of the numbers that are differentiated.
-        magnitude: The size of what these are rounded with.
-        moved: The size of the `x` that moves.
     """
 
     names: Sequence[str]
+    direction: Array
+    weights: Array | None
+    size: float
+    position: float
     derivative: Array
     widened: Array
     refusals: Sequence[str]
-    connected: bool
     terms: Array
     largest: Array
     value: Array
-    magnitude: Array
-    moved: float
 
 
-def judged(
-    embedded: Embedded, numerical: Estimate, tolerance: Tolerance, order: int
-) -> list[Entry]:
+def judged(line: Line, numerical: Estimate, tolerance: Tolerance, order: int) -> list[Entry]:
     """The entries for derivatives of this order along a line."""
-    derivative = embedded.derivative
-    size = np.fmax(np.abs(derivative), np.abs(numerical.derivative))
-    allowed = tolerance.allowed(np.fmax(size, embedded.terms), embedded.largest)
-    visible = np.fmax(allowed, VISIBLE * _size_to_see(embedded, size))
-    allowed = np.fmax(allowed, _mere_rounding(embedded, numerical, tolerance, allowed))
-    verdicts = _verdicts(derivative, numerical, allowed, visible)
+    derivative = line.derivative
+    larger = np.fmax(np.abs(derivative), np.abs(numerical.derivative))
+    size = np.fmax(larger, line.terms)
+    allowed = tolerance.allowed(size, line.largest)
+    negligible = NEGLIGIBLE * line.value / max(line.size, 1.0)
+    visible = np.fmax(allowed, VISIBLE * np.fmax(np.fmax(size, line.largest), negligible))
+    if tolerance.atol is None:  # else the tolerance is the caller's
+        # Rounding explains what disappears where the same rule computes in float64.
+        agrees = np.abs(line.widened - numerical.derivative) <= allowed + numerical.error
+        rounding = ROUNDINGS_OF_A_VALUE * tolerance.unit * line.value / line.size
+        allowed = np.fmax(allowed, np.where(agrees, rounding, 0.0))
     entries = []
-    for i, (name, verdict) in enumerate(zip(embedded.names, verdicts, strict=True)):
-        remark = "" if embedded.connected else "no gradient"
+    for i, verdict in enumerate(_verdicts(derivative, numerical, allowed, visible)):
+        remark = line.refusals[i] if verdict == "refused" else ""
         if verdict == "kink":
             remark = f"{numerical.left[i]:.3g} | {numerical.right[i]:.3g}"
-        if verdict == "refused":
-            remark = embedded.refusals[i] or UNEXPLAINED
         entries.append(
             Entry(
                 order=order,
-                name=name,
+                name=line.names[i],
                 embedded=float(derivative[i]) + 0.0,  # no minus zero
                 numerical=float(numerical.derivative[i]),
                 uncertainty=float(numerical.error[i]),
@@ -120,23 +122,6 @@ def judged(
             )
         )
     return entries
-
-
-def _size_to_see(embedded: Embedded, size: Array) -> Array:
-    """The size of derivatives relative to which an error of 1 % has to be detected."""
-    negligible = NEGLIGIBLE * embedded.value / max(embedded.moved, 1.0)
-    return np.fmax(np.fmax(size, embedded.terms), np.fmax(embedded.largest, negligible))
-
-
-def _mere_rounding(
-    embedded: Embedded, numerical: Estimate, tolerance: Tolerance, allowed: Array
-) -> Array:
-    """What rounding alone explains: the same rule agrees where it is computed in float64."""
-    if tolerance.atol is not None:  # the caller's tolerance is not widened
-        return np.zeros_like(allowed)
-    agrees = np.abs(embedded.widened - numerical.derivative) <= allowed + numerical.error
-    rounding = ROUNDINGS_OF_A_VALUE * tolerance.unit * embedded.magnitude / embedded.moved
-    return np.where(agrees, rounding, 0.0)
 
 
 def _verdicts(embedded: Array, numerical: Estimate, tolerance: Array, visible: Array) -> list[str]:

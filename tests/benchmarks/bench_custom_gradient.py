@@ -1,9 +1,9 @@
 """The value form beside `tfp.math.custom_gradient` and `tf.custom_gradient`, in one run.
 
-    python -m pytest tests/benchmarks/bench_custom_gradient.py
+    python -m pytest -s tests/benchmarks/bench_custom_gradient.py
 
 `fx` and `gx` are given, float32. The three take turns, so that whatever else the machine does hits
-them alike; conftest.py prints the medians of the ratios to `tfp.math.custom_gradient`.
+them alike; It prints the medians of the ratios to `tfp.math.custom_gradient`.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """`custom_vjp` and `with_gradient` beside `tf.custom_gradient` with the same rule, in one run.
 
-    python -m pytest tests/benchmarks/bench_custom_vjp.py
+    python -m pytest -s tests/benchmarks/bench_custom_vjp.py
 
-Forward and backward of an elementwise `log(1 + exp(x))`, float32. conftest.py prints the medians of
+Forward and backward of an elementwise `log(1 + exp(x))`, float32. It prints the medians of
 the ratios to `tf.custom_gradient`, turn by turn.
 """
 

@@ -1,8 +1,8 @@
 """Host engines: beside a hand-written embedding, beside NumPy alone, and by two processes.
 
-    python -m pytest tests/benchmarks/bench_from_numpy.py
+    python -m pytest -s tests/benchmarks/bench_from_numpy.py
 
-What takes turns calls the same engine. conftest.py prints the medians of the ratios to the first,
+What takes turns calls the same engine. It prints the medians of the ratios to the first,
 turn by turn.
 """
 
@@ -145,13 +145,6 @@ def test_one_call(take_turns):
 def test_mapped(take_turns):
     h = sgtrick.from_numpy(logistic, vectorized=True)
 
-    def by_member(x):
-        y = h(x)
-        for op in y.graph.get_operations():
-            if "PyFunc" in op.type:
-                del op.pfor_converter
-        return y
-
     def mapped(f):
         return lambda x: tf.vectorized_map(f, x)
 
@@ -161,7 +154,6 @@ def test_mapped(take_turns):
     rivals = {
         "as a batch": with_gradient(h),
         "vectorized_map": with_gradient(mapped(h)),
-        "without the converter": with_gradient(mapped(by_member)),
         "in TensorFlow": with_gradient(mapped(logistic_of_tensorflow)),
     }
     take_turns(f"logistic regression, {CHAINS} chains", rivals, (X,), 10_000)

@@ -1,10 +1,10 @@
 """Function forms under `tf.vectorized_map`, and the graphs that they make.
 
-    python -m pytest tests/benchmarks/bench_graphs.py
+    python -m pytest -s tests/benchmarks/bench_graphs.py
 
 An elementwise `log(1 + exp(x))` with a rule of its own, float32. Mapped over 5,000 numbers, forward
 and backward in a `tf.function`, as ratios to the function by autodiff; and traced, in chains of 100
-to 1,000 calls with gradient, as ratios to `tf.custom_gradient` with the same rule. conftest.py prints
+to 1,000 calls with gradient, as ratios to `tf.custom_gradient` with the same rule. It prints
 the medians of the ratios, turn by turn; the numbers of operations stand in `extra_info`.
 """
 
@@ -79,4 +79,4 @@ def test_traced(benchmark, take_turns, calls):
         }
         for name, chain in chains.items()
     }
-    take_turns(f"tracing {calls:,} calls", runs, (), 50_000, rounds=5, size=calls)
+    take_turns(f"tracing {calls:,} calls", runs, (), 50_000, rounds=5)

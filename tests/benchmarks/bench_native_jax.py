@@ -1,8 +1,8 @@
 """JAX functions as operations of the graph, beside the same density in TensorFlow, and host calls.
 
-    python -m pytest tests/benchmarks/bench_native_jax.py
+    python -m pytest -s tests/benchmarks/bench_native_jax.py
 
-conftest.py prints the medians of the ratios to the first, turn by turn.
+It prints the medians of the ratios to the first, turn by turn.
 """
 
 import numpy as np

@@ -7,8 +7,6 @@ wrong in two of six ways. Takes some minutes.
 """
 
 import collections
-import concurrent.futures
-import multiprocessing
 import sys
 
 import numpy as np
@@ -175,11 +173,7 @@ def percent(counter, verdict):
 
 
 def main(functions):
-    counts = collections.defaultdict(collections.Counter)
-    spawn = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
-    with concurrent.futures.ProcessPoolExecutor(3, spawn) as pool:
-        for part in pool.map(rates, [functions] * len(KINDS), [[kind] for kind in KINDS]):
-            counts.update(part)
+    counts = rates(functions)
     for kind, checker, right in list(counts):
         counts["all", checker, right] += counts[kind, checker, right]
     wrong = counts["all", "full", False].total()

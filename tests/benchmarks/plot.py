@@ -15,7 +15,6 @@ import numpy as np
 
 DOCS = Path(__file__).parents[2] / "docs"
 PERCENTILES = [10, 50, 90]
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 APART = {"NumPy alone", "sequential"}  # no rivals: in the tables alone
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe and Ito's
 MARKS = list(zip(COLORS, "os^vD", strict=True))
@@ -67,30 +66,15 @@ def table(rivals, cases):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def growth(rivals, cases):
-    """The exponents with which the times grow, in a sentence; none where sizes do not differ."""
-    sizes = [case["size"] for case in cases]
-    if None in sizes or len(sizes) < 2:
-        return []
-    exponents = [
-        np.polyfit(np.log(sizes), np.log([np.median(c["seconds"][rival]) for c in cases]), 1)[0]
-        for rival in rivals
-    ]
-    said = ", ".join(f"{rival} {p:.2f}" for rival, p in zip(rivals, exponents, strict=True))
-    return [f"Times grow with these powers of the size: {said}."]
-
-
 def figure(panels):
     """Ratios on a common logarithmic axis, a panel for each set of rivals."""
-    plt.rcParams.update(STYLE)
-    heights = [len(cases) * max(1, len(rivals) / 3) + 0.5 for _, rivals, cases in panels]
-    size = (6.6, 0.24 * sum(heights) + 0.5 * len(panels) + 0.4)
+    heights = [len(cases) * max(1, len(rivals) / 3) + 1.5 for _, rivals, cases in panels]
     fig, axes = plt.subplots(
         len(panels),
         sharex=True,
         squeeze=False,
         height_ratios=heights,
-        figsize=size,
+        figsize=(6.6, 0.27 * sum(heights)),
         layout="constrained",
     )
     for axis, (_, (first, *others), cases) in zip(axes[:, 0], panels, strict=True):
@@ -98,27 +82,15 @@ def figure(panels):
         for i, (rival, (color, marker)) in enumerate(zip(others, MARKS, strict=False)):
             low, median, high = np.transpose([ratios(case, rival) for case in cases])
             y = np.arange(len(cases)) + 0.6 / len(others) * (i - (len(others) - 1) / 2)
-            axis.hlines(y, low, high, color=color, lw=2)
-            axis.plot(median, y, marker, color=color, ms=5, label=rival)
+            spread = [median - low, high - median]
+            axis.errorbar(median, y, xerr=spread, fmt=marker, color=color, ms=5, label=rival)
         axis.set_yticks(range(len(cases)), [case["what"] for case in cases])
         axis.set_ylim(len(cases) - 0.4, -0.6)
-        axis.tick_params(left=False)
         axis.grid(axis="x", alpha=0.3)
-        axis.annotate(
-            f"{first} = 1", (0, 1), (-6, 6), textcoords="offset points",
-            xycoords="axes fraction", ha="right", weight="bold",
-        )  # fmt: skip
-        axis.legend(
-            loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, borderpad=0,
-            handlelength=1, handletextpad=0.2, columnspacing=1,
-        )  # fmt: skip
-    last = axes[-1, 0]
-    last.set_xscale("log")
-    last.xaxis.set_major_formatter("{x:g}")
-    last.annotate(
-        "← faster    slower →", (1, 0), (0, -20), textcoords="offset points",
-        xycoords=last.get_xaxis_transform(), ha="center", va="top",
-    )  # fmt: skip
+        axis.set_title(f"time / time of {first}", loc="left", fontsize="medium")
+        axis.legend(fontsize="small")
+    axes[-1, 0].set_xscale("log")
+    axes[-1, 0].xaxis.set_major_formatter("{x:g}")
     return fig
 
 
@@ -131,15 +103,11 @@ def main(path):
         f"Python {machine['python_version']}, {machine['cpu']['count']} cores."
     )
     for file, of_file in itertools.groupby(panels, lambda panel: panel[0]):
-        tables = [
-            text
-            for _, rivals, cases in of_file
-            for text in (table(rivals, cases), *growth(rivals, cases))
-        ]
+        tables = [table(rivals, cases) for _, rivals, cases in of_file]
         (DOCS / f"{file}.inc").write_text("\n\n".join([*tables, conditions]) + "\n")
     image = DOCS / "_static" / "performance.png"
     rivalries = [panel for panel in panels if panel[1][0] not in APART]
-    figure(rivalries).savefig(image, dpi=160, bbox_inches="tight", pad_inches=0.15)
+    figure(rivalries).savefig(image, dpi=160)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
-from checked_functions import MODES, by_jvp, density, density_gradient, report
+from checked_functions import MODES, density, density_gradient, report
 from matrix import spread
 from sgtrick import check_gradient
-from sgtrick._check import random_mode
+from sgtrick._check import comparison
 from shared import constant
 
 
@@ -21,7 +21,6 @@ def named_arguments(data, n, scale):
 
 RIGHT = {
     "native, scalar": (lambda x: tf.reduce_sum(tf.sin(x)), constant([0.5, 2.0])),
-    "native, batch": (density, constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]])),
     "tf.function": (tf.function(density), constant([0.5, 2.0, -1.0])),
     "XLA": (tf.function(density, jit_compile=True), constant([0.5, 2.0, -1.0])),
     "matrix": (tf.linalg.inv, constant([[2.0, 0.3], [0.1, 1.0]])),
@@ -29,26 +28,9 @@ RIGHT = {
         sgtrick.with_gradient(density, density_gradient),
         constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]]),
     ),
-    "custom_gradient": (
-        lambda x: sgtrick.custom_gradient(density(x), density_gradient(x), x),
-        constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]]),
-    ),
-    "custom_jvp": (by_jvp, constant([0.5, 2.0])),
-    "custom_vjp": (
-        sgtrick.custom_vjp(lambda x: (tf.exp(x), lambda u: u * tf.exp(x))),
-        constant([0.5, 2.0]),
-    ),
     "from_numpy": (
         sgtrick.from_numpy(lambda x: (np.sum(x**3), 3 * x**2)),
         constant([[0.5, 2.0], [1.0, -1.0]]),
-    ),
-    "value and gradient": (
-        sgtrick.from_value_and_gradient(lambda x: (density(x), density_gradient(x))),
-        constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]]),
-    ),
-    "value and gradient, NumPy": (
-        sgtrick.from_value_and_gradient(lambda x: (np.sum(np.square(x)), 2 * np.asarray(x))),
-        np.array([0.5, 2.0]),
     ),
     "value and gradient, arguments": (
         sgtrick.from_value_and_gradient(lambda a, b: (a * b, (b, a)), argnums=(0, 1)),
@@ -111,21 +93,10 @@ class TestRight:
 
     def test_entries_are_those_of_the_jacobian(self):
         a = np.random.default_rng(0).normal(size=(3, 2))
-        found = check_gradient(lambda x: tf.linalg.matvec(a, x), constant([0.5, 2.0]))
-        entries = {entry.name: entry for entry in found.entries}
-        assert sorted(entries) == sorted(f"y[{i}] by x[{j}]" for i in range(3) for j in range(2))
-        for i, j in np.ndindex(3, 2):
-            entry = entries[f"y[{i}] by x[{j}]"]
-            np.testing.assert_allclose([entry.embedded, entry.numerical], a[i, j], rtol=1e-9)
-
-    def test_paths(self):
-        names = {
-            entry.name
-            for entry in check_gradient(*RIGHT["structures, integers, variables"]).entries
-        }
-        assert "y['a'][1] by x[0]['u'][1]" in names
-        assert "y['b'][0] by x[0]['v'][0]" in names
-        assert "y['a'][0] by x[2]" in names
+        found = check_gradient(lambda x: {"b": tf.linalg.matvec(a, x[0])}, [constant([0.5, 2.0])])
+        entries = {entry.name: [entry.embedded, entry.numerical] for entry in found.entries}
+        expected = {f"y['b'][{i}] by x[0][{j}]": [a[i, j]] * 2 for i, j in np.ndindex(3, 2)}
+        assert entries == {name: pytest.approx(pair, rel=1e-9) for name, pair in expected.items()}
 
     def test_a_plain_tuple_is_several_arguments_and_a_list_one(self):
         assert check_gradient(lambda a, b: a * b, (2.0, 3.0)).passed
@@ -151,23 +122,13 @@ class TestRight:
         x = constant([1e-5, -2e-5])
         assert check_gradient(lambda x: tf.exp(-tf.reduce_sum((1e5 * x) ** 2)), x, mode=mode).passed
 
-    def test_a_solver_passes_when_told(self):
-        @tf.function
-        def solve(rate):  # y' = -rate y by the midpoint rule, from 0 to 1
-            y, h = tf.ones_like(rate), 0.02
-            for _ in range(50):
-                y -= h * rate * (y - h / 2 * rate * y)
-            return y
-
-        # The adjoint of the continuous equation, not of the discrete one.
-        f = sgtrick.with_gradient(solve, lambda rate: -tf.exp(-rate))
-        rate = constant(0.7)
-        found = report(f, rate)
-        assert found.worst.verdict == "wrong"
-        assert 3e-5 < found.worst.relative < 3e-4
-        assert check_gradient(f, rate, rtol=1e-3).passed
-        assert check_gradient(f, rate, atol=1e-3).passed
-        assert report(f, rate, rtol=1e-5, atol=1e-6).worst.verdict == "wrong"
+    def test_tolerances(self):
+        f = sgtrick.with_gradient(lambda x: tf.sin(x), lambda x: 1.0001 * tf.cos(x))
+        x = constant(0.7)
+        assert report(f, x).worst.verdict == "wrong"
+        assert check_gradient(f, x, rtol=1e-3).passed
+        assert check_gradient(f, x, atol=1e-3).passed
+        assert report(f, x, rtol=1e-5, atol=1e-6).worst.verdict == "wrong"
 
 
 SPOILED = {
@@ -213,21 +174,6 @@ class TestWrong:
         assert report(f, tf.constant([1.0, 2.0], dtype), mode=mode).worst.verdict in verdicts
 
     @MODES
-    @pytest.mark.parametrize("how", ["1 % off", "one entry", "another member's"])
-    def test_is_found_in_value_and_gradient(self, how, mode):
-        x = constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]])
-        f = sgtrick.from_value_and_gradient(lambda x: (density(x), SPOILED[how](x)))
-        assert report(f, x, mode=mode).worst.verdict == "wrong"
-
-    @MODES
-    def test_tfps_own_custom_gradient_of_a_batch(self, mode):
-        def f(x):
-            return tfp.math.custom_gradient(density(x), density_gradient(x), x)
-
-        x = constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]])
-        assert report(f, x, mode=mode).worst.verdict == "wrong"
-
-    @MODES
     def test_transposed_jacobian(self, mode):
         a = np.random.default_rng(0).normal(size=(3, 3))
         f = sgtrick.with_gradient(lambda x: tf.linalg.matvec(a, x), lambda x: constant(a.T))
@@ -242,23 +188,7 @@ class TestWrong:
         def f(power):
             return tf.reduce_sum(tfp.distributions.Zipf(power).log_prob([1.0, 1.0, 2.0, 5.0]))
 
-        worst = report(f, constant(2.0), mode=mode).worst
-        assert worst.verdict == "wrong"
-        size = 1 if mode == "full" else np.sign(worst.numerical) * -1
-        assert worst.embedded == pytest.approx(-2.303 * size, abs=1e-3) or mode == "random"
-        if mode == "full":
-            assert worst.numerical == pytest.approx(-0.023, abs=1e-3)
-
-    def test_one_entry_in_hundreds(self):
-        mask = np.ones(300)
-        mask[217] = 1.01
-        f = sgtrick.with_gradient(
-            lambda x: tf.reduce_sum(tf.sin(x)), lambda x: tf.cos(x) * constant(mask)
-        )
-        x = constant(np.random.default_rng(0).uniform(0.5, 1.0, 300))
-        found = report(tf.function(f), x, max_step=(1e-4, 0.1))  # fewer steps than usual, for time
-        assert [entry.name for entry in found.entries if entry.verdict == "wrong"] == ["x[217]"]
-        assert len(found.entries) == 300
+        assert report(f, constant(2.0), mode=mode).worst.verdict == "wrong"
 
     @pytest.mark.parametrize("off", [1e-2, -2.0])
     def test_one_entry_in_a_thousand_is_in_every_random_direction(self, off):
@@ -271,7 +201,7 @@ class TestWrong:
         f, x = tf.function(wrong_in({1: 0.1, 617: 0.1})), constant(np.ones(1000))
         for seed in range(5):  # 2**-10 each for being missed
             assert report(f, x, mode="random", seed=seed).worst.verdict == "wrong"
-        monkeypatch.setattr(random_mode, "DIRECTIONS", 1)
+        monkeypatch.setattr(comparison, "DIRECTIONS", 1)
         verdicts = [report(f, x, mode="random", seed=s).worst.verdict for s in range(40)]
         assert set(verdicts) == {"wrong", "ok"}
         assert 10 <= verdicts.count("ok") <= 30  # three standard deviations
@@ -330,7 +260,7 @@ class TestUnconnected:
         message = r"No gradient with respect to x\[1\].*None"
         assert any(re.search(message, note) for note in found.notes)
         if mode == "full":
-            assert (found.worst.name, found.worst.remark) == ("x[1]", "no gradient")
+            assert found.worst.name == "x[1]"
             assert found.count("wrong") == 1
 
     @MODES
@@ -351,7 +281,7 @@ class TestOrder2:
     def test_native(self, f, mode):
         found = check_gradient(f, constant([0.5, 2.0, -1.0]), order=2, mode=mode)
         assert {entry.order for entry in found.entries} == {1, 2}
-        assert "order" in str(found)
+        assert len({entry.name for entry in found.entries}) == len(found.entries)
 
     @MODES
     def test_twice_the_second_derivative(self, mode):  # the formula naively un-stopped

@@ -66,11 +66,6 @@ class TestRefusals:
         with pytest.raises(error, match=message):
             check_gradient(f, x)
 
-    def test_what_messages_propose_passes(self):
-        parts = constant(1.0), constant(2.0)
-        assert check_gradient(lambda re, im: tf.abs(tf.complex(re, im)), parts).passed
-        assert check_gradient(lambda x: [tf.sin(x), tf.cos(x)], constant([1.0, 2.0])).passed
-
     def test_in_a_graph(self):
         with pytest.raises(RuntimeError, match="runs eagerly"):
             tf.function(lambda x: check_gradient(tf.sin, x) and x)(constant(1.0))
@@ -102,16 +97,11 @@ class TestReport:
         assert [entry.name for entry in found.entries] == ["x[1]", "x[2]", "x[0]"]
         assert [entry.verdict for entry in found.entries] == ["wrong", "wrong", "ok"]
 
-    def test_table_is_aligned(self, found):
+    def test_table(self, found):
         summary, header, *rows = str(found).splitlines()
         assert summary == f"3 entries: 2 wrong, 1 ok. {found.evaluations} evaluations."
-        assert header.split()[:3] == ["entry", "embedded", "numerical"]
-        assert len(rows) == 3
         verdict = header.index("verdict")
         assert [row[verdict:] for row in rows] == ["wrong", "wrong", "ok"]
-        for column in ("embedded", "numerical", "abs. error", "rel. error"):
-            end = header.index(column) + len(column)
-            assert all(row[end - 1] != " " and row[end] == " " for row in rows)
 
     def test_a_long_table_is_cut(self):
         text = str(check_gradient(lambda x: tf.reduce_sum(x**2), constant(np.ones(30))))
@@ -120,7 +110,7 @@ class TestReport:
     def test_errors(self, found):
         error = sgtrick.GradientCheckError(found)
         assert error.report is found
-        assert "most of all at x[1]: embedded" in str(error)
+        assert "wrong at x[1]: embedded" in str(error)
         assert str(found) in str(error)
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
 

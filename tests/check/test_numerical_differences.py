@@ -1,7 +1,5 @@
 """Differences tell kinks from curvature and noise, and say how accurate they are."""
 
-import re
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -70,9 +68,7 @@ class TestPrecision:
         found = check_gradient(lambda x: tf.sin(two * x), tf.constant([0.5]))
         assert 1e-7 < found.worst.uncertainty < 1e-3
         (note,) = found.notes
-        assert re.search(
-            "evaluated in float32, because in float64 it raises .*median error .* .e-0", note
-        )
+        assert "evaluated in float32, because in float64 it raises" in note
         wrong = sgtrick.with_gradient(lambda x: tf.sin(two * x), lambda x: 2.02 * tf.cos(two * x))
         assert report(wrong, tf.constant([0.5])).worst.verdict == "wrong"
 

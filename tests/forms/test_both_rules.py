@@ -196,7 +196,7 @@ class TestCheckGradient:
         report = sgtrick.check_gradient(made(1.0), X, mode=mode)
         assert report.passed
         (entry,) = [e for e in report.entries if e.name == "forward mode"]
-        assert entry.embedded == pytest.approx(entry.numerical, rel=1e-12)
+        assert entry.embedded == pytest.approx(entry.numerical, rel=1e-6)
 
     def test_of_different_rules(self, mode):
         with pytest.raises(sgtrick.GradientCheckError, match=r"wrong\b.*forward mode"):

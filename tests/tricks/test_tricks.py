@@ -340,11 +340,6 @@ def sampled(log_p):
     return tf.stop_gradient(tf.exp(log_p)) * magic_box(log_p)
 
 
-def score(log_p):
-    """The surrogate that is usual for gradients."""
-    return tf.stop_gradient(tf.exp(log_p)) * (1 + log_p - tf.stop_gradient(log_p))
-
-
 AT = np.random.default_rng(3).normal(size=9)
 
 
@@ -359,14 +354,6 @@ def test_magic_box_has_the_derivatives_of_the_expectation(options, order):
     assert np.abs(want[order]).max() > 1  # there is something to miss
     for a, b in zip(came, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_the_law_of_magic_box_tells():
-    """Another surrogate keeps it in the first order and breaks it in the second."""
-    came = derivatives(functools.partial(chain, score), tf.constant(AT), 2)
-    want = derivatives(functools.partial(chain, tf.exp), tf.constant(AT), 2)
-    np.testing.assert_allclose(came[1], want[1], rtol=1e-10)
-    assert np.abs(came[2] - want[2]).max() > 0.1
 
 
 def test_clip_is_entry_by_entry_with_bounds_of_any_kind():
@@ -410,11 +397,6 @@ ERRORS = {
         ValueError,
         r"where has shape \[3\], which does not broadcast to that of x, \[2, 2\]",
     ),
-    "mask that would enlarge": (
-        lambda: stop_gradient(X[0], [[True], [False]]),
-        ValueError,
-        "does not broadcast to that of x",
-    ),
     "index out of bounds": (
         lambda: stop_gradient(X, 2),
         ValueError,
@@ -426,37 +408,20 @@ ERRORS = {
         "where is out of bounds for x",
     ),
     "index of bools": (lambda: stop_gradient(X, (True, False)), TypeError, "tuple with bools"),
-    "index of arrays": (lambda: stop_gradient(X, ([0], [1])), ValueError, "where is not an index"),
     "mask of another structure": (
         lambda: stop_gradient([X, X], {"a": True}),
         ValueError,
         r"where must have the structure of x",
-    ),
-    "no tensor": (
-        lambda: stop_gradient(object()),
-        TypeError,
-        "x must be a tensor, variable, array or number, got object",
     ),
     "int value": (
         lambda: straight_through(X > 1, X),
         TypeError,
         "fx has dtype bool, which has no derivatives. Cast it",
     ),
-    "int point": (lambda: straight_through(X, tf.constant([1])), TypeError, "x has dtype int32"),
     "complex value": (
         lambda: straight_through(tf.cast(X, tf.complex64), X),
         TypeError,
         "fx has dtype complex64, x float32. Both must be complex",
-    ),
-    "value of another shape": (
-        lambda: straight_through(X[0], X),
-        ValueError,
-        r"fx has shape \[2\], x \[2, 2\]",
-    ),
-    "value of another structure": (
-        lambda: straight_through({"a": X}, [X]),
-        ValueError,
-        r"fx must have the structure of x",
     ),
     "int scaled": (lambda: scale_gradient([X, 1], 2), TypeError, r"x\[1\] has dtype int32"),
     "complex factor": (
@@ -464,25 +429,18 @@ ERRORS = {
         TypeError,
         "factor has dtype complex128, expected float32",
     ),
-    "bool factor": (lambda: scale_gradient(X, True), TypeError, "factor has dtype bool"),
     "factor of another shape": (
         lambda: scale_gradient(X, [1, 2, 3]),
         ValueError,
         r"factor has shape \[3\], which does not broadcast",
     ),
-    "int reversed": (lambda: reverse_gradient(3), TypeError, "x has dtype int32"),
     "complex clipped": (
         lambda: clip_gradient(tf.cast(X, tf.complex64), 0, 1),
         TypeError,
-        "complex numbers have no order",
+        "x has dtype complex64, expected a real",
     ),
     "bounds reversed": (
         lambda: clip_gradient(X, 1, -1),
-        tf.errors.InvalidArgumentError,
-        "lo must not exceed hi",
-    ),
-    "bounds reversed in a graph": (
-        lambda: tf.function(clip_gradient)(X, tf.constant(1.0), tf.constant(-1.0)),
         tf.errors.InvalidArgumentError,
         "lo must not exceed hi",
     ),
@@ -501,7 +459,6 @@ ERRORS = {
         TypeError,
         "log_prob has dtype complex64",
     ),
-    "int log_prob": (lambda: magic_box([X, 0]), TypeError, r"log_prob\[1\] has dtype int32"),
 }
 
 
