@@ -1,5 +1,7 @@
 """PyTorch and JAX functions, whose gradients their frameworks compute, as host engines."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 from concurrent.futures import Executor
 
 from sgtrick._arguments import calls

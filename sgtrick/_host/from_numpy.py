@@ -1,5 +1,7 @@
 """Host engines: functions of NumPy arrays with their gradients, as functions of tensors."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 from concurrent.futures import Executor
 
 from sgtrick._host.engine import Functions, Options
