@@ -80,6 +80,7 @@ nb_merge_streams = True  # one block for what a cell prints
 html_theme = "furo"
 html_title = "sgtrick"
 html_show_sourcelink = False
+html_use_index = False  # the API is a table
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 nitpicky = True
