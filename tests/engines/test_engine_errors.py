@@ -163,7 +163,10 @@ class TestErrors:
             (np.ones(2), r"got ndarray of shape \[2\] and dtype float64, a value without"),
             ((1.0, None), r"got tuple \(float 1\.0, None\), a value without"),
             (None, r"got None"),
-            ((1.0, [1.0], 2.0), r"got tuple \(float 1\.0, list \(float 1\.0\), float 2\.0\)"),
+            (
+                (1.0, [1.0], 2.0),
+                r"got tuple \(float 1\.0, list \(float 1\.0\), float 2\.0\)\. With several arguments",
+            ),
             (
                 (np.ones([1, 2]), np.ones(2)),
                 r"the value of f must have the shape \[\], got \[1, 2\]",
@@ -172,6 +175,7 @@ class TestErrors:
             ((1.0, 1.0), r"gradient of f with respect to x must have the shape \[2\], got \[\]"),
             ((1j, np.ones(2)), r"the value of f must be real numbers, got complex 1j"),
             ((True, np.ones(2)), r"the value of f must be real numbers, got bool True"),
+            (({"a": 1.0}, np.ones(2)), r"got a dict of \['a'\].*several outputs.*value_shape"),
             (("a", np.ones(2)), r"the value of f must be real numbers, got str 'a'"),
             ((1.0, ["a", "b"]), r"the gradient of f with respect to x must be real numbers"),
             ((1.0, [[1.0], [1.0, 2.0]]), r"of f with respect to x must be (an array of )?real"),
