@@ -80,6 +80,7 @@ nb_merge_streams = True  # one block for what a cell prints
 html_theme = "furo"
 html_title = "sgtrick"
 html_show_sourcelink = False
+html_use_index = False  # the API is a table
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 nitpicky = True
@@ -134,6 +135,16 @@ def _link_notebooks(_app: Any, docname: str, content: list[str]) -> None:
     content[0] = re.sub(
         r"\(\.\./examples/(\w+)\.py\)", r"(gallery/\1.ipynb)", content[0]
     )
+
+
+def _show_docstrings(_app: Any, docname: str, content: list[str]) -> None:
+    """In the API, docstrings replace the links to them, which a reader of the sources follows."""
+    if docname == "api":
+        text = re.sub(r"(, )?\[[Dd]ocstring\]\(.*?\)", "", content[0])
+        directive = r"```{eval-rst}\n\1\n```"
+        content[0] = re.sub(
+            r"<!-- (\.\. auto.*?) -->", directive, text, flags=re.DOTALL
+        )
 
 
 def _entry(found: re.Match[str]) -> str:
@@ -286,15 +297,15 @@ def _mark(_app: Any, doctree: nodes.document, _docname: str) -> None:
 
 
 def _check_documented() -> None:
-    documented = "".join(page.read_text() for page in (HERE / "api").glob("*.md"))
+    documented = (HERE / "api.md").read_text()
     public = [
         f"{module.__name__}.{name}"
         for module in (sgtrick, sgtrick.keras, sgtrick.tfp)
         for name in module.__all__
     ]
-    missing = [name for name in public if f":: {name}\n" not in documented]
+    missing = [name for name in public if not re.search(rf":: {name}\s", documented)]
     if missing:
-        raise RuntimeError(f"docs/api lacks the public names {missing}")
+        raise RuntimeError(f"docs/api.md lacks the public names {missing}")
 
 
 def setup(app: Any) -> None:
@@ -303,6 +314,7 @@ def setup(app: Any) -> None:
     _generate_figures()
     _generate_gallery()
     app.connect("source-read", _link_notebooks)
+    app.connect("source-read", _show_docstrings)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _types_to_signatures)
     app.connect("doctree-resolved", _mark)

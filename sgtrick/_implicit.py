@@ -3,6 +3,8 @@
 However such a value was computed, its derivatives follow from the equation.
 """
 
+from __future__ import annotations  # signatures that show the names of types
+
 import functools
 import itertools
 import math

@@ -4,6 +4,8 @@ All functions take structures of tensors. Their other arguments (a mask, a facto
 all leaves, or are structures like `x`.
 """
 
+from __future__ import annotations  # signatures that show the names of types
+
 from typing import Any
 
 import tensorflow as tf

@@ -49,10 +49,12 @@ def pair(
         return [(path, x, gx) for (path, x), (_, gx) in zip(xs, gxs, strict=True)]
     if len(xs) == len(gxs) == 1 and {xs[0][0], gxs[0][0]} == {"", "[0]"}:
         return [(*xs[0], gxs[0][1])]
+    hint = "\nA list is a structure of its entries: for a vector, pass an array."
     raise ValueError(
         f"{gx_name} must have the structure of {x_name}.\n"
         f"  leaves of {x_name}: {', '.join(x_name + path for path, _ in xs) or 'none'}\n"
         f"  leaves of {gx_name}: {', '.join(gx_name + path for path, _ in gxs) or 'none'}"
+        + (hint if isinstance(x, list) or isinstance(gx, list) else "")
     )
 
 

@@ -41,10 +41,12 @@ def arguments_of(call: calls.Call, names: Sequence[str], own: int) -> list[Argum
 def value_and_rule(f: Function, returned: Structure, rule: str) -> tuple[Structure, Function]:
     """Returns the result of `f`, checked to be a pair; `rule` is what its second part is called."""
     if not (structures.is_pair(returned) and callable(returned[1])):
+        got = structures.kind_of(returned)
+        if structures.is_pair(returned):
+            got += f" whose second part is a {type(returned[1]).__name__}, not a function"
         raise TypeError(
             f"{calls.name_of(f)} must return (y, {rule}), the value and a function from the "
-            "upstream gradient to the gradients of the arguments, got "
-            f"{structures.kind_of(returned)}."
+            f"upstream gradient to the gradients of the arguments, got {got}."
         )
     y, pull = returned
     return y, pull

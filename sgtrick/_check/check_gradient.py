@@ -1,5 +1,7 @@
 """`check_gradient`: comparison of embedded gradients with finite differences."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -90,7 +90,7 @@ def check_function(f: object, name: str) -> None:
 
 def checked_value(y: Structure, name: str) -> Tensor:
     """The value that the function `name` returned, checked to be one tensor with derivatives."""
-    if isinstance(y, (tuple, list)):  # converting would stack it
+    if isinstance(y, (tuple, list, dict)):  # converting would stack a list
         raise TypeError(
             f"{name} must return one tensor, got a {structures.kind_of(y)}. For several outputs "
             "use sgtrick.custom_jvp or sgtrick.custom_vjp."

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,7 +185,11 @@ class CallSpec:
                 f"{what} must be an array of real numbers, got {show(value)}: {error}"
             ) from error
         if array.dtype.kind not in "fiu":
-            raise TypeError(f"{self._named(what, by)} must be real numbers, got {show(value)}.")
+            hint = " If there are several outputs, pass their shapes as value_shape."
+            raise TypeError(
+                f"{self._named(what, by)} must be real numbers, got {show(value)}."
+                + (hint if isinstance(value, Mapping) and by is None else "")
+            )
         if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             array = np.where(np.ma.getmaskarray(value), np.nan, array)
         if shape is not None and array.shape != shape and not _fits(array.shape, shape):
@@ -234,11 +239,12 @@ def _fits(shape: Shape, expected: shapes.Shape) -> bool:
 
 def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError:
     """The error for an argument with fewer dimensions than `event_ndims`."""
+    hint = " Convert a list of numbers to an array: a list is a structure of arguments."
     return ValueError(
         f"{path} has shape {shapes.show(shape)}, but the engine is declared to take arrays of "
-        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. Pass event_ndims, for "
-        "example event_ndims=0 for a number. Convert a list of numbers to an array: a list is a "
-        "structure of arguments."
+        f"{ndims} dimension{'s' * (ndims > 1)}, event_ndims={ndims}. If this is one point, pass "
+        f"event_ndims={len(shape)} for this argument."
+        + (hint if re.search(r"\[\d+\]$", path) else "")
     )
 
 

@@ -199,7 +199,8 @@ class HostFunction:
         """The name, the options that differ from their defaults, and the counters."""
         usual = Options(self._derive is not None, "float64", None, "raise", 1, False, None)
         stated = [
-            f"{'vmap' if self._derive and key == 'vectorized' else key}={value!r}"
+            f"{'vmap' if self._derive and key == 'vectorized' else key}="
+            f"{type(value).__name__ if key == 'executor' else repr(value)}"
             for key, value in self._options._asdict().items()
             if value is not None and value != getattr(usual, key)
         ]

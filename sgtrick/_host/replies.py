@@ -163,6 +163,12 @@ class Evaluation(Reply):
         spec, name = self.spec, self.name
         if not spec.has_gradient:
             returned = returned, None
+        elif isinstance(returned, tuple) and len(returned) > 2:
+            raise TypeError(
+                f"{name} must return {self._wanted()}, got {show(returned)}. With several "
+                "arguments the gradient is one tuple, and with several outputs the value is one "
+                "dict or tuple, whose shapes are value_shape."
+            )
         elif not structures.is_pair(returned) or (returned[1] is None and spec.places):
             raise TypeError(
                 f"{name} must return {self._wanted()}, got {show(returned)}, a value without a "

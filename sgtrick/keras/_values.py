@@ -1,5 +1,7 @@
 """The value form on every backend: `fx` and `gx` at `x`, whatever computed them."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 from collections.abc import Sequence
 
 import keras

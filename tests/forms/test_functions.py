@@ -192,6 +192,7 @@ class TestWithGradient:
             (lambda x: x, lambda x: x, {"argnums": "y"}, ValueError, r"argnums has 'y'.*one of the names \['x'\]"),
             (lambda x: x, lambda x: x, {"argnums": (0, "x")}, ValueError, r"argnums=\(0, 'x'\) names an argument of <lambda> twice"),
             (lambda x: (x, x), lambda x: x, {}, TypeError, r"<lambda> must return one tensor, got a tuple of 2\..*custom_jvp"),
+            (lambda x: {"y": x}, lambda x: x, {}, TypeError, r"<lambda> must return one tensor, got a dict\."),
             (lambda x, y: x, lambda x: x, {}, TypeError, r"<lambda>\(\) missing a required argument: 'y'"),
             (lambda x: x, 3.0, {}, TypeError, r"grad must be a function, got float\."),
             ("f", lambda x: x, {}, TypeError, r"f must be a function, got str\."),
