@@ -225,18 +225,15 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         return tf.shape(self._densities(self._point()))
 
     def _log_prob(self, x: Tensor) -> Tensor:
-        if x.shape.rank is None:
-            x = self._with_event(x)
-            return self._checked(x, self._densities(x))
-        event_ndims = self.event_shape.rank
-        batch, event = x.shape[: x.shape.rank - event_ndims], x.shape[x.shape.rank - event_ndims :]
-        if x.shape.rank < event_ndims or not event.is_compatible_with(self.event_shape):
-            raise ValueError(
-                f"The value of {self.name!r} must have a shape that ends with its event_shape "
-                f"{_shown(self.event_shape)}, got {_shown(x.shape)}."
-            )
-        if not event.is_fully_defined():
-            x = self._with_event(x)
+        batch = tf.TensorShape(None)
+        if x.shape.rank is not None:
+            batch_ndims = x.shape.rank - self.event_shape.rank
+            batch = x.shape[:batch_ndims]
+            if batch_ndims < 0 or not x.shape[batch_ndims:].is_compatible_with(self.event_shape):
+                raise ValueError(
+                    f"The value of {self.name!r} must have a shape that ends with its event_shape "
+                    f"{_shown(self.event_shape)}, got {_shown(x.shape)}."
+                )
         y = self._densities(x)
         if not y.shape.is_compatible_with(batch):  # finding batch_shape takes a trace
             with contextlib.suppress(ValueError):
@@ -250,28 +247,21 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
         known = x.shape.is_fully_defined() and y.shape.is_fully_defined()
         return y if known else self._checked(x, y)
 
-    def _with_event(self, x: Tensor) -> Tensor:
-        """Returns `x`, whose last dimensions are checked at run time."""
-        event = tf.shape(x)[tf.maximum(tf.rank(x) - self.event_shape.rank, 0) :]
-        message = (
-            f"The value of {self.name!r} must have a shape that ends with its event_shape "
-            f"{_shown(self.event_shape)}, got:"
-        )
-        return structures.checked(
-            structures.equal_shapes(event, self.event_shape_tensor()), x, message
-        )
-
     def _checked(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns `y`, whose shape is checked at run time, since it is not known before."""
-        expected = tf.shape(x)[: tf.rank(x) - self.event_shape.rank]
+        """Returns `y`, with the shapes checked at run time that are not known before."""
+        shape = tf.shape(x)
+        batch_ndims = tf.maximum(tf.rank(x) - self.event_shape.rank, 0)
+        expected = shape[:batch_ndims]
         if self.batch_shape.rank != 0:
             expected = tf.broadcast_dynamic_shape(expected, self.batch_shape_tensor())
+        fits = structures.equal_shapes(shape[batch_ndims:], self.event_shape_tensor())
+        fits &= structures.equal_shapes(tf.shape(y), expected)
         message = (
-            f"log_prob_fn of {self.name!r} must sum over the event dimensions, "
-            f"{_shown(self.event_shape)}, and keep all others. The shapes of its result and of the "
-            "value:"
+            f"The value of {self.name!r} must have a shape that ends with its event_shape "
+            f"{_shown(self.event_shape)}, and log_prob_fn must sum over these dimensions and keep "
+            "all others. The shapes of its result and of the value:"
         )
-        return structures.checked(structures.equal_shapes(tf.shape(y), expected), y, message, x)
+        return structures.checked(fits, y, message, x)
 
     def _densities(self, x: Tensor) -> Tensor:
         y = self._log_prob_fn(x)

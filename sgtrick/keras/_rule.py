@@ -38,15 +38,14 @@ class Rule:
 
     def __call__(self, *xs: Tensor) -> tuple[list[Tensor], Pullback]:
         """Returns the outputs at `xs`, and the pullback from them to `xs`."""
+        if self._y is not None:
+            y, pull = self._at(xs)
+            return _outputs(y), pull
+        # State is changed in the first call alone; torch.compile forbids it in a derivative.
         with _Uses() as uses:
             self._y, pull = self._at(xs)
         uses.check_none(self.__name__)
         return _outputs(self._y), pull
-
-    def again(self, *xs: Tensor) -> tuple[list[Tensor], Pullback]:
-        """The same after a first call, but without changing any state: for torch.compile."""
-        y, pull = self._at(xs)
-        return _outputs(y), pull
 
     def _at(self, xs: Sequence[Tensor]) -> tuple[Structure, Pullback]:
         some = iter(xs)

@@ -33,11 +33,6 @@ def inner(gradients, z):
     return sum(ops.sum(g * t) for g, t in zip(gradients, z, strict=True))
 
 
-def by_member(f):
-    """Calls `f` on each member of all arguments."""
-    return lambda *args: ops.stack([f(*member) for member in zip(*args, strict=True)])
-
-
 if BACKEND == "jax":
     import jax
 

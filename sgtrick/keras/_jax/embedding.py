@@ -1,6 +1,6 @@
 """A value with given gradients, whose own derivative is a given product or raises."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from sgtrick._arguments.structures import Leaf
-from sgtrick._types import Args, Structure
+from sgtrick._types import Args, Function, Structure
 from sgtrick.keras import _refusals
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Product
@@ -32,21 +32,18 @@ def embed(fx: Array, leaves: Sequence[Leaf], product: Product | None) -> Array:
 
     def rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
         constants, fx, gs, xs = primals
-        gs = _known(hessian, constants, gs, xs)
+        if hessian is None:
+            gs = guarded(gs, xs, refusal(_refusals.NO_SECOND))
+        else:
+            gs = _known(hessian, constants, gs, xs)
         known = [leaf._replace(gx=g) for leaf, g in zip(leaves, gs, strict=True)]
-        z = [instantiated(t) for t in tangents[3]]
-        return h(*primals), KERAS.push(known, z, like=fx)
+        return h(*primals), KERAS.push(known, _instantiated(tangents[3]), like=fx)
 
     h.defjvp(rule, symbolic_zeros=True)
     return h([] if hessian is None else hessian.consts, fx, gs, xs)
 
 
-def instantiated(t: Array | SymbolicZero) -> Array:
-    """A tangent as an array."""
-    return jnp.zeros(t.shape, t.dtype) if isinstance(t, SymbolicZero) else t
-
-
-def _known(hessian: ClosedJaxpr | None, constants: Arrays, gs: Arrays, xs: Arrays) -> Structure:
+def _known(hessian: ClosedJaxpr, constants: Arrays, gs: Arrays, xs: Arrays) -> Arrays:
     """Returns `gs`, whose derivative with respect to `xs` is the Hessian; the next one raises."""
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
@@ -56,37 +53,57 @@ def _known(hessian: ClosedJaxpr | None, constants: Arrays, gs: Arrays, xs: Array
 
     def rule(primals: Args, tangents: Args) -> tuple[Arrays, Arrays]:
         constants, gs, xs = primals
-        if all(isinstance(t, SymbolicZero) for t in tangents[2]):
+        if not _any_moves(tangents[2]):
             return known(*primals), [jnp.zeros_like(g) for g in gs]
-        if hessian is None:
-            raise LookupError(_refusals.NO_SECOND)
-        z = [instantiated(t) for t in tangents[2]]
-        products = jaxpr_as_fun(ClosedJaxpr(hessian.jaxpr, list(constants)))(*z)
-        one = _last(xs)
+        product = jaxpr_as_fun(ClosedJaxpr(hessian.jaxpr, list(constants)))
+        one = guarded(jnp.ones((), "float32"), xs, refusal(_refusals.NO_THIRD))
+        products = product(*_instantiated(tangents[2]))
         return known(*primals), [one.astype(hz.dtype) * hz for hz in products]
 
     known.defjvp(rule, symbolic_zeros=True)
-    return known(constants, gs, xs)
+    with_derivative: Arrays = known(constants, gs, xs)
+    return with_derivative
 
 
-@jax.custom_jvp  # type: ignore[untyped-decorator]
-def _last(xs: Arrays) -> Array:
-    """The number one, with a derivative that raises."""
-    del xs
-    return jnp.ones((), "float32")
+def guarded(kept: Structure, by: Structure, check: Callable[[], None]) -> Structure:
+    """Returns `kept`; `check` is called where a derivative with respect to `by` is taken."""
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def same(kept: Structure, by: Structure) -> Structure:
+        del by
+        return kept
+
+    def rule(primals: Args, tangents: Args) -> tuple[Structure, Structure]:
+        if _any_moves(tangents[1]):
+            check()
+        return same(*primals), _instantiated(tangents[0])
+
+    same.defjvp(rule, symbolic_zeros=True)
+    return same(kept, by)
 
 
-def _last_rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
-    if not all(isinstance(t, SymbolicZero) for t in tangents[0]):
-        raise LookupError(_refusals.NO_THIRD)
-    return _last(*primals), jnp.zeros((), "float32")
+def refusal(message: str) -> Callable[[], None]:
+    """A check that always fails."""
+
+    def refuse() -> None:
+        raise LookupError(message)
+
+    return refuse
 
 
-_last.defjvp(_last_rule, symbolic_zeros=True)
+def _any_moves(tangents: Structure) -> bool:
+    return any(not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents))
 
 
-def depends(f: Product, xs: Arrays) -> bool:
-    """Whether `f(xs)` is connected to `xs`."""
+def _instantiated(tangents: Structure) -> Structure:
+    """The tangents as arrays."""
+    return jax.tree.map(
+        lambda t: jnp.zeros(t.shape, t.dtype) if isinstance(t, SymbolicZero) else t, tangents
+    )
+
+
+def depends(f: Function, xs: Structure, *others: Structure) -> bool:
+    """Whether `f(xs, *others)` is connected to `xs`; all may be abstract."""
     found = []
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
@@ -94,9 +111,13 @@ def depends(f: Product, xs: Arrays) -> bool:
         return y
 
     def rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
-        found.append(not isinstance(tangents[0], SymbolicZero))
+        found.append(_any_moves(tangents))
         return primals[0], tangents[0]
 
     probe.defjvp(rule, symbolic_zeros=True)
-    jax.eval_shape(lambda xs: jax.vjp(lambda xs: list(map(probe, f(xs))), xs)[0], list(xs))
+
+    def differentiate(xs: Structure, *others: Structure) -> None:
+        jax.vjp(lambda xs: list(map(probe, f(xs, *others))), xs)
+
+    jax.eval_shape(differentiate, list(xs), *others)
     return any(found)

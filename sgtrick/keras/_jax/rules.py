@@ -2,18 +2,16 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax import Array
 from jax import numpy as jnp
-from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from sgtrick._arguments import dtypes
-from sgtrick._types import Args
 from sgtrick.keras import _refusals
-from sgtrick.keras._jax.embedding import depends, instantiated
+from sgtrick.keras._jax.embedding import depends, guarded, refusal
 from sgtrick.keras._rule import Rule
 
 Arrays: TypeAlias = Sequence[Array]
@@ -32,57 +30,38 @@ def with_vjp(f: Rule, xs: Arrays) -> list[Array]:
         return [jnp.zeros_like(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]
 
     pullback = jax.make_jaxpr(pull)(list(xs), ys)
+    # What the value and what the rule close over.
+    constants = [list(primal.consts), list(pullback.consts)]
+    by_closure = refusal(_refusals.NO_ARGUMENT.format(f.__name__))
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def h(constants: tuple[Arrays, Arrays], xs: Arrays) -> list[Array]:
-        # The constants are what the value and what the rule close over.
-        return list(jaxpr_as_fun(ClosedJaxpr(primal.jaxpr, list(constants[0])))(*xs))
+    def h(constants: list[Arrays], xs: Arrays) -> list[Array]:
+        return list(jaxpr_as_fun(ClosedJaxpr(primal.jaxpr, constants[0]))(*xs))
 
-    def forward(constants: Any, xs: Any) -> tuple[list[Array], tuple[Arrays, Arrays]]:
-        if any(c.perturbed for c in jax.tree.leaves(constants)):
-            raise LookupError(_refusals.NO_ARGUMENT.format(f.__name__))
-        constants, xs = custom_vjp_primal_tree_values((constants, xs))
+    def forward(constants: list[Arrays], xs: Arrays) -> tuple[list[Array], tuple[Arrays, Arrays]]:
         # Call h, not primal, so that the rule applies to derivatives of every order.
         return h(constants, xs), (constants[1], xs)
 
-    def backward(kept: tuple[Arrays, Arrays], us: Sequence[Any]) -> tuple[None, list[Array]]:
+    def backward(kept: tuple[Arrays, Arrays], us: Arrays) -> tuple[None, list[Array]]:
         constants, xs = kept
         us = [
-            instantiated(u) if s else jnp.zeros(y.shape, y.dtype)
-            for u, y, s in zip(us, ys, smooth, strict=True)
+            u if s else jnp.zeros(y.shape, y.dtype) for u, y, s in zip(us, ys, smooth, strict=True)
         ]
-        points = _checked(f.__name__, pullback, xs)
-        return None, list(jaxpr_as_fun(ClosedJaxpr(pullback.jaxpr, list(constants)))(*points, *us))
+        points = guarded(xs, xs, functools.partial(_check_connected, f.__name__, pullback, len(xs)))
+        return None, list(jaxpr_as_fun(ClosedJaxpr(pullback.jaxpr, constants))(*points, *us))
 
-    h.defvjp(forward, backward, symbolic_zeros=True)
-    return list(h((list(primal.consts), list(pullback.consts)), list(xs)))
+    h.defvjp(forward, backward)
+    return list(h(guarded(constants, constants, by_closure), list(xs)))
 
 
-def _checked(name: str, pullback: ClosedJaxpr, xs: Arrays) -> Arrays:
-    """Returns `xs`, whose derivatives raise if no gradient is connected to them."""
+def _check_connected(name: str, pullback: ClosedJaxpr, count: int) -> None:
+    """Raises if no gradient is connected to the arguments, the first `count` of the inputs."""
 
-    @functools.cache
-    def is_connected() -> bool:
-        found = []
+    def gradients(xs: Arrays, us: Arrays, constants: Arrays) -> Arrays:
+        return list(jaxpr_as_fun(ClosedJaxpr(pullback.jaxpr, constants))(*xs, *us))
 
-        def ask(constants: list[Array], inputs: list[Array]) -> None:
-            at = jaxpr_as_fun(ClosedJaxpr(pullback.jaxpr, constants))
-            us = inputs[len(xs) :]
-            found.append(depends(lambda xs: list(at(*xs, *us)), inputs[: len(xs)]))
-
-        jaxpr = pullback.jaxpr
-        jax.eval_shape(ask, *([v.aval for v in vs] for vs in (jaxpr.constvars, jaxpr.invars)))
-        return found[0]
-
-    @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def checked(xs: Arrays) -> Arrays:
-        return xs
-
-    @checked.defjvp  # type: ignore[untyped-decorator]
-    def _(primals: Args, tangents: Args) -> tuple[Arrays, Arrays]:
-        if not is_connected():
-            raise LookupError(_refusals.NOT_CONNECTED.format(name))
-        return checked(*primals), tangents[0]
-
-    kept: Arrays = checked(xs)
-    return kept
+    inputs, constants = (
+        [v.aval for v in vs] for vs in (pullback.jaxpr.invars, pullback.jaxpr.constvars)
+    )
+    if not depends(gradients, inputs[:count], inputs[count:], constants):
+        raise LookupError(_refusals.NOT_CONNECTED.format(name))

@@ -16,6 +16,7 @@ from sgtrick.keras._torch import modes
 from sgtrick.keras._types import Product
 
 Tensors: TypeAlias = list[Tensor]
+Known: TypeAlias = Callable[[Tensors, Tensors], Tensors]
 
 
 def embed(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
@@ -23,23 +24,17 @@ def embed(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor
     gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
     batch_ndims = [leaf.batch_ndims for leaf in leaves]
     if modes.compiling():  # torch.compile has no second derivatives
-        return _CompiledEmbedded.apply(_Known(_as_they_are, batch_ndims), fx, *gs, *xs)
+        return _CompiledEmbedded.apply(_as_they_are, batch_ndims, fx, *gs, *xs)
     modes.check_one_forward_mode()
+    known: Known
     if product is None:
-        known = _without_second
-    elif _one_level(xs):
-        known = functools.partial(_added_if_asked_for, product)
-    else:
+        known = functools.partial(_refused, _refusals.NO_SECOND)
+    elif modes.transformed() or any(map(modes.has_tangent, xs)):
+        # By the time of the derivative, what product closes over may no longer be differentiable.
         gs, known = _added(product, gs, xs), _as_they_are
-    return _Embedded.apply(_Known(known, batch_ndims), fx, *gs, *xs)
-
-
-def _one_level(xs: Tensors) -> bool:
-    """Whether no derivative other than that of plain autograd can be taken here.
-
-    Only then can `product`, with whatever it closes over, be evaluated later.
-    """
-    return not (modes.transformed() or any(map(modes.has_tangent, xs)))
+    else:
+        known = functools.partial(_added_if_asked_for, product)
+    return _Embedded.apply(known, batch_ndims, fx, *gs, *xs)
 
 
 def _as_they_are(gs: Tensors, xs: Tensors) -> Tensors:
@@ -47,8 +42,8 @@ def _as_they_are(gs: Tensors, xs: Tensors) -> Tensors:
     return gs
 
 
-def _without_second(gs: Tensors, xs: Tensors) -> Tensors:
-    return [refused(g, _refusals.NO_SECOND, xs) for g in gs]
+def _refused(message: str, gs: Tensors, xs: Tensors) -> Tensors:
+    return [refused(g, message, xs) for g in gs]
 
 
 def _added_if_asked_for(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
@@ -56,7 +51,7 @@ def _added_if_asked_for(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
 
 
 def _added(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
-    z = [_Once.apply(x) for x in xs]
+    z = [_zero(x, functools.partial(_refused, _refusals.NO_THIRD)) for x in xs]
     # Keeps the gradient connected, as torch raises for an unconnected one instead of giving zero.
     zero = sum(0 * KERAS.cast(z_i, "float32").sum() for z_i in z)
     return [
@@ -65,55 +60,34 @@ def _added(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
     ]
 
 
-class _Known:
-    """The gradients of a value, `known(gs, xs)`, which have derivatives themselves."""
-
-    def __init__(
-        self, known: Callable[[Tensors, Tensors], Tensors], batch_ndims: list[int]
-    ) -> None:
-        self._known, self._batch_ndims = known, batch_ndims
-
-    def at(self, tensors: Sequence[Tensor]) -> list[Leaf]:
-        """The points with these gradients."""
-        n = len(self._batch_ndims)
-        gs, xs = list(tensors[:n]), list(tensors[n:])
-        leaves = zip(xs, self._known(gs, xs), self._batch_ndims, strict=True)
-        return [Leaf("", *leaf) for leaf in leaves]
-
-    def pull(self, tensors: Sequence[Tensor], u: Tensor) -> Tensors:
-        """Maps a gradient of the value to gradients of the points."""
-        return [KERAS.transpose(leaf, u) for leaf in self.at(tensors)]
-
-    def push(self, tensors: Sequence[Tensor], z: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Maps tangents of the points to the tangent of the value."""
-        leaves = self.at(tensors)
-        moving = [
-            torch.zeros_like(leaf.x) if t is None else t for t, leaf in zip(z, leaves, strict=True)
-        ]
-        return KERAS.push(leaves, moving, like)
+def _zero(x: Tensor, known: Known) -> Tensor:
+    """Zero with the identity as its derivative, which has the derivative of `known`."""
+    return _Embedded.apply(known, [x.dim()], torch.zeros_like(x), torch.ones_like(x), x)
 
 
 class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
+    """The first tensor, with the gradients `known(gs, xs)`, which have derivatives themselves."""
+
     @staticmethod
-    def forward(known: _Known, fx: Tensor, *tensors: Tensor) -> Tensor:
-        del known, tensors
+    def forward(known: Known, batch_ndims: list[int], fx: Tensor, *tensors: Tensor) -> Tensor:
+        del known, batch_ndims, tensors
         return fx.clone()
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         del output
-        ctx.known, fx, *tensors = inputs
-        ctx.save_for_backward(*tensors, fx)
+        ctx.known, ctx.batch_ndims, *tensors = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: FunctionCtx, u: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, _ = ctx.saved_tensors
-        pulled = ctx.known.pull(tensors, u)
-        xs = tensors[len(pulled) :]
-        # torch.compile raises for second derivatives only if the first visibly depend on x.
-        never = [torch.zeros_like(x, dtype=torch.bool) for x in xs]
-        pulled = [torch.where(*leaf) for leaf in zip(never, xs, pulled, strict=True)]
-        return None, None, *[None] * len(pulled), *pulled
+        leaves = _leaves(ctx)
+        pulled = [KERAS.transpose(leaf, u) for leaf in leaves]
+        if torch.compiler.is_compiling():
+            # It raises for second derivatives only if the first visibly depend on x.
+            never = [torch.zeros_like(leaf.x, dtype=torch.bool) for leaf in leaves]
+            pulled = [torch.where(n, p.x, g) for n, p, g in zip(never, leaves, pulled, strict=True)]
+        return None, None, None, *[None] * len(pulled), *pulled
 
 
 class _Embedded(_CompiledEmbedded):
@@ -122,47 +96,32 @@ class _Embedded(_CompiledEmbedded):
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         _CompiledEmbedded.setup_context(ctx, inputs, output)
-        _, fx, *tensors = inputs
-        ctx.save_for_forward(*tensors, fx)  # vmap requires the same tensors as for backward
+        ctx.save_for_forward(*inputs[2:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: FunctionCtx, u: Tensor | None) -> tuple[Tensor | None, ...]:
         if u is None:
             return (None,) * len(ctx.needs_input_grad)
-        *tensors, _ = ctx.saved_tensors
-        pulled = ctx.known.pull(tensors, u)
-        return None, None, *[None] * len(pulled), *pulled
+        return _CompiledEmbedded.backward(ctx, u)
 
     @staticmethod
-    def jvp(ctx: FunctionCtx, _known: None, _fx: Tensor | None, *dt: Tensor | None) -> Tensor:
-        *tensors, fx = ctx.saved_tensors
-        return ctx.known.push(tensors, dt[len(dt) // 2 :], like=fx)
+    def jvp(ctx: FunctionCtx, *tangents: Tensor | None) -> Tensor:
+        leaves = _leaves(ctx)
+        z = [
+            torch.zeros_like(leaf.x) if t is None else t
+            for leaf, t in zip(leaves, tangents[-len(leaves) :], strict=True)
+        ]
+        return KERAS.push(leaves, z, like=ctx.saved_tensors[0])
 
 
-class _Once(torch.autograd.Function):  # type: ignore[misc]
-    """Zero with the identity as its derivative, whose own derivative raises."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
-        del output
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, u: Tensor | None) -> Tensor | None:
-        return None if u is None else refused(u, _refusals.NO_THIRD, ctx.saved_tensors)
-
-    @staticmethod
-    def jvp(ctx: FunctionCtx, dx: Tensor) -> Tensor:
-        return refused(dx, _refusals.NO_THIRD, ctx.saved_tensors)
+def _leaves(ctx: FunctionCtx) -> list[Leaf]:
+    """The points of `_Embedded` with their gradients."""
+    _, *tensors = ctx.saved_tensors
+    n = len(ctx.batch_ndims)
+    gs, xs = list(tensors[:n]), list(tensors[n:])
+    leaves = zip(xs, ctx.known(gs, xs), ctx.batch_ndims, strict=True)
+    return [Leaf("", *leaf) for leaf in leaves]
 
 
 def depends(f: Product, xs: Sequence[Tensor]) -> bool:

@@ -28,7 +28,7 @@ def with_vjp(f: Rule, xs: Tensors) -> list[Tensor]:
         outputs, _ = f(*[x.detach() for x in xs])
         if any(y.requires_grad for y in outputs):
             raise LookupError(by_closure)
-        return list(_CompiledPulled.apply(f.again, *xs))
+        return list(_CompiledPulled.apply(f, *xs))
     transformed = modes.transformed()
     with torch.no_grad(), _Outside(xs) as outside:
         ys, pull = f(*xs)
