@@ -8,13 +8,16 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import OF_SLOPE
 from matrix import functions as fn
-from shared import WRAPS, constant, derivative, gradients
+from shared import WRAPS, constant, derivative, forward_derivative, gradients, mapped
 
 
 def with_jvp(rule, f=lambda x: x, **options):
     form = sgtrick.custom_jvp(f, **options)
     form.defjvp(rule)
     return form
+
+
+MODES = pytest.mark.parametrize("derivative", [derivative, forward_derivative])
 
 
 def with_slope_jvp(f, slope):
@@ -197,8 +200,11 @@ class TestFromValueAndGradient:
 
 
 class TestCustomJvp:
+    """As JAX documents it, with None in the place of its float0."""
+
     @WRAPS
-    def test_nested_outputs_and_what_has_no_derivatives(self, wrap):
+    @MODES
+    def test_nested_outputs_and_what_has_no_derivatives(self, wrap, derivative):
         @sgtrick.custom_jvp
         def f(params, n):
             x = tf.stop_gradient(params["x"])
@@ -217,6 +223,49 @@ class TestCustomJvp:
             return out["power"] + 10 * out["twice"][0]
 
         assert wrap(derivative(run))(constant(2.0)) == 3 * 4 + 20
+
+    @WRAPS
+    @pytest.mark.parametrize("args", [(), (7,), (True, "text")], ids=["none", "int", "no number"])
+    def test_nothing_to_differentiate(self, wrap, args):
+        def rule(primals, tangents):
+            raise AssertionError("called")
+
+        f = with_jvp(rule, lambda *args: tf.constant(float(len(args))))
+        assert wrap(derivative(lambda x: f(*args) + x))(tf.constant(1.0)) == 1
+
+    @WRAPS
+    def test_a_tangent_that_nobody_gave_is_zero(self, wrap):
+        def rule(primals, tangents):
+            assert [t.shape for t in tangents] == [p.shape for p in primals]
+            return None, 2 * tangents[0] + 3 * tf.reduce_sum(tangents[1])
+
+        f = with_jvp(rule, lambda x, y: x + tf.reduce_sum(y))
+        run = wrap(forward_derivative(lambda x: f(x, constant([1.0, 2.0]))))
+        assert run(constant(1.0)) == 2
+
+    WAYS = {
+        "tape": derivative,
+        "mapped": lambda f, k=0: derivative(mapped(f), k),
+        "forward": forward_derivative,
+    }
+
+    @WRAPS
+    @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+    def test_a_rule_without_one_of_the_tangents(self, wrap, way):
+        f = with_jvp(lambda p, t: (None, p[1] * t[0]), lambda x, y: x * y)
+        x, y = constant([2.0, 3.0]), constant([5.0, 7.0])
+        np.testing.assert_array_equal(wrap(way(f))(x, y), [5, 7])
+        by_y = way(f, 1)(x, y)
+        assert by_y is None or not np.any(by_y)
+
+    @WRAPS
+    @MODES
+    def test_a_linear_rule_that_calls_its_function(self, wrap, derivative):
+        """On primals and tangents."""
+        double = with_jvp(lambda p, t: (double(*p), double(*t)), lambda x: 2 * x)
+        in_branch = lambda x: tf.cond(x[0] > 0, lambda: derivative(double)(x), lambda: x)  # noqa: E731
+        for run in (derivative(double), in_branch, derivative(mapped(double))):
+            np.testing.assert_array_equal(wrap(run)(constant([1.0, 2.0])), [2, 2])
 
     @WRAPS
     @pytest.mark.parametrize("nondiff_argnums", [1, -2, "g", ["g"]])
