@@ -49,6 +49,13 @@ def jvp_form(f: Form, slope: Form) -> Form:
     return form
 
 
+def tangent_form(f: Form, slope: Form) -> Form:
+    """The same by a rule that leaves the value to `f`."""
+    form = sgtrick.custom_jvp(f)
+    form.defjvp(lambda primals, tangents: (None, slope(primals[0]) * tangents[0]))
+    return form
+
+
 def vjp_form(f: Form, slope: Form) -> Form:
     return sgtrick.custom_vjp(lambda x: (f(x), lambda upstream: upstream * slope(x)))
 

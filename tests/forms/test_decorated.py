@@ -41,12 +41,7 @@ def with_rule(scale, x):
 
 def rule(*args):
     *before, primals, tangents = args
-    return None, tenfold(*map(scale_of, before), primals[-1]) * tangents[-1]
-
-
-def scale_of(bound):
-    """Of an object, or a class, or the number itself."""
-    return getattr(bound, "scale", bound)
+    return None, tenfold(*(of.scale for of in before), primals[-1]) * tangents[-1]
 
 
 def of_object(f):
@@ -101,7 +96,6 @@ EVERY = pytest.mark.parametrize("name", FORMS)
 
 def check(h, scale, wrap=lambda f: f):
     """Value and gradient are those of this scale."""
-
     np.testing.assert_allclose(wrap(h)(X), cube(scale, X), rtol=1e-12)
     np.testing.assert_allclose(wrap(derivative(h))(X), tenfold(scale, X), rtol=1e-12)
 

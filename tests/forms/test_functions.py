@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import OF_SLOPE
+from asinh_forms import OF_SLOPE, tangent_form
 from matrix import functions as fn
 from shared import WRAPS, constant, derivative, forward_derivative, gradients, mapped
 
@@ -18,10 +18,6 @@ def with_jvp(rule, f=lambda x: x, **options):
 
 
 MODES = pytest.mark.parametrize("derivative", [derivative, forward_derivative])
-
-
-def with_slope_jvp(f, slope):
-    return with_jvp(lambda p, t: (None, slope(*p) * t[0]), f)
 
 
 class TestWithGradient:
@@ -162,7 +158,7 @@ MADE = {
 
 
 @WRAPS
-@pytest.mark.parametrize("make", [sgtrick.with_gradient, with_slope_jvp])
+@pytest.mark.parametrize("make", [sgtrick.with_gradient, tangent_form])
 @pytest.mark.parametrize(("made_by", "true", "orders"), MADE.values(), ids=MADE)
 def test_derivatives_of_every_order(wrap, make, made_by, true, orders):
     """They are those of the rule, against autodiff of the true function."""
