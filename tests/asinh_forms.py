@@ -49,17 +49,31 @@ def jvp_form(f: Form, slope: Form) -> Form:
     return form
 
 
+def tangent_form(f: Form, slope: Form) -> Form:
+    """The same by a rule that leaves the value to `f`."""
+    form = sgtrick.custom_jvp(f)
+    form.defjvp(lambda primals, tangents: (None, slope(primals[0]) * tangents[0]))
+    return form
+
+
 def vjp_form(f: Form, slope: Form) -> Form:
     return sgtrick.custom_vjp(lambda x: (f(x), lambda upstream: upstream * slope(x)))
 
 
+# Of a function and its slope, entry by entry.
+OF_SLOPE: dict[str, Callable[..., Any]] = {
+    "with_gradient": sgtrick.with_gradient,
+    "from_value_and_gradient": lambda f, slope: sgtrick.from_value_and_gradient(
+        lambda x: (f(x), slope(x))
+    ),
+    "custom_jvp": jvp_form,
+    "custom_vjp": vjp_form,
+}
+
+
 def every_order(f: Form, slope: Form, residual: Callable[..., Any]) -> dict[str, Form]:
     """The forms of `f` whose rules have derivatives of every order."""
-    return {
-        "with_gradient": sgtrick.with_gradient(f, slope),
-        "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda x: (f(x), slope(x))),
-        "custom_jvp": jvp_form(f, slope),
-        "custom_vjp": vjp_form(f, slope),
+    return {name: make(f, slope) for name, make in OF_SLOPE.items()} | {
         "implicit_root": lambda a: sgtrick.implicit_root(
             residual, f(a), a, batch_ndims=a.shape.rank
         ),

@@ -58,6 +58,18 @@ def derivative(f: Callable[..., Any], k: int = 0) -> Callable[..., Any]:
     return run
 
 
+def gradients(f: Callable[..., Any], *args: Any, by: Any = None, upstream: Any = None) -> Any:
+    """The gradients by all arguments, or by these tensors and variables."""
+    with tf.GradientTape() as tape:
+        tape.watch([a for a in tf.nest.flatten(args) if tf.is_tensor(a) and is_continuous(a)])
+        y = f(*args)
+    return tape.gradient(y, args if by is None else by, upstream)
+
+
+def is_continuous(x: Any) -> bool:
+    return x.dtype.is_floating or x.dtype.is_complex
+
+
 def value_and_gradients(h: Callable[..., Any], *args: Any) -> Any:
     """Values, and the gradients of their sum."""
     with tf.GradientTape() as tape:

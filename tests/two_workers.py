@@ -98,7 +98,7 @@ def implicit_root(w, b, a, t):
 
 
 def clip_gradient(w, b, a, t):
-    return value(sgtrick.clip_gradient(w, -1e9, 1e9), b, a, t)
+    return value(sgtrick.clip_gradient(w, -1e4, 1e4), b, a, t)
 
 
 FORMS = {

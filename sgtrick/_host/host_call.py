@@ -158,6 +158,8 @@ def _at_leisure(x: Tensor) -> Tensor:
     the order in which they become ready, and a loop takes four ops to pass `x` to its next
     iteration.
     """
+    if x.shape.rank is None:  # inlined where it is known, an op that states no rank would fail
+        return x
     for _ in range(6):
         x = tf.ensure_shape(x, x.shape)  # grappler would remove an identity
     return x

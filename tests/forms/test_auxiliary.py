@@ -75,10 +75,10 @@ class TestInEveryWay:
 
 @pytest.mark.parametrize("name", ["autodiff", "from_numpy"])
 def test_the_error_says_what_to_do(name):
-    with pytest.raises(LookupError, match=r"\(aux\) was differentiated.* use tf.stop_gradient"):
-        derivative(both(FORMS[name]))(tf.constant(POINTS))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\(aux\) was differentiated"):
-        tf.function(derivative(both(FORMS[name])))(tf.constant(POINTS))
+    message = r"\(aux\) was differentiated.* use tf.stop_gradient"
+    for run in (derivative(both(FORMS[name])), tf.function(derivative(both(FORMS[name])))):
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
+            run(tf.constant(POINTS))
 
     def stopped(x):  # as it says
         y, aux = FORMS[name](x)

@@ -4,14 +4,15 @@ TensorFlow traces the gradient of a branch or of the body of a loop when that is
 then capture nothing more. `tf.custom_gradient` fails there.
 """
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import verdict
+from asinh_forms import jvp_form, verdict
 from matrix import spread, traced
-from shared import compiled, derivative, forward_derivative
+from shared import RUN_IN, compiled, derivative, forward_derivative
 
 X = tf.constant([0.3, 0.7], tf.float64)
 FACTOR = np.array([1.5, 2.0])
@@ -27,22 +28,14 @@ CLOSED_OVER = {
 }
 
 
-def by_jvp(f, slope):
-    form = sgtrick.custom_jvp(f)
-    form.defjvp(lambda primals, tangents: (None, slope(primals[0]) * tangents[0]))
-    return form
-
-
 def by_vjp(f, slope):
-    def grad_fn(x, u, variables=None):
-        gradient = u * slope(x)
-        return gradient if variables is None else (gradient, [u * tf.sin(x)])
-
-    @sgtrick.custom_vjp
     def form(x):
-        return f(x), lambda u, variables=None: grad_fn(x, u, variables)
+        def grad_fn(u, variables=None):
+            return u * slope(x) if variables is None else (u * slope(x), [u * tf.sin(x)])
 
-    return form
+        return f(x), grad_fn
+
+    return sgtrick.custom_vjp(form)
 
 
 def with_variables(f, slope):
@@ -58,7 +51,7 @@ FORMS = {
     "from_value_and_gradient": lambda f, slope: sgtrick.from_value_and_gradient(
         lambda x: (f(x), slope(x)), batch_ndims=1
     ),
-    "custom_jvp": by_jvp,
+    "custom_jvp": jvp_form,
     "custom_vjp": by_vjp,
     "custom_gradient": lambda f, slope: lambda x: sgtrick.custom_gradient(f(x), slope(x), x),
     "implicit_root": lambda f, _: (
@@ -76,10 +69,7 @@ PLACES = {
     "map_fn": lambda f: lambda x: tf.map_fn(f, x[tf.newaxis])[0],
     "loop in a branch": lambda f: PLACES["cond"](PLACES["while_loop"](f)),
 }
-WAYS = {
-    "in tf.function": lambda mode, f: traced(mode(f)),
-    "around tf.function": lambda mode, f: mode(traced(f)),
-}
+WAYS = ["in tf.function", "around tf.function"]
 
 
 def form_of(name, closed_over, place):
@@ -96,7 +86,7 @@ def form_of(name, closed_over, place):
     ("name", "closed_over", "place", "way"), spread(FORMS, CLOSED_OVER, PLACES, WAYS)
 )
 def test_first_derivatives(name, closed_over, place, way):
-    run = WAYS[way](derivative, form_of(name, closed_over, place))
+    run = RUN_IN[way](derivative, form_of(name, closed_over, place))
     np.testing.assert_allclose(run(X), np.cos(X) * FACTOR, rtol=1e-12)
 
 
@@ -120,7 +110,7 @@ LONG = pytest.param("implicit_root", marks=pytest.mark.long)
     ],
 )
 def test_second_derivatives(name, place, way):
-    run = WAYS[way](lambda f: derivative(derivative(f)), form_of(name, "tensor", place))
+    run = RUN_IN[way](lambda f: derivative(derivative(f)), form_of(name, "tensor", place))
     if name in ("custom_vjp", "with_gradient, variables") and place == "cond":
         # The test of the transpose uses what the rule closes over.
         with pytest.raises(NotImplementedError, match="Pass it to the function with the rule"):
@@ -154,8 +144,6 @@ def test_under_xla(name):
 
 @pytest.mark.parametrize("closed_over", ["tensor", "variable"])
 def test_a_recurrent_cell_of_keras_is_fitted(closed_over):
-    import keras
-
     @keras.saving.register_keras_serializable()
     class Cell(keras.layers.Layer):
         state_size = output_size = 1

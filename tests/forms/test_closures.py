@@ -13,12 +13,17 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from asinh_forms import OF_SLOPE, tangent_form
 from matrix import spread, traced
-from shared import compiled, on_host
+from shared import EXECUTED, compiled, gradients, on_host
 from shared import derivative as reverse
 from shared import forward_derivative as forward
-from slope_forms import FORMS
 
+FORMS = {
+    "with_gradient": OF_SLOPE["with_gradient"],
+    "from_value_and_gradient": OF_SLOPE["from_value_and_gradient"],
+    "custom_jvp": tangent_form,
+}
 X, A = tf.constant(1.5, tf.float64), tf.constant(0.7, tf.float64)
 
 
@@ -39,22 +44,25 @@ def closing_over(a, name):
     return FORMS[name](lambda x: hidden(x, a), lambda x: slope(x, a))
 
 
-def closing_over_a_tensor(name, beside):
-    """The square of a form that closes over its second argument, and over a variable, if so."""
-    one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
-
-    def f(x, a):
-        form = FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))
-        return form(x) ** 2
-
-    return f
-
-
 PASSED = {
     "with_gradient": sgtrick.with_gradient(hidden, slope),
     "from_value_and_gradient": sgtrick.from_value_and_gradient(
         lambda x, a: (hidden(x, a), slope(x, a))
     ),
+}
+
+
+def of_variable(name):
+    v = tf.Variable(A)
+    form = closing_over(v, name)
+    return lambda x, _: form(x), v
+
+
+# A form of `x` and `a`, and what to differentiate by.
+GIVEN = {
+    "variable": of_variable,
+    "passed": lambda name: (PASSED[name], A),
+    "tensor": lambda name: (lambda x, a: closing_over(a, name)(x), A),
 }
 
 
@@ -117,34 +125,56 @@ MODES = list(itertools.product([reverse, forward], repeat=2))
 ORDERS = [(1, 0), (0, 1)]
 
 
-@pytest.mark.parametrize(("name", "way", "by"), spread(FORMS, WAYS, ORDERS), ids=str)
-def test_of_variables_by_tapes(name, way, by):
-    v = tf.Variable(A)
-    form = closing_over(v, name)
-    run = WAYS[way](squared(lambda x, _: form(x)), (reverse, reverse), by)
-    np.testing.assert_allclose(run(X, v), expected(by), rtol=1e-12)
-
-
-# What the others close over is passed as with_gradient passes it.
 @pytest.mark.parametrize(
-    ("name", "way", "modes", "by"),
+    ("given", "name", "way", "by"),
     spread(
+        GIVEN,
+        FORMS,
+        WAYS,
+        ORDERS,
+        together=3,
+        valid=lambda given, name, *_: given != "passed" or name in PASSED,
+    ),
+    ids=str,
+)
+def test_by_tapes(given, name, way, by):
+    """What an operation used and did not make is known, in graphs and in eager execution."""
+    f, a = GIVEN[given](name)
+    run = WAYS[way](squared(f), (reverse,) * len(by), by)
+    np.testing.assert_allclose(run(X, a), expected(by), rtol=1e-12)
+
+
+def is_run(given, name, way, modes, by):
+    """What the others close over is passed as with_gradient passes it."""
+    if given == "variable" and way.startswith("around"):
+        takes_long = (modes, by) == ((forward, forward), (0, 1))
+        return name == "with_gradient" and not takes_long
+    if given == "passed":
+        return name in PASSED and not way.startswith("around")
+    return given == "variable" or way == "eager"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "way", "modes", "by"),
+    spread(
+        GIVEN,
         FORMS,
         ["eager", "in tf.function", "around tf.function", "around the inner"],
         MODES[1:],
         ORDERS,
-        valid=lambda name, way, *case: (
-            not way.startswith("around")
-            or (name == "with_gradient" and case != ((forward, forward), (0, 1)))  # takes long
-        ),
+        together=3,
+        valid=is_run,
     ),
     ids=in_words,
 )
-def test_of_variables_with_forward_mode(name, way, modes, by):
-    v = tf.Variable(A)
-    form = closing_over(v, name)
-    y = came(WAYS[way](squared(lambda x, _: form(x)), modes, by), X, v)
-    if isinstance(y, str):  # TensorFlow has no forward mode around functions for variables
+def test_with_forward_mode(given, name, way, modes, by):
+    f, a = GIVEN[given](name)
+    run = WAYS[way](squared(f), modes, by)
+    y = came(run, X, a)
+    if given == "tensor":
+        assert is_right_or_loud(run, expected(by), X, a)
+    elif isinstance(y, str):  # TensorFlow has no forward mode around functions for variables
+        assert given == "variable"
         assert way.startswith("around")
         assert y in ("TypeError", "ValueError")
     else:
@@ -154,39 +184,18 @@ def test_of_variables_with_forward_mode(name, way, modes, by):
 class TestPassed:
     """What is passed and has no rule."""
 
-    @pytest.mark.parametrize(("name", "way", "by"), spread(PASSED, WAYS, ORDERS), ids=str)
-    def test_by_tapes(self, name, way, by):
-        run = WAYS[way](squared(PASSED[name]), (reverse, reverse), by)
-        np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
-
-    @pytest.mark.parametrize(
-        ("name", "way", "modes", "by"),
-        spread(PASSED, ["eager", "in tf.function"], MODES[1:], ORDERS, together=3),
-        ids=in_words,
-    )
-    def test_with_forward_mode(self, name, way, modes, by):
-        run = WAYS[way](squared(PASSED[name]), modes, by)
-        np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
-
     @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "XLA"])
     @pytest.mark.parametrize("name", PASSED)
     def test_and_is_closed_over_as_well(self, name, way):
         def f(x, a):
-            form = {
+            return {
                 "with_gradient": sgtrick.with_gradient(
                     lambda x, p: p * hidden(x, a), lambda x, p: p * slope(x, a)
                 ),
                 "from_value_and_gradient": sgtrick.from_value_and_gradient(
                     lambda x, p: (p * hidden(x, a), p * slope(x, a))
                 ),
-                "custom_jvp": sgtrick.custom_jvp(
-                    lambda p, x: p * hidden(x, a), nondiff_argnums=(0,)
-                ),
-            }[name]
-            if name != "custom_jvp":
-                return form(x, a)
-            form.defjvp(lambda p, primals, tangents: (None, p * slope(*primals, a) * tangents[0]))
-            return form(a, x)
+            }[name](x, a)
 
         exact = chain([reverse] * 2, (1, 0))(lambda x, a: a * true(x, a))(X, A)
         run = WAYS[way](f, (reverse, reverse), (1, 0))
@@ -200,32 +209,19 @@ class TestPassed:
 
 
 class TestTensors:
-    """What an operation used and did not make is known, in graphs and in eager execution."""
-
-    @pytest.mark.parametrize(
-        ("name", "way", "by"),
-        spread(FORMS, ["in tf.function", "around tf.function", "XLA"], ORDERS),
-        ids=str,
-    )
-    def test_in_graphs(self, name, way, by):
-        run = WAYS[way](squared(lambda x, a: closing_over(a, name)(x)), (reverse,) * len(by), by)
-        np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
+    """That are closed over."""
 
     @pytest.mark.parametrize("beside", ["nothing", "variable"])
     @pytest.mark.parametrize("name", FORMS)
     def test_in_eager(self, name, beside):
-        f = closing_over_a_tensor(name, beside)
-        np.testing.assert_allclose(reverse(reverse(f, 0), 1)(X, A), expected((0, 1)), rtol=1e-12)
-        np.testing.assert_allclose(reverse(reverse(f, 0), 0)(X, A), expected((0, 0)), rtol=1e-12)
-        np.testing.assert_allclose(reverse(f, 1)(X, A), expected((1,)), rtol=1e-12)
-        np.testing.assert_allclose(reverse(reverse(f, 1), 0)(X, A), expected((1, 0)), rtol=1e-12)
+        one = tf.Variable(tf.ones_like(A)) if beside == "variable" else 1
 
-    @pytest.mark.parametrize(
-        ("name", "by", "modes"), spread(FORMS, ORDERS, MODES[1:]), ids=in_words
-    )
-    def test_in_eager_by_forward_mode(self, name, by, modes):
-        run = chain(modes, by)(closing_over_a_tensor(name, "nothing"))
-        assert is_right_or_loud(run, expected(by), X, A)
+        def f(x, a):
+            return FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))(x) ** 2
+
+        for by in ((1,), (0, 0), (0, 1), (1, 0)):
+            run = chain([reverse] * len(by), by)(f)
+            np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
 
     @pytest.mark.parametrize(
         ("name", "way", "modes"),
@@ -243,10 +239,10 @@ class TestTensors:
         native = WAYS[way](lambda x, a: a * x, modes, (0, 1))
         assert came(run, X, A) == came(native, X, A)
 
-    @pytest.mark.parametrize(("name", "modes"), spread([*FORMS, "custom_vjp"], MODES), ids=in_words)
+    @pytest.mark.parametrize(("name", "modes"), spread(OF_SLOPE, MODES), ids=in_words)
     def test_that_the_host_gets_in_a_graph(self, name, modes):
         """Eager execution does not tell it from NumPy, which is a constant."""
-        form = custom_vjp if name == "custom_vjp" else FORMS[name]
+        form = OF_SLOPE[name]
         cube = on_host(lambda a: a**3)
         run = traced(
             chain(modes, (0, 1))(lambda x, a: form(lambda x: x * cube(a), lambda *_: cube(a))(x))
@@ -256,17 +252,11 @@ class TestTensors:
 
     def test_that_the_host_gets_in_a_function_with_all_derivatives(self):
         cube = on_host(lambda a: a**3)
-        run = traced(reverse(lambda x, a: custom_vjp(lambda x: x * cube(a), cube)(x), 1))
+        run = traced(
+            reverse(lambda x, a: OF_SLOPE["custom_vjp"](lambda x: x * cube(a), cube)(x), 1)
+        )
         with pytest.raises(tf.errors.InvalidArgumentError, match="a tensor that it closes over"):
             run(X, A)
-
-
-def custom_vjp(f, slope):
-    @sgtrick.custom_vjp
-    def form(x):
-        return f(x), lambda u: u * slope(x)
-
-    return form
 
 
 class TestLists:
@@ -292,8 +282,8 @@ class TestLists:
 
     def test_where_a_rule_gives_all_derivatives(self):
         """Nothing tells what the array was made of."""
-        with pytest.raises(ValueError, match=r"form closes over a tf\.TensorArray.*Read the array"):
-            tf.function(functools.partial(self.read, custom_vjp))(X, A)
+        with pytest.raises(ValueError, match=r"closes over a tf\.TensorArray.*Read the array"):
+            tf.function(functools.partial(self.read, OF_SLOPE["custom_vjp"]))(X, A)
 
 
 class TestTables:
@@ -306,41 +296,24 @@ class TestTables:
 
         return sgtrick.with_gradient(lambda x: f(x, 1.0), lambda x: 3 * f(x, 1.0) / x)
 
-    def test_first_derivatives(self):
-        table = tf.Variable(np.arange(8.0).reshape(4, 2))
+    @pytest.fixture
+    def table(self):
+        return tf.Variable(np.arange(8.0).reshape(4, 2))
+
+    @pytest.mark.parametrize("wrap", EXECUTED.values(), ids=EXECUTED)
+    def test_first_derivatives(self, table, wrap):
         form = self.form(table)
-        for wrap in (lambda f: f, tf.function):
+        by_x, by_table = wrap(lambda x: gradients(form, x, by=[x, table]))(X)
+        assert isinstance(by_table, tf.IndexedSlices)
+        assert tf.reduce_all(by_table.indices == [2, 0])
+        np.testing.assert_allclose(by_x, 42 * 3 * X**2)
 
-            @wrap
-            def run(x):
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    y = form(x)
-                return tape.gradient(y, [x, table])
-
-            by_x, by_table = run(X)
-            assert isinstance(by_table, tf.IndexedSlices)
-            assert tf.reduce_all(by_table.indices == [2, 0])
-            np.testing.assert_allclose(by_x, 42 * 3 * X**2)
-
-    def test_second_derivatives_are_right_or_loud(self):
-        table = tf.Variable(np.arange(8.0).reshape(4, 2))
+    def test_second_derivatives_are_right_or_loud(self, table):
         form = self.form(table)
-
-        def run(x):
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as tape:
-                    y = form(x)
-                g = tf.reduce_sum(tape.gradient(y, table))
-            return outer.gradient(g, x)
-
-        exact = 3 * X**2 * 2 * (4 + 5 + 0 + 1)
-        assert is_right_or_loud(run, exact, X)
+        run = reverse(lambda x: tf.reduce_sum(gradients(form, x, by=table)))
+        assert is_right_or_loud(run, 3 * X**2 * 2 * (4 + 5 + 0 + 1), X)
         with pytest.raises(tf.errors.InvalidArgumentError, match="closes over"):
             tf.function(run)(X)
         # That with respect to x alone is none of it.
-        second = tf.function(chain([reverse] * 2, (0, 0))(form))
-        np.testing.assert_allclose(second(X), 42 * 6 * X, rtol=1e-12)
-        second = chain([reverse] * 2, (0, 0))(tf.function(form))
-        np.testing.assert_allclose(second(X), 42 * 6 * X, rtol=1e-12)
+        for second in (tf.function(reverse(reverse(form))), reverse(reverse(tf.function(form)))):
+            np.testing.assert_allclose(second(X), 42 * 6 * X, rtol=1e-12)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from asinh_forms import jvp_form
+from asinh_forms import OF_SLOPE
 from shared import WRAPS, compiled, derivative, forward_derivative, mapped
 
 Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
@@ -32,9 +32,7 @@ OF_COMPLEX = {
     "custom_gradient, hx": lambda z: sgtrick.custom_gradient(
         stopped(z), slope(z), z, batch_ndims=1, hx=6 * z
     ),
-    "with_gradient": sgtrick.with_gradient(stopped, slope),
-    "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda z: (stopped(z), slope(z))),
-    "custom_jvp": jvp_form(stopped, slope),
+    **{name: make(stopped, slope) for name, make in OF_SLOPE.items()},
     "custom_vjp": sgtrick.custom_vjp(lambda z: (stopped(z), lambda u: u * tf.math.conj(slope(z)))),
     "scale_gradient": lambda z: cube(sgtrick.scale_gradient(z, 1.0)),
     "straight_through": lambda z: sgtrick.straight_through(stopped(z), cube(z)),

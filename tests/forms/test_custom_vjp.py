@@ -20,50 +20,40 @@ from shared import (
     derivative,
     forward_derivative,
     gradient,
+    gradients,
     mapped_with_loops,
 )
 
 X = tf.constant([0.3, 0.7, 1.1], tf.float64)
 
 
-@custom_vjp
-def scalar(x):
-    def grad_fn(u):
-        return tf.expand_dims(u, -1) * fn.scalar_gradient(x)
-
-    return fn.misled(fn.scalar)(x), grad_fn
+def form(f, pull):
+    return custom_vjp(lambda *args: (fn.misled(f)(*args), lambda u: pull(u, *args)))
 
 
-@custom_vjp
-def elementwise(x):
-    return fn.misled(fn.elementwise)(x), lambda u: u * fn.elementwise_gradient(x)
+def pull_scalar(u, x):
+    return tf.expand_dims(u, -1) * fn.scalar_gradient(x)
 
 
-@custom_vjp
-def vector(x):
-    def grad_fn(u):
-        return tf.reduce_sum(tf.expand_dims(u, -1) * fn.vector_jacobian(x), -2)
-
-    return fn.misled(fn.vector)(x), grad_fn
+def pull_vector(u, x):
+    return tf.reduce_sum(tf.expand_dims(u, -1) * fn.vector_jacobian(x), -2)
 
 
-@custom_vjp
-def two(x, y):
-    def grad_fn(u):
-        gx, gy = fn.two_gradients(x, y)
-        return u[..., tf.newaxis, tf.newaxis] * gx, u * gy
+def pull_two(u, x, y):
+    by_x, by_y = fn.two_gradients(x, y)
+    return u[..., tf.newaxis, tf.newaxis] * by_x, u * by_y
 
-    return fn.misled(fn.two)(x, y), grad_fn
+
+def pull_elementwise(u, x):
+    return u * fn.elementwise_gradient(x)
 
 
 CASES = [
-    Case("chains", fn.scalar, scalar, (POINTS,), order=2),
-    Case("elementwise", fn.elementwise, elementwise, (NUMBERS,), order=2),
-    Case("vector", fn.vector, vector, (POINTS,), order=2),
-    Case("two arguments", fn.two, two, (MATRICES, NUMBERS), order=2),
+    Case("chains", fn.scalar, form(fn.scalar, pull_scalar), (POINTS,)),
+    Case("elementwise", fn.elementwise, form(fn.elementwise, pull_elementwise), (NUMBERS,)),
+    Case("vector", fn.vector, form(fn.vector, pull_vector), (POINTS,)),
+    Case("two arguments", fn.two, form(fn.two, pull_two), (MATRICES, NUMBERS)),
 ]
-
-
 PAIRS = pairs(CASES, everywhere={"two arguments"})
 
 
@@ -80,7 +70,7 @@ def nth_derivative(h, order):
 
 
 def of_map(f, x):
-    return gradient(lambda x: tf.vectorized_map(f, x), x)
+    return gradient(mapped_with_loops(f), x)
 
 
 @custom_vjp
@@ -172,16 +162,12 @@ def test_structures_of_outputs_and_inputs(decorator, wrap):
 
         return {"a": x, "b": (x * 2, [rest["p"] + rest["q"]])}, grad_fn
 
-    def run(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            p, q = 5 * x, 7 * x
-            y = h(x, {"q": q, "p": p})
-            s = y["a"] + y["b"][1][0]
-        return tape.gradient(s, [x, p, q])
+    def run(x, p, q):
+        y = h(x, {"q": q, "p": p})
+        return y["a"] + y["b"][1][0]
 
-    for a, b in zip(wrap(run)(X), ([23.0] * 3, [0.0] * 3, [3.0] * 3), strict=True):
-        np.testing.assert_allclose(a, b)
+    found = wrap(lambda *xs: gradients(run, *xs))(X, 2 * X, 3 * X)
+    np.testing.assert_allclose(found, np.outer([2, 0, 3], np.ones(3)))
 
 
 def test_several_outputs_where_the_override_is_dropped():
@@ -200,10 +186,36 @@ def test_several_outputs_where_the_override_is_dropped():
     np.testing.assert_allclose(gradient(mapped, X), 2 + 2 * X)
 
 
+# A rule, a call, and its derivative at X.
+UPSTREAM = {
+    "the same tensor twice": (
+        lambda x, y: (x * y, lambda u: (u * y, u * x)),
+        lambda h, x: h(x, x),
+        2 * X,
+    ),
+    "an output that nobody uses": (
+        lambda x: ((2 * x, 3 * x), lambda u, v: 10 * u + 100 * v),
+        lambda h, x: h(x)[0],
+        10 * tf.ones_like(X),
+    ),
+    "zero, where the rule divides by nothing": (
+        lambda x: (x, lambda u: tf.math.divide_no_nan(u, x - x)),
+        lambda h, x: 0 * h(x),
+        tf.zeros_like(X),
+    ),
+    "beside an int": (
+        lambda x, n: (x, lambda u: (5 * u, None)),
+        lambda h, x: h(x, tf.constant(3)),
+        5 * tf.ones_like(X),
+    ),
+}
+
+
 @WRAPS_AND_XLA
-def test_the_same_tensor_twice(wrap):
-    h = custom_vjp(lambda x, y: (tf.stop_gradient(x * y), lambda u: (u * y, u * x)))
-    np.testing.assert_allclose(wrap(lambda x: gradient(lambda x: h(x, x), x))(X), 2 * X)
+@pytest.mark.parametrize(("f", "call", "expected"), UPSTREAM.values(), ids=UPSTREAM)
+def test_upstream_gradients(wrap, f, call, expected):
+    run = derivative(functools.partial(call, custom_vjp(f)))
+    np.testing.assert_array_equal(wrap(run)(X), expected)
 
 
 @WRAPS
@@ -213,16 +225,12 @@ def test_ragged(wrap):
         return r * 2.0, lambda u: u * 3.0
 
     def run(values):
-        with tf.GradientTape() as tape:
-            tape.watch(values)
-            r = tf.RaggedTensor.from_row_lengths(values, [1, 2])
-            y = h(r)
-            assert isinstance(y, tf.RaggedTensor)
-            s = tf.reduce_sum(y * y)
-        return tape.gradient(s, values)
+        y = h(tf.RaggedTensor.from_row_lengths(values, [1, 2]))
+        assert isinstance(y, tf.RaggedTensor)
+        return tf.reduce_sum(y * y)
 
     values = tf.constant([1.0, 2.0, 3.0])
-    np.testing.assert_allclose(wrap(run)(values), 12 * values)
+    np.testing.assert_allclose(wrap(derivative(run))(values), 12 * values)
 
 
 VARIABLES = {"tf": tf.Variable, "keras": keras.Variable}
@@ -247,20 +255,14 @@ def test_the_rule_has_the_values_that_variables_had_at_the_call(make, wrap):
     np.testing.assert_array_equal(by_v, [5.0, 7.0])
 
 
-def test_a_variable_that_is_an_argument_is_not_one_that_f_read():
-    """Even where `f` reads it itself too, as with `tf.custom_gradient`."""
-    v = tf.Variable(2.0)
-    h = custom_vjp(lambda x: (x * v, lambda u: u * 3))
-    with tf.GradientTape() as tape:
-        y = h(v)
-    assert tape.gradient(y, v) == 3.0
-
-
 @WRAPS_AND_XLA
-def test_variables_that_are_not_trainable(wrap):
-    c = tf.Variable(2.0, trainable=False)
-    h = custom_vjp(lambda x: (x * tf.cast(c, x.dtype), lambda u: u * 3))
-    np.testing.assert_allclose(wrap(lambda x: gradient(h, x))(X), [3.0] * 3)
+def test_variables_that_the_rule_need_not_serve(wrap):
+    """An argument is not one that `f` read, even where it reads it itself too; nor is a constant."""
+    v, c = tf.Variable(2.0), tf.Variable(2.0, trainable=False)
+    of_argument = custom_vjp(lambda x: (x * v, lambda u: u * 3))
+    assert gradients(of_argument, v, by=v) == 3
+    of_constant = custom_vjp(lambda x: (x * tf.cast(c, x.dtype), lambda u: u * 3))
+    np.testing.assert_allclose(wrap(derivative(of_constant))(X), [3.0] * 3)
 
 
 @pytest.mark.parametrize(
@@ -283,11 +285,10 @@ def test_a_sparse_variable_gradient(mapped, wrap):
     i, x = tf.constant([2, 0, 2]), tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 
     def run(x):
-        with tf.GradientTape() as tape:
-            y = tf.vectorized_map(lambda ix: lookup(*ix), (i, x)) if mapped else lookup(i, x)
-        return tf.convert_to_tensor(tape.gradient(y, table))
+        return tf.vectorized_map(lambda ix: lookup(*ix), (i, x)) if mapped else lookup(i, x)
 
-    np.testing.assert_allclose(wrap(run)(x), [[3, 4], [0, 0], [6, 8], [0, 0]])
+    by_table = wrap(lambda x: tf.convert_to_tensor(gradients(run, x, by=table)))
+    np.testing.assert_allclose(by_table(x), [[3, 4], [0, 0], [6, 8], [0, 0]])
 
 
 @WRAPS_AND_XLA
@@ -296,9 +297,7 @@ def test_mixed_second_derivatives_of_variables(wrap):
     h = custom_vjp(lambda x: (x**2 * v, lambda u, variables: (2 * u * x * v, [u * x**2])))
 
     def mixed(x, h=h):
-        with tf.GradientTape() as outer:
-            by_x = gradient(h, x)
-        return outer.gradient(by_x, v)
+        return gradients(derivative(h), x, by=v)
 
     x = tf.constant(3.0)
     np.testing.assert_allclose(wrap(mixed)(x), 6.0)
@@ -310,41 +309,40 @@ def test_the_order_of_keywords(wrap):
     declared = custom_vjp(lambda x, *, b, a: (x + a + b, lambda u: (u, 2 * u, 3 * u)))
     passed = custom_vjp(lambda x, **c: (x + sum(c.values()), lambda u: (u, 3 * u, 2 * u)))
 
-    def run(x, h):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            parts = [x + 0, x + 0, x + 0]
-            s = h(parts[0], a=parts[2], b=parts[1])
-        return tape.gradient(s, parts)
-
     for h in (declared, passed):
-        got = wrap(functools.partial(run, h=h))(X)
-        np.testing.assert_allclose(got, np.outer([1, 2, 3], np.ones(3)))
+        run = functools.partial(gradients, lambda x, a, b, h=h: h(x, a=a, b=b))
+        np.testing.assert_allclose(wrap(run)(X, 2 * X, 3 * X), np.outer([1, 3, 2], np.ones(3)))
+
+
+STIFFNESS = tf.Variable(1.0, name="stiffness")
+
+
+def reading(rule):
+    return lambda x: (x * tf.cast(STIFFNESS, x.dtype), rule)
+
+
+# tests/forms/test_returned_gradients.py has those of other numbers of gradients.
+ERRORS = [
+    (lambda x: x, r"must return \(y, grad_fn\)"),
+    (lambda x: (x, lambda u: u[:2]), r"gradient of shape \[2\] for x, expected \[3\]"),
+    (reading(lambda u: u), r"reads the variables \['stiffness:0'\].*must take a keyword argument"),
+    (
+        reading(lambda u, variables: (u, [])),
+        "returned 0 variable gradients, expected 1, one for each of",
+    ),
+    (reading(lambda u, variables: u), r"must return \(gradients, variable_gradients\)"),
+    (
+        reading(lambda u, variables: (u, [u])),
+        r"shape \[3\] for variable stiffness:0, expected \[\]",
+    ),
+]
 
 
 @WRAPS_AND_XLA
-def test_errors(wrap):
-    """tests/forms/test_returned_gradients.py has those of other numbers of gradients."""
-    with pytest.raises(TypeError, match=r"must return \(y, grad_fn\)"):
-        wrap(lambda x: gradient(custom_vjp(lambda x: x), x))(X)
-    cut = custom_vjp(lambda x: (x, lambda u: u[:2]))
-    with pytest.raises(ValueError, match=r"gradient of shape \[2\] for x, expected \[3\]"):
-        wrap(lambda x: gradient(cut, x))(X)
-
-
-@WRAPS_AND_XLA
-def test_errors_name_the_variables(wrap):
-    v = tf.Variable(1.0, name="stiffness")
-    rules = {
-        r"reads the variables \['stiffness:0'\].*must take a keyword argument": lambda u: u,
-        "returned 0 variable gradients, expected 1, one for each of": lambda u, variables: (u, []),
-        r"must return \(gradients, variable_gradients\)": lambda u, variables: u,
-        r"shape \[3\] for variable stiffness:0, expected \[\]": lambda u, variables: (u, [u]),
-    }
-    for match, rule in rules.items():
-        h = custom_vjp(lambda x, rule=rule: (x * tf.cast(v, x.dtype), rule))
-        with pytest.raises((TypeError, ValueError), match=match):
-            wrap(lambda x, h=h: gradient(h, x))(X)
+@pytest.mark.parametrize(("f", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_errors(wrap, f, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        wrap(derivative(custom_vjp(f)))(X)
 
 
 @WRAPS
@@ -360,8 +358,6 @@ def test_a_sparse_argument_counts_as_closed_over(wrap):
         return product(tf.SparseTensor([[0, 1], [1, 1]], values, [2, 2]), x)
 
     values, x = tf.constant([2.0, 5.0]), tf.constant([1.0, 3.0])
-    by_x = wrap(lambda x: gradient(lambda x: of(values, x), x))(x)
-    np.testing.assert_array_equal(by_x, [0, 7])
-    by_values = wrap(lambda values: gradient(lambda values: of(values, x), values))
+    np.testing.assert_array_equal(wrap(derivative(of, 1))(values, x), [0, 7])
     with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="closes over"):
-        by_values(values)
+        wrap(derivative(of))(values, x)

@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from asinh_forms import OF_SLOPE
 from matrix import spread, traced
-from shared import WRAPS, derivative
+from shared import WRAPS, derivative, gradients
 
 W = tf.Variable(tf.ones([3], tf.float64))
 X = tf.constant([0.1, 0.2, 0.3], tf.float64)
@@ -63,7 +64,11 @@ def converted_by_autograph(body):
 LOOPS = {"while_loop": while_loop, "scan": scan, "AutoGraph": converted_by_autograph}
 
 
-def vjp_form(f, reads_variable):
+def twice(x):
+    return 2 * tf.ones_like(x)
+
+
+def with_vjp(f, reads_variable):
     def value_and_rule(x):
         return f(x), lambda upstream: 2 * upstream
 
@@ -75,35 +80,20 @@ def vjp_form(f, reads_variable):
 
 def with_variables(f, reads_variable):
     def slopes(x, variables):
-        return 2 * tf.ones_like(x), [tf.eye(3, dtype=x.dtype) for _ in variables]
+        return twice(x), [tf.eye(3, dtype=x.dtype) for _ in variables]
 
     return sgtrick.with_gradient(f, slopes)
-
-
-def with_gradient(f, reads_variable):
-    return sgtrick.with_gradient(f, lambda x: 2 * tf.ones_like(x))
-
-
-def from_value_and_gradient(f, reads_variable):
-    return sgtrick.from_value_and_gradient(lambda x: (f(x), 2 * tf.ones_like(x)))
-
-
-def jvp_form(f, reads_variable):
-    form = sgtrick.custom_jvp(f)
-    form.defjvp(lambda primals, tangents: (form(*primals), 2 * tangents[0]))
-    return form
 
 
 def root_form(f, reads_variable):
     return lambda x: sgtrick.implicit_root(lambda y, a: y - 2 * a, f(x), x, batch_ndims=1)
 
 
-GIVE_ALL = {"custom_vjp": vjp_form, "with_gradient, variables": with_variables}
-GIVE_SOME = {
-    "with_gradient": with_gradient,
-    "from_value_and_gradient": from_value_and_gradient,
-    "custom_jvp": jvp_form,
-    "implicit_root": root_form,
+GIVE_ALL = {"custom_vjp": with_vjp, "with_gradient, variables": with_variables}
+GIVE_SOME = {"implicit_root": root_form} | {
+    name: lambda f, reads_variable, make=make: make(f, twice)
+    for name, make in OF_SLOPE.items()
+    if name != "custom_vjp"
 }
 
 
@@ -190,18 +180,10 @@ def test_other_arguments_of_a_loop_keep_autodiff(loop, wrap):
     def slopes(x, b, variables):
         return 2 * tf.ones_like(x), [3 * tf.eye(3, dtype=x.dtype) for _ in variables]
 
-    form = sgtrick.with_gradient(f, slopes)
-
     def found(f):
-        def run(x, b):
-            with tf.GradientTape() as tape:
-                tape.watch([x, b])
-                y = f(x, b)
-            return tape.gradient(y, [x, b, W])
+        return wrap(lambda x, b: gradients(f, x, b, by=[x, b, W]))(X, 2 * X)
 
-        return wrap(run)(X, 2 * X)
-
-    by_x, by_b, by_w = found(form)
+    by_x, by_b, by_w = found(sgtrick.with_gradient(f, slopes))
     np.testing.assert_array_equal(by_x, 2 * np.ones(3))
     np.testing.assert_array_equal(by_w, 3 * np.ones(3))
     np.testing.assert_allclose(by_b, found(f)[1], rtol=1e-14)

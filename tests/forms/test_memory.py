@@ -4,6 +4,7 @@ The work of tracing, and with it the graph, grows in proportion to the number of
 """
 
 import gc
+import itertools
 import subprocess
 import sys
 import weakref
@@ -18,11 +19,16 @@ import sgtrick
 from asinh_forms import ALL, EVERY_ORDER, POINTS, every_order, hidden, map_of, slope
 from shared import derivative, forward_derivative, mapped
 
-# The others differ in their rule. That of a root is as long as several.
-OF_EACH_FORM = [
-    pytest.param(name, marks=[pytest.mark.long] if name == "implicit_root" else [])
-    for name in (*EVERY_ORDER, "custom_gradient", "from_numpy")
-]
+
+def of_each_form(names, *more):
+    """As parameters. The rule of a root is as long as several."""
+    return [
+        pytest.param(name, *more, marks=[pytest.mark.long] * (name == "implicit_root"))
+        for name in names
+    ]
+
+
+FORMS = [*EVERY_ORDER, "custom_gradient", "from_numpy"]  # the others differ in their rule
 
 SCRIPT = """
 import os, resource
@@ -88,24 +94,20 @@ class TestGraphs:
         run.get_concrete_function(tf.TensorSpec([3], tf.float64))
         return graphs
 
-    @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize(
+        ("name", "mode"),
+        [*itertools.product(ALL, MODES), *of_each_form(FORMS, "mapped")],
+    )
     def test_are_freed(self, name, mode):
-        self.insist_on_freed(self.MODES[mode](ALL[name]))
-
-    def insist_on_freed(self, f):
-        before = registered()
-        graphs = self.traced(f)
+        before, f = registered(), ALL[name]
+        run = derivative(map_of(name)(f)) if mode == "mapped" else self.MODES[mode](f)
+        graphs = self.traced(run)
         gc.collect()
         assert graphs
         assert [g() for g in graphs if g() is not None] == []
         assert registered() <= before
 
-    @pytest.mark.parametrize("name", OF_EACH_FORM)
-    def test_mapped_are_freed(self, name):
-        self.insist_on_freed(derivative(map_of(name)(ALL[name])))
-
-    @pytest.mark.parametrize("name", OF_EACH_FORM)
+    @pytest.mark.parametrize("name", of_each_form(FORMS))
     def test_that_ran_are_freed(self, name):
         def run():
             f = tf.function(ALL[name])
@@ -167,12 +169,8 @@ def closing_over(previous):
 @pytest.mark.parametrize(
     ("name", "closes_over"),
     [
-        *(pytest.param(*of.values, False, id=of.values[0], marks=of.marks) for of in OF_EACH_FORM),
-        *(
-            pytest.param(*of.values, True, id=f"{of.values[0]}, closing over", marks=of.marks)
-            for of in OF_EACH_FORM
-            if of.values[0] in EVERY_ORDER
-        ),
+        *of_each_form(FORMS, False),
+        *of_each_form(EVERY_ORDER, True),
     ],
 )
 def test_tracing_takes_work_in_proportion_to_calls(name, closes_over, mode):
@@ -220,26 +218,20 @@ def insist_on_no_growth(run):
     assert {what: n for what, n in held().items() if n > before[what]} == {}
 
 
-@pytest.mark.parametrize("name", OF_EACH_FORM)
-class TestLoopsOverNumbers:
+@pytest.mark.parametrize("name", of_each_form(FORMS))
+@pytest.mark.parametrize("way", ["eager vectorized_map", "retraced function"])
+def test_loops_over_numbers(name, way):
     """A Python number is a part of the graph, so that another one is another graph."""
+    form, x = ALL[name], tf.constant(POINTS)
 
-    def test_eager_vectorized_map(self, name):
-        x = tf.constant(POINTS)
+    def mapped_once(a):
+        derivative(map_of(name)(lambda member: form(a * member)))(x)
 
-        def run(a):
-            derivative(map_of(name)(lambda member: ALL[name](a * member)))(x)
+    def traced_twice(a):
+        traced = tf.function(lambda x, a: form(a * x))
+        derivative(lambda x: traced(x, a) + traced(x, a + 1.0))(x)
 
-        insist_on_no_growth(run)
-
-    def test_retraced_functions(self, name):
-        x = tf.constant(POINTS)
-
-        def run(a):
-            traced = tf.function(lambda x, a: ALL[name](a * x))
-            derivative(lambda x: traced(x, a) + traced(x, a + 1.0))(x)
-
-        insist_on_no_growth(run)
+    insist_on_no_growth(mapped_once if way == "eager vectorized_map" else traced_twice)
 
 
 KEPT = pytest.mark.xfail(reason="TensorFlow keeps what tf.numpy_function calls, native code's too")

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 import sgtrick
 from asinh_forms import hidden, slope, true, verdict
-from shared import WRAPS, compiled, derivative, mapped
+from shared import FIRST_WAYS, WRAPS, compiled, gradients, mapped
+from shared import derivative as reverse
 from shared import forward_derivative as forward
 
 X = tf.constant([0.3, -0.7], tf.float64)
@@ -70,16 +71,6 @@ FORMS = [
 ]
 
 
-def reverse(f, by):
-    def run(x, w):
-        with tf.GradientTape() as tape:
-            tape.watch([x, w])
-            y = f(x, w)
-        return tape.gradient(y, (x, w)[by])
-
-    return run
-
-
 def in_a_branch(f):
     return lambda x, w: tf.cond(x[0] > 0, lambda: f(x, w), lambda: x)
 
@@ -123,9 +114,8 @@ class TestFirstDerivatives:
         np.testing.assert_allclose(values(WAYS[way](form, 0)(X, W)), slope(X) * W, rtol=1e-12)
 
     def test_with_respect_to_what_is_closed_over(self, form, way):
-        run = WAYS[way](form, 1)
         try:
-            came = run(X, W)
+            came = WAYS[way](form, 1)(X, W)
         except (LookupError, tf.errors.InvalidArgumentError) as error:
             assert "closes over" in str(error)  # noqa: PT017
         else:
@@ -142,23 +132,18 @@ def test_the_error(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("wrap", "warned"),
-    [
-        (lambda f: f, pytest.warns(RuntimeWarning, match=f"NaN.*{CLOSES_OVER}")),
-        (tf.function, contextlib.nullcontext()),
-    ],
-    ids=["eager", "tf.function"],
-)
-def test_what_it_was_computed_from(form, wrap, warned):
+@WRAPS
+def test_what_it_was_computed_from(form, wrap):
     """A part of the derivative would be missing beside others that are known."""
     run = wrap(form)
-    with tf.GradientTape() as tape:
-        tape.watch(X)
+
+    def loss(x):
         w = tf.exp(V)
-        loss = run(X, w) + w
-    with warned:
-        by_x, by_v = tape.gradient(loss, [X, V])
+        return run(x, w) + w
+
+    warns = pytest.warns(RuntimeWarning, match=f"NaN.*{CLOSES_OVER}")
+    with warns if run is form else contextlib.nullcontext():
+        by_x, by_v = gradients(loss, X, by=[X, V])
     np.testing.assert_allclose(by_x, slope(X) * tf.exp(V), rtol=1e-12)
     assert np.all(np.isnan(by_v))
 
@@ -172,45 +157,28 @@ def test_the_gradient_may_depend_on_it(form, wrap):
     np.testing.assert_allclose(wrap(reverse(reverse(form, 0), 0))(X, W), second, rtol=1e-12)
 
 
-def only_in_the_rule(x, w):
-    def f(x):
-        j = slope(x) * w
-        return hidden(x), lambda u: u * j
-
-    return sgtrick.custom_vjp(f)(x)
+def whole(t):
+    return tf.cast(tf.cast(t, tf.int32), t.dtype)
 
 
-def stopped(x, w):
-    kept = tf.stop_gradient(w)
-    return sgtrick.custom_vjp(lambda x: (hidden(x) * kept, lambda u: u * slope(x) * w))(x)
+# What the value makes of it.
+NOT_USED = {"only in the rule": tf.ones_like, "stopped": tf.stop_gradient, "its integers": whole}
 
 
-def stopped_inside(x, w):
-    return sgtrick.custom_vjp(
-        lambda x: (hidden(x) * tf.stop_gradient(w), lambda u: u * slope(x) * w)
-    )(x)
-
-
-def by_its_integers(x, w):
-    def whole(t):
-        return tf.cast(tf.cast(t, tf.int32), t.dtype)
-
-    return sgtrick.custom_vjp(lambda x: (hidden(x) * whole(w), lambda u: u * slope(x) * w))(x)
-
-
-@pytest.mark.parametrize("form", [only_in_the_rule, stopped, stopped_inside, by_its_integers])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("use", NOT_USED)
 @WRAPS
-class TestWhatIsNotMissing:
-    """Where the value does not depend on it, the gradient is None as with TensorFlow."""
+def test_none_where_the_value_does_not_depend_on_it(use, inside, wrap):
+    """The gradient is as with TensorFlow."""
+    use = NOT_USED[use]
 
-    def test_none(self, form, wrap):
-        def run():
-            return tf.constant(reverse(form, 1)(X, W) is None)
+    def form(x, w):
+        kept = use(w)
+        f = lambda x: (hidden(x) * (use(w) if inside else kept), lambda u: u * slope(x) * w)  # noqa: E731
+        return sgtrick.custom_vjp(f)(x)
 
-        assert wrap(run)()
-
-    def test_the_others(self, form, wrap):
-        np.testing.assert_allclose(wrap(reverse(form, 0))(X, W), slope(X) * W, rtol=1e-12)
+    assert wrap(lambda: tf.constant(reverse(form, 1)(X, W) is None))()
+    np.testing.assert_allclose(wrap(reverse(form))(X, W), slope(X) * W, rtol=1e-12)
 
 
 def computed_before(x):
@@ -253,13 +221,9 @@ COMPUTED_BEFORE = [
     computed_before_in_a_loop,
     computed_before_from_another_argument,
 ]
-IN_GRAPHS = {
-    "in tf.function": lambda f: tf.function(derivative(f)),
-    "around tf.function": lambda f: derivative(tf.function(f)),
-    "XLA": lambda f: compiled(derivative(f)),
-    "forward in tf.function": lambda f: tf.function(forward(f)),
-    "forward around tf.function": lambda f: forward(tf.function(f)),
-    "mapped": lambda f: derivative(lambda x: tf.vectorized_map(f, x)),
+IN_GRAPHS = {way: run for way, run in FIRST_WAYS.items() if "tf.function" in way} | {
+    "XLA": lambda f: compiled(reverse(f)),
+    "mapped": lambda f: reverse(lambda x: tf.vectorized_map(f, x)),
 }
 
 
@@ -273,16 +237,14 @@ class TestWhatWasComputedFromAnArgument:
 
     @pytest.mark.parametrize("form", COMPUTED_BEFORE)
     def test_eagerly_where_nothing_else_is_differentiated(self, form):
-        np.testing.assert_allclose(derivative(form)(X), slope(X), rtol=1e-12)
-        found = derivative(derivative(form))
-        assert verdict(found, derivative(slope)(X), X) in {"right", "raises", "NaN"}
+        np.testing.assert_allclose(reverse(form)(X), slope(X), rtol=1e-12)
+        found = reverse(reverse(form))
+        assert verdict(found, reverse(slope)(X), X) in {"right", "raises", "NaN"}
 
     def test_eagerly_with_respect_to_variables(self):
         """That are the argument, or that the function reads."""
         v = tf.Variable(X)
-        with tf.GradientTape() as tape:
-            y = computed_before_with_a_variable(v)
-        by_v, by_scale = tape.gradient(y, [v, SCALE])
+        by_v, by_scale = gradients(computed_before_with_a_variable, v, by=[v, SCALE])
         np.testing.assert_allclose(by_v, slope(X), rtol=1e-12)
         np.testing.assert_allclose(by_scale, tf.reduce_sum(true(X)) / 2, rtol=1e-12)
 
@@ -291,11 +253,8 @@ class TestWhatWasComputedFromAnArgument:
     )
     def test_eagerly_elsewhere(self, form):
         """Beside another tensor, which it may have been computed from, for all that is known."""
-        with tf.GradientTape() as tape:
-            tape.watch([X, W])
-            y = form(X) * W
         with pytest.warns(RuntimeWarning, match="with respect to a tensor that it closes over"):
-            by_x, by_w = tape.gradient(y, [X, W])
+            by_x, by_w = gradients(lambda x, w: form(x) * w, X, W)
         assert np.all(np.isnan(by_x))
         np.testing.assert_allclose(by_w, true(X), rtol=1e-12)
         if form is not of_an_argument_that_was_computed:
@@ -319,11 +278,7 @@ def test_a_function_of_integers_alone(wrap):
     """There is no rule in the way of the value's own derivatives."""
 
     def run(w):
-        return sgtrick.custom_vjp(lambda n: (w ** tf.cast(n, w.dtype), lambda u: None))(
-            tf.constant(3)
-        )
+        cube = sgtrick.custom_vjp(lambda n: (w ** tf.cast(n, w.dtype), lambda u: None))
+        return cube(tf.constant(3))
 
-    with tf.GradientTape() as tape:
-        tape.watch(W)
-        y = wrap(run)(W)
-    np.testing.assert_allclose(tape.gradient(y, W), 3 * W**2, rtol=1e-12)
+    np.testing.assert_allclose(reverse(wrap(run))(W), 3 * W**2, rtol=1e-12)

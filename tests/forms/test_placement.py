@@ -41,38 +41,14 @@ def hessian(x):
     return tf.linalg.diag(2 * tf.cos(x) - tf.sin(x) * x)
 
 
-def values(x, **options):
-    return sgtrick.custom_gradient(value(x), gradient(x), x, **options)
-
-
-def with_hessian(x, **options):
-    return sgtrick.custom_gradient(value(x), gradient(x), x, hx=hessian(x), **options)
-
-
 def manually_stopped(x, **options):
     s = tf.stop_gradient(x)
     return sgtrick.custom_gradient(value(s), gradient(s), x, True, **options)
 
 
-def with_gradient(x, **options):
-    return sgtrick.with_gradient(value, gradient, **options)(x)
-
-
-def both(x):
-    return value(x), gradient(x)
-
-
-def from_value_and_gradient(x, **options):
-    return sgtrick.from_value_and_gradient(both, **options)(x)
-
-
 def with_variables(x):
     scale = tf.constant(1.0)
-
-    def grad(x, variables):
-        return gradient(x) * scale, []
-
-    return sgtrick.with_gradient(value, grad)(x)
+    return sgtrick.with_gradient(value, lambda x, variables: (gradient(x) * scale, []))(x)
 
 
 @sgtrick.custom_vjp
@@ -109,15 +85,34 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "values": Form(values, True, True),
-    "values, Hessian": Form(with_hessian, True),
-    "values, stopped by hand": Form(manually_stopped, True),
-    "with_gradient": Form(with_gradient, True, True),
-    "with_gradient, variables": Form(with_variables, False, True),
-    "from_value_and_gradient": Form(from_value_and_gradient, True, True),
-    "custom_vjp": Form(custom_vjp, False, True),
+    "values": Form(
+        lambda x, **options: sgtrick.custom_gradient(value(x), gradient(x), x, **options),
+        takes_device=True,
+        pullback=True,
+    ),
+    "values, Hessian": Form(
+        lambda x, **options: sgtrick.custom_gradient(
+            value(x), gradient(x), x, hx=hessian(x), **options
+        ),
+        takes_device=True,
+    ),
+    "values, stopped by hand": Form(manually_stopped, takes_device=True),
+    "with_gradient": Form(
+        lambda x, **options: sgtrick.with_gradient(value, gradient, **options)(x),
+        takes_device=True,
+        pullback=True,
+    ),
+    "with_gradient, variables": Form(with_variables, pullback=True),
+    "from_value_and_gradient": Form(
+        lambda x, **options: sgtrick.from_value_and_gradient(
+            lambda x: (value(x), gradient(x)), **options
+        )(x),
+        takes_device=True,
+        pullback=True,
+    ),
+    "custom_vjp": Form(custom_vjp, pullback=True),
     "custom_jvp": Form(custom_jvp),
-    "from_numpy": Form(from_numpy, False, True),
+    "from_numpy": Form(from_numpy, pullback=True),
     "straight_through": Form(
         lambda x: tf.reduce_sum(sgtrick.straight_through(tf.round(x), x) * x, -1)
     ),
@@ -182,94 +177,47 @@ def computing(ops):
             yield op
 
 
-class TestForward:
+def insist_on(device, ops):
+    """All operations of a graph are there, but for calls of the host."""
+    host = [op for op in ops if "PyFunc" in op.type or op.type == "EnsureShape"]
+    others = [op for op in computing(ops) if op not in host]
+    assert others
+    assert all(is_on(device, op.device) for op in others), {op.type: op.device for op in others}
+    assert all(is_on("CPU:0", op.device) for op in host)
+
+
+@DEVICES
+class TestPlaced:
     @EVERY
-    @DEVICES
     def test_eager(self, form, device):
-        x = tf.constant(X)
+        x, upstream = tf.constant(X), tf.constant(UPSTREAM)
         with watched_ops() as ran, tf.GradientTape() as tape:  # nobody would have to be told else
             tape.watch(x)
             y = in_scope(form, device)(x)
-        assert ran
-        assert all(is_on(device, *outputs) for _, outputs, _ in ran)
-        assert is_on(device, y.device)
-
-    @EVERY
-    @DEVICES
-    def test_graph(self, form, device):
-        ops = operations(in_scope(form, device), tf.TensorSpec(X.shape))
-        host = [op for op in ops if "PyFunc" in op.type or op.type == "EnsureShape"]
-        others = [op for op in computing(ops) if op not in host]
-        assert others
-        assert all(is_on(device, op.device) for op in others), {op.type: op.device for op in others}
-        assert all(is_on("CPU:0", op.device) for op in host)
-
-    @EVERY_THAT_TAKES_DEVICE
-    @DEVICES
-    def test_argument_in_eager(self, form, device):
-        with tf.device("CPU:0"):  # the argument counts more than the scope
-            y, g = pull(partial(form.h, device=device), tf.constant(X))
-        assert is_on(device, y.device)
-        assert not form.pullback or is_on(device, g.device)
-
-    @EVERY_THAT_TAKES_DEVICE
-    @DEVICES
-    def test_argument_in_a_graph(self, form, device):
-        def run(x):
-            with tf.device("CPU:0"):
-                return form.h(x, device=device)
-
-        ops = list(computing(operations(run, tf.TensorSpec(X.shape))))
-        # What the arguments of custom_gradient are made of stays where the caller has it.
-        trick = [op for op in ops if op.name.startswith("custom_gradient/")] or ops
-        assert trick
-        assert all(is_on(device, op.device) for op in trick), {op.type: op.device for op in trick}
-
-    @EVERY_THAT_TAKES_DEVICE
-    def test_absent_device(self, form):
-        with pytest.raises(ValueError, match=r"'CPU:7' is not present.*'CPU:0', 'CPU:1'"):
-            form.h(tf.constant(X), device="CPU:7")
-
-
-class TestBackward:
-    @EVERY
-    @DEVICES
-    def test_eager(self, form, device):
-        x = tf.constant(X)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = in_scope(form, device)(x)
-        upstream = tf.constant(UPSTREAM)
-        with watched_ops() as ran, contextlib.ExitStack() as stack:
-            if not form.pullback:
-                stack.enter_context(tf.device(device))
+        with watched_ops() as ran_back, tf.device(None if form.pullback else device):
             g = tape.gradient(y, x, upstream)
-        assert ran
-        assert all(is_on(device, *outputs) for _, outputs, _ in ran), ran
-        assert is_on(device, g.device)
+        for run in (ran, ran_back):
+            assert run
+            assert all(is_on(device, *outputs) for _, outputs, _ in run), run
+        assert is_on(device, y.device, g.device)
 
     @EVERY
-    @DEVICES
-    def test_tape_in_a_graph(self, form, device):
-        mark = {}
+    def test_graph(self, form, device):
+        insist_on(device, operations(in_scope(form, device), tf.TensorSpec(X.shape)))
+        forward = []
 
         def run(x):
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 y = in_scope(form, device)(x)
-            graph = tf.compat.v1.get_default_graph()
-            mark["before"] = set(graph.get_operations())
+            forward.extend(tf.compat.v1.get_default_graph().get_operations())
             with tf.device(None if form.pullback else device):
-                g = tape.gradient(y, x, tf.constant(UPSTREAM))
-            return g
+                return tape.gradient(y, x, tf.constant(UPSTREAM))
 
         ops = operations(run, tf.TensorSpec(X.shape))
-        ops = list(computing(op for op in ops if op not in mark["before"]))
-        assert ops
-        assert all(is_on(device, op.device) for op in ops), {op.type: op.device for op in ops}
+        insist_on(device, [op for op in ops if op not in forward])
 
     @EVERY
-    @DEVICES
     def test_tape_around_a_graph(self, form, device):
         x, h = tf.constant(X), tf.function(in_scope(form, device))
         with tf.GradientTape() as tape:
@@ -279,6 +227,31 @@ class TestBackward:
             g = tape.gradient(y, x, tf.constant(UPSTREAM))
         assert is_on(device, g.device)
 
+    @EVERY_THAT_TAKES_DEVICE
+    def test_by_the_argument(self, form, device):
+        """Which counts more than the scope; variables stay where they are."""
+        with tf.device("CPU:0"):
+            y, g = pull(partial(form.h, device=device), tf.constant(X))
+            v = tf.Variable(X)
+            _, by_v = pull(partial(form.h, device=device), v)
+        assert is_on(device, y.device)
+        assert not form.pullback or is_on(device, g.device)
+        v.assign_sub(0.1 * by_v)
+        assert is_on("CPU:0", v.device)
+        np.testing.assert_allclose(v, X - 0.1 * UPSTREAM[:, None] * gradient(X), rtol=1e-5)
+
+    @EVERY_THAT_TAKES_DEVICE
+    def test_by_the_argument_in_a_graph(self, form, device):
+        def run(x):
+            with tf.device("CPU:0"):
+                return form.h(x, device=device)
+
+        ops = operations(run, tf.TensorSpec(X.shape))
+        # What the arguments of custom_gradient are made of stays where the caller has it.
+        insist_on(device, [op for op in ops if op.name.startswith("custom_gradient/")] or ops)
+
+
+class TestOverrides:
     @pytest.mark.parametrize(
         ("h", "op"),
         [
@@ -288,7 +261,7 @@ class TestBackward:
         ],
         ids=["custom_vjp", "with_gradient, variables", "clip_gradient"],
     )
-    def test_overrides_stay_pullbacks_under_a_tape_around_a_graph(self, h, op):
+    def test_stay_pullbacks_under_a_tape_around_a_graph(self, h, op):
         x, run = tf.constant(X), tf.function(in_scope(Form(h), "CPU:1"))
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -308,32 +281,22 @@ class TestBackward:
         assert groups - {b"loc:@" + op.name.encode() for op in ops}  # with ops of the forward
 
 
-class TestPlacementChangesNothing:
-    @EVERY
-    @WRAPS
-    def test_bit_for_bit(self, form, wrap):
-        x = tf.constant(X)
-        came = [wrap(partial(pull, in_scope(form, d)))(x) for d in ("CPU:0", "CPU:1")]
-        with tf.device("CPU:1"):
-            came.append(wrap(partial(pull, form.h))(x))
-        if form.takes_device:
-            came.append(wrap(partial(pull, partial(form.h, device="CPU:1")))(x))
-        for y, g in came[1:]:
-            assert y.numpy().tobytes() == came[0][0].numpy().tobytes()
-            assert g.numpy().tobytes() == came[0][1].numpy().tobytes()
+@EVERY
+@WRAPS
+def test_placement_changes_no_bit(form, wrap):
+    x = tf.constant(X)
+    came = [wrap(partial(pull, in_scope(form, d)))(x) for d in ("CPU:0", "CPU:1")]
+    with tf.device("CPU:1"):
+        came.append(wrap(partial(pull, form.h))(x))
+    if form.takes_device:
+        came.append(wrap(partial(pull, partial(form.h, device="CPU:1")))(x))
+    assert len({tuple(t.numpy().tobytes() for t in both) for both in came}) == 1
 
-    @EVERY_THAT_TAKES_DEVICE
-    @DEVICES
-    def test_variables_stay(self, form, device):
-        with tf.device("CPU:0"):
-            variable = tf.Variable(X)
-        with tf.GradientTape() as tape:
-            y = form.h(variable, device=device)
-        g = tape.gradient(y, variable, tf.constant(UPSTREAM))
-        variable.assign_sub(0.1 * g)
-        assert is_on("CPU:0", variable.device)
-        assert is_on(device, y.device)
-        np.testing.assert_allclose(variable, X - 0.1 * UPSTREAM[:, None] * gradient(X), rtol=1e-5)
+
+@EVERY_THAT_TAKES_DEVICE
+def test_absent_device(form):
+    with pytest.raises(ValueError, match=r"'CPU:7' is not present.*'CPU:0', 'CPU:1'"):
+        form.h(tf.constant(X), device="CPU:7")
 
 
 class TestHostCallback:

@@ -14,7 +14,7 @@ import tensorflow as tf
 import keras_model
 import two_workers
 from hanging import HANGS
-from shared import WRAPS
+from shared import WRAPS, gradients
 from two_workers import FORMS, A, B, T, W
 
 SCRIPT = Path(two_workers.__file__)
@@ -22,10 +22,7 @@ SCRIPT = Path(two_workers.__file__)
 
 def expected_gradients():
     """By autodiff of the true function of all the data, in this process."""
-    w, b = tf.Variable(W), tf.Variable(B)
-    with tf.GradientTape() as tape:
-        y = two_workers.value(w, b, tf.constant(A), tf.constant(T))
-    return tape.gradient(y, [w, b])
+    return gradients(two_workers.value, *map(tf.constant, (W, B, A, T)))[:2]
 
 
 @pytest.fixture(scope="module")

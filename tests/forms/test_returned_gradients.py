@@ -10,7 +10,15 @@ import tensorflow as tf
 
 import sgtrick
 import sgtrick.keras
-from shared import WRAPS
+from shared import (
+    WRAPS,
+    compiled,
+    derivative,
+    forward_derivative,
+    gradient,
+    gradients,
+    mapped,
+)
 
 DECORATORS = {"sgtrick": sgtrick.custom_vjp, "keras": sgtrick.keras.custom_vjp}
 decorated = pytest.mark.parametrize("custom_vjp", DECORATORS.values(), ids=DECORATORS)
@@ -19,23 +27,15 @@ A = tf.constant([0.3, 0.7, 1.1], tf.float64)
 B = tf.constant([2.0, -3.0, 5.0], tf.float64)
 
 
-def gradients(h, *xs):
-    with tf.GradientTape() as tape:
-        tape.watch(xs)
-        y = h(*xs)
-    return tape.gradient(y, xs)
-
-
 def of_map(h, *xs):
-    mapped = lambda *xs: tf.vectorized_map(lambda x: h(*x), xs, fallback_to_while_loop=False)  # noqa: E731
-    return gradients(mapped, *xs)
+    return gradients(mapped(h), *xs)
 
 
 WAYS = {
     "eager": gradients,
     "in tf.function": lambda h, *xs: tf.function(lambda *xs: gradients(h, *xs))(*xs),
     "around tf.function": lambda h, *xs: gradients(tf.function(h), *xs),
-    "XLA": lambda h, *xs: tf.function(lambda *xs: gradients(h, *xs), jit_compile=True)(*xs),
+    "XLA": lambda h, *xs: compiled(lambda *xs: gradients(h, *xs))(*xs),
     "vectorized_map": of_map,
     "vectorized_map in tf.function": lambda h, *xs: tf.function(lambda *xs: of_map(h, *xs))(*xs),
 }
@@ -44,67 +44,50 @@ anyhow = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 Sizes = collections.namedtuple("Sizes", ["rows", "columns"])
 
-# For `f(dims, a, b, training)`, where the first argument has two leaves.
+# The arguments of a call, and what the rule returns.
 RETURNED = {
-    "for each argument": ((6, 7), lambda ga, gb: (None, ga, gb, None)),
-    "for each argument, in a list": ([6.0, 7.0], lambda ga, gb: [None, ga, gb, None]),
+    "for each argument": (
+        lambda a, b: ((6, 7), a, b, True),
+        lambda ga, gb: (None, ga, gb, None),
+    ),
+    "for each argument, in a list": (
+        lambda a, b: ([6.0, 7.0], a, b, True),
+        lambda ga, gb: [None, ga, gb, None],
+    ),
     "for each argument, in its structure": (
-        Sizes(6, 7),
+        lambda a, b: (Sizes(6, 7), a, b, True),
         lambda ga, gb: (Sizes(None, None), ga, gb, None),
     ),
-    "for each leaf": ((6, 7), lambda ga, gb: (None, None, ga, gb, None)),
+    "for each leaf": (
+        lambda a, b: ((6, 7), a, b, True),
+        lambda ga, gb: (None, None, ga, gb, None),
+    ),
+    "dictionary": (lambda a, b: ({"a": a, "b": b},), lambda a, b: {"b": b, "a": a}),
+    "dictionary in a tuple": (
+        lambda a, b: ({"a": a, "b": b},),
+        lambda a, b: ({"a": a, "b": b},),
+    ),
+    "leaves of a dictionary": (lambda a, b: ({"a": a, "b": b},), lambda a, b: (a, b)),
+    "pair": (lambda a, b: ((a, b),), lambda a, b: (a, b)),
+    "list for a pair": (lambda a, b: ((a, b),), lambda a, b: [a, b]),
+    "pair in a list": (lambda a, b: ((a, b),), lambda a, b: [(a, b)]),
+    "leaves of a tree": (lambda a, b: (((a,), {"b": b}),), lambda a, b: [a, b]),
 }
 
 
 @decorated
 @anyhow
-@pytest.mark.parametrize(("dims", "returned"), RETURNED.values(), ids=RETURNED)
-def test_a_gradient_reaches_its_own_argument(custom_vjp, way, dims, returned):
-    """Beside arguments that are structures of numbers, of which none is wanted."""
+@pytest.mark.parametrize(("arguments", "returned"), RETURNED.values(), ids=RETURNED)
+def test_a_gradient_reaches_its_own_argument(custom_vjp, way, arguments, returned):
+    """Beside arguments that are structures of numbers, of which none is wanted; and of one alone."""
 
-    def f(dims, a, b, training):
-        assert training
-        return tf.stop_gradient(a * b * dims[0]), lambda u: returned(
-            u * b * dims[0], u * a * dims[0]
-        )
-
-    by_a, by_b = way(lambda a, b: custom_vjp(f)(dims, a, b, True), A, B)
-    np.testing.assert_allclose(by_a, 6 * B)
-    np.testing.assert_allclose(by_b, 6 * A)
-
-
-# What the only argument is, and what the rule may return for it.
-ALONE = {
-    "dictionary": (lambda a, b: {"a": a, "b": b}, lambda a, b: {"b": b, "a": a}),
-    "dictionary in a tuple": (lambda a, b: {"a": a, "b": b}, lambda a, b: ({"a": a, "b": b},)),
-    "leaves of a dictionary": (lambda a, b: {"a": a, "b": b}, lambda a, b: (a, b)),
-    "pair": (lambda a, b: (a, b), lambda a, b: (a, b)),
-    "list for a pair": (lambda a, b: (a, b), lambda a, b: [a, b]),
-    "pair in a list": (lambda a, b: (a, b), lambda a, b: [(a, b)]),
-    "leaves of a tree": (lambda a, b: ((a,), {"b": b}), lambda a, b: [a, b]),
-}
-
-
-@decorated
-@anyhow
-@pytest.mark.parametrize(("pack", "returned"), ALONE.values(), ids=ALONE)
-def test_of_one_argument(custom_vjp, way, pack, returned):
-    def f(point):
-        a, b = tf.nest.flatten(point)
+    def f(*args):
+        a, b = (t for t in tf.nest.flatten(args) if tf.is_tensor(t))
         return tf.stop_gradient(a * b), lambda u: returned(u * b, u * a)
 
-    by_a, by_b = way(lambda a, b: custom_vjp(f)(pack(a, b)), A, B)
+    by_a, by_b = way(lambda a, b: custom_vjp(f)(*arguments(a, b)), A, B)
     np.testing.assert_allclose(by_a, B)
     np.testing.assert_allclose(by_b, A)
-
-
-def function(returned):
-    """A function of several arguments whose rule returns this."""
-
-    def f(dims, a, b, training):
-        return a * b, lambda u: returned(u)
-
-    return f
 
 
 MISCOUNTED = {
@@ -124,7 +107,10 @@ MISCOUNTED = {
 @WRAPS
 @pytest.mark.parametrize("returned", MISCOUNTED.values(), ids=MISCOUNTED)
 def test_any_other_number_is_an_error(custom_vjp, returned, wrap):
-    h = custom_vjp(function(returned))
+    def f(dims, a, b, training):
+        return a * b, lambda u: returned(u)
+
+    h = custom_vjp(f)
     with pytest.raises(
         ValueError,
         match=r"of f returned \d gradients?, expected one for each argument, None or in its "
@@ -150,7 +136,7 @@ def test_errors_name_the_arguments(custom_vjp, call, expected):
         return a + 0, lambda u: (u,) * 9
 
     with pytest.raises(ValueError, match=re.escape(expected)):
-        gradients(lambda a: call(h, a), A)
+        gradient(lambda a: call(h, a), A)
 
 
 @decorated
@@ -171,9 +157,9 @@ def test_what_has_no_derivatives_has_no_gradient(custom_vjp, value, kind):
     """Not even a gradient of zero: it was meant for something else."""
     h = custom_vjp(lambda a, n: (a + 0, lambda u: (u, 0 * u)))
     with pytest.raises(TypeError, match=f"gradient for n, which has no derivatives: it is {kind}"):
-        gradients(lambda a: h(a, value), A)
+        gradient(lambda a: h(a, value), A)
     h = custom_vjp(lambda a, n: (a + 0, lambda u: (3 * u, None)))
-    np.testing.assert_allclose(gradients(lambda a: h(a, value), A)[0], [3, 3, 3])
+    np.testing.assert_allclose(gradient(lambda a: h(a, value), A), [3, 3, 3])
 
 
 @decorated
@@ -183,7 +169,7 @@ def test_what_has_no_derivatives_has_no_gradient(custom_vjp, value, kind):
 def test_numbers_may_have_a_gradient(custom_vjp, value):
     """Which nobody can request, as in the examples of `tf.custom_gradient`."""
     h = custom_vjp(lambda a, c: (a + 0, lambda u: (3 * u, 5 * u)))
-    np.testing.assert_allclose(gradients(lambda a: h(a, value), A)[0], [3, 3, 3])
+    np.testing.assert_allclose(gradient(lambda a: h(a, value), A), [3, 3, 3])
 
 
 @decorated
@@ -204,13 +190,7 @@ class TestDefaults:
             assert mode == "mean"
             value = tf.stop_gradient((a * b) ** power + shift)
             slope = power * (a * b) ** (power - 1)
-            return value, lambda u: (
-                u * slope * b,
-                u * slope * a,
-                None,
-                tf.reduce_sum(u),
-                None,
-            )
+            return value, lambda u: (u * slope * b, u * slope * a, None, tf.reduce_sum(u), None)
 
         for call in (
             lambda a, b: custom_vjp(f)(a, b),
@@ -240,18 +220,16 @@ class TestDefaults:
     def test_that_are_tensors_may_not(self, custom_vjp):
         """Their gradients may be requested."""
 
-        def right(a, w=B):
-            return tf.stop_gradient(a * w), lambda u: (u * w, u * a)
+        def of(returned):
+            def f(a, w=B):
+                return tf.stop_gradient(a * w), lambda u: returned(u * w, u * a)
 
-        by_a, by_w = gradients(lambda a, b: custom_vjp(right)(a), A, B)
-        np.testing.assert_allclose(by_a, B)
-        np.testing.assert_allclose(by_w, A)
+            return custom_vjp(f)
 
-        def f(a, w=B):
-            return a * w, lambda u: u * w
-
+        h = of(lambda ga, gw: (ga, gw))
+        np.testing.assert_allclose(gradients(lambda a, w: h(a), A, B), [B, A])
         with pytest.raises(ValueError, match=r"returned 1 gradient, expected 2, .*: a, w"):
-            gradients(lambda a, b: custom_vjp(f)(a), A, B)
+            gradient(of(lambda ga, gw: ga), A)
 
 
 def mask(u):
@@ -300,7 +278,7 @@ class TestDtypes:
     @pytest.mark.parametrize(("returned", "expected"), CONSTANTS.values(), ids=CONSTANTS)
     def test_of_arguments_of_other_precisions(self, custom_vjp, dtype, returned, expected):
         h = custom_vjp(lambda x: (tf.stop_gradient(3 * x), returned))
-        (g,) = gradients(lambda x: h(x) + x, tf.constant(1.0, dtype))
+        g = gradient(lambda x: h(x) + x, tf.constant(1.0, dtype))
         assert g.dtype == dtype
         # A Python number to the last digit.
         assert g == tf.constant(expected, dtype) + 1
@@ -309,12 +287,7 @@ class TestDtypes:
     def test_of_forward_mode(self, wrap):
         """Which transposes the rule, the cast included."""
         h = sgtrick.custom_vjp(lambda x: (tf.sin(x), lambda u: 3 * tf.cast(u, tf.float64)))
-
-        def run(x):
-            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
-                y = h(x) + x
-            return accumulator.jvp(y)
-
+        run = forward_derivative(lambda x: h(x) + x)
         np.testing.assert_array_equal(wrap(run)(tf.constant([1.0, 2.0])), [4, 4])
 
     @decorated
@@ -327,7 +300,7 @@ class TestDtypes:
             )
         )
         x = tf.constant([1.0, 2.0])
-        (g,) = way(lambda x: gradients(lambda x: h(x) + x, x)[0], x)
+        (g,) = way(derivative(lambda x: h(x) + x), x)
         assert g.dtype == tf.float32
         np.testing.assert_allclose(g, 6 * x)
 
@@ -340,7 +313,7 @@ class TestDtypes:
     def test_of_complex_arguments(self, custom_vjp, returned):
         z = tf.constant([1 + 2j, 3 - 1j], tf.complex64)
         h = custom_vjp(lambda z: (z + 0, returned))
-        (g,) = gradients(lambda z: h(z) + z, z)
+        g = gradient(lambda z: h(z) + z, z)
         assert g.dtype == tf.complex64
         np.testing.assert_allclose(g, [2, 2])
 
@@ -358,7 +331,7 @@ class TestDtypes:
     def test_errors(self, custom_vjp, wrap, returned, error, message):
         h = custom_vjp(lambda x: (3 * x, returned))
         with pytest.raises(error, match=message):
-            wrap(lambda x: gradients(lambda x: h(x) + x, x))(A)
+            wrap(derivative(lambda x: h(x) + x))(A)
 
     @WRAPS
     @pytest.mark.parametrize("constant", ["int", "bool", "int of NumPy", "float64"])
@@ -366,14 +339,7 @@ class TestDtypes:
         returned, expected = CONSTANTS[constant]
         v = tf.Variable(2.0)
         h = sgtrick.custom_vjp(lambda x: (x * v, lambda u, variables: (u * v, [returned(u)])))
-
-        @wrap
-        def run(x):
-            with tf.GradientTape() as tape:
-                y = h(x) + v
-            return tape.gradient(y, v)
-
-        g = run(tf.constant(1.0))
+        g = wrap(lambda x: gradients(lambda x: h(x) + v, x, by=v))(tf.constant(1.0))
         assert g.dtype == tf.float32
         assert g.numpy() == expected + 1
 
@@ -389,15 +355,9 @@ class TestDtypes:
 
             return table[2] * x, grad_fn
 
-        @wrap
-        def run(x):
-            with tf.GradientTape() as tape:
-                y = row(x) + table[2]
-            g = tape.gradient(y, table)
-            assert g.dtype == tf.float32
-            return tf.convert_to_tensor(g)
-
-        np.testing.assert_array_equal(run(tf.constant(3.0)), [[0, 0], [0, 0], [4, 4], [0, 0]])
+        g = wrap(lambda x: gradients(lambda x: row(x) + table[2], x, by=table))(tf.constant(3.0))
+        assert g.dtype == tf.float32
+        np.testing.assert_array_equal(g, [[0, 0], [0, 0], [4, 4], [0, 0]])
 
 
 @WRAPS
@@ -405,10 +365,5 @@ class TestDtypes:
 def test_a_variable_that_is_returned_is_one_that_is_read(make, wrap):
     v = make([1.0, 2.0])
     h = sgtrick.custom_vjp(lambda x: (v, lambda u, variables: (None, [3 * u])))
-
-    def run():
-        with tf.GradientTape() as tape:
-            y = h(tf.constant(1.0))
-        return tape.gradient(y, getattr(v, "_value", v))
-
-    np.testing.assert_array_equal(wrap(run)(), [3, 3])
+    run = wrap(lambda x: gradients(h, x, by=getattr(v, "_value", v)))
+    np.testing.assert_array_equal(run(tf.constant(1.0)), [3, 3])
