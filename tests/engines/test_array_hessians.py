@@ -79,7 +79,7 @@ CASES = spread(
     together=3,
     valid=is_valid,
 ) + [
-    (law, "around vectorized_map", first, second, name, True)
+    pytest.param(law, "around vectorized_map", first, second, name, True, marks=pytest.mark.long)
     for law, first, second, name in (
         (reverse_over_reverse, "grad", "hessp", "array"),
         (of_a_likelihood, "grad", "hessp", "structure"),
