@@ -106,6 +106,8 @@ def test_unknown_ranks():
         graph(tf.ones([3]), tf.ones([5], tf.int32))
     assert h.calls == 2
     one = tf.function(sgtrick.from_numpy(engines.normal), input_signature=[tf.TensorSpec(None)])
+    inlined = tf.function(lambda x: one(x) + derivative(one)(x)[0])
+    np.testing.assert_array_equal(inlined(tf.ones([2])), -2)
     with pytest.raises(tf.errors.OpError, match=r"x has shape \[\], but the engine is declared"):
         one(1.0)
 
