@@ -197,19 +197,3 @@ class TestSolve:
                 tf.function(of(root))(a)
         assert np.isnan(derivative(tf.function(root))(a)).all()
         assert np.isnan(tf.function(derivative(root), jit_compile=True)(a)).all()
-
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
-    def test_assigned_variables_are_loud(self, wrap):
-        solve = lambda matvec, b: b / matvec(tf.ones_like(b))  # noqa: E731
-        error = LookupError if wrap is not tf.function else tf.errors.InvalidArgumentError
-        v = tf.Variable(1.0)
-
-        def assigned(a):
-            with tf.GradientTape() as tape:
-                tape.watch(a)
-                x = implicit_root(lambda x, a: v * x**2 - a, tf.fill([1], 2.0), a, solve=solve)
-            v.assign(100.0)
-            return tape.gradient(x, a)
-
-        with pytest.raises(error, match="variable that was assigned between"):
-            wrap(assigned)(tf.constant([4.0]))
