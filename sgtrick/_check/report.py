@@ -191,12 +191,12 @@ class GradientCheckError(AssertionError):
 
 def _headline(worst: Entry) -> str:
     derivative = "gradient" if worst.order == 1 else "second derivative"
-    known = {"wrong": "is wrong", "refused": "is refused"}
+    known = {"wrong": "is wrong at", "refused": "is refused at"}
     why = f"embedded {worst.embedded:.8g}, numerical {worst.numerical:.8g}"
     if worst.verdict == "refused":
         why = worst.remark
-    how = known.get(worst.verdict, "could not be checked")
-    return f"The {derivative} {how} at {worst.name}: {why}"
+    how = known.get(worst.verdict, "could not be checked at")
+    return f"The {derivative} {how} {worst.name}: {why}"
 
 
 def _table(entries: tuple[Entry, ...]) -> list[str]:
