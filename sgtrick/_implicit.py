@@ -254,32 +254,26 @@ class _Equation(NamedTuple):
     calls_host: bool
     solve: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-    def adjoint(self, w: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """`J' w + u`, where `J = dr/dx` and the inputs are `u`, `x` and those of `r`."""
-        u, x, *inputs = inputs
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(x)
-            r = self.r(x, inputs)
-        return tape.gradient(r, x, w) + u
+    def sources(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What tapes differentiate with respect to: the inputs, but variables themselves."""
+        return [*inputs[: len(inputs) - len(self.handles)], *self.handles]
 
-    def solved_adjoint(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The root `w` of `adjoint(w, inputs)`, without derivatives."""
-        u, x, *inputs = map(tf.stop_gradient, inputs)
+    def by_x(self, x: Tensor, inputs: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """The product of vectors with `J'`, the transpose of `J = dr/dx`."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(x)
             r = self.r(x, inputs)
-        return tf.stop_gradient(self.solve(lambda v: tape.gradient(r, x, v), -u))
+        return lambda v: tape.gradient(r, x, v)
 
 
 def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """The root `x` of an equation, by the implicit function theorem.
+    """The solution `x` as a function of the inputs, by the implicit function theorem.
 
     From `0 = dr = J dx + (dr/dinputs) dinputs` follows the gradient for an upstream gradient `u` ::
 
-        (dr/dinputs)' w,    J' w + u = 0
+        (dr/dinputs)' w,    J' w = -u
 
-    Here `x` is the root again, and `w` that of another equation, so both are differentiated in the
-    same way.
+    Both `x` and `w` in it are solutions of equations, and are differentiated as such again.
     """
     x, inputs = graphs.here(x), list(map(graphs.here, inputs))
 
@@ -289,11 +283,8 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
         # Copies: the same tensor may be several inputs, whose gradients are different ones.
         at = list(map(tf.identity, inputs))
         root = _solution(equation, x, at)
-        of_adjoint = [u, root, *at]
-        w = equation.solved_adjoint(of_adjoint)
-        w = _solution(equation._replace(r=equation.adjoint), w, of_adjoint)
-        # What tapes differentiate with respect to: variables themselves.
-        sources = [*at[: len(at) - len(equation.handles)], *equation.handles]
+        w = _linear(equation, _solved(equation, u, root, at), u, root, at)
+        sources = equation.sources(at)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             r = equation.r(root, at)
@@ -301,6 +292,62 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
 
     (solution,) = keep([tf.stop_gradient(x)], inputs, Rule(equation.name, pull))
     return solution
+
+
+def _linear(
+    equation: _Equation,
+    w: Tensor,
+    u: Tensor,
+    x: Tensor,
+    inputs: Sequence[Tensor],
+    *,
+    transposed: bool = True,
+) -> Tensor:
+    """The solution `w` of `J' w = -u`, or of `J w = -u`, as a function of what comes after it.
+
+    With `M` for the matrix, from `M dw = -du - dM w` follow, for an upstream gradient `z`, the
+    gradient `v` by `u`, and those by `x` and the inputs ::
+
+        d<v, M w>,    M' v = -z
+
+    Here `<v, J' w> = <J' w, v>` and `<v, J w> = <J' v, w>`, so that `J'` alone is differentiated.
+    """
+    w, u, x, *inputs = map(graphs.here, [w, u, x, *inputs])
+
+    def pull(z: Tensor) -> list[Gradient]:
+        of_u, at_x, *at = map(tf.identity, [u, x, *inputs])
+        found = _solved(equation, z, at_x, at, transposed=not transposed)
+        v = _linear(equation, found, z, at_x, at, transposed=not transposed)
+        again = _linear(equation, w, of_u, at_x, at, transposed=transposed)
+        left, right = (again, v) if transposed else (v, again)
+        sources = [at_x, *equation.sources(at)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            pulled = equation.by_x(at_x, at)(left)
+        return [v, *tape.gradient(pulled, sources, right)]
+
+    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull))
+    return solution
+
+
+def _solved(
+    equation: _Equation,
+    u: Tensor,
+    x: Tensor,
+    inputs: Sequence[Tensor],
+    *,
+    transposed: bool = True,
+) -> Tensor:
+    """The same solution without derivatives."""
+    u, x, *inputs = map(tf.stop_gradient, [u, x, *inputs])
+    by_x = equation.by_x(x, inputs)
+    if transposed:
+        return tf.stop_gradient(equation.solve(by_x, -u))
+    (v,) = adjoint.far_probes([u])
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(v)
+        pulled = by_x(v)
+    return tf.stop_gradient(equation.solve(lambda w: tape.gradient(pulled, v, w), -u))
 
 
 def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:

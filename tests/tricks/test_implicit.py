@@ -506,13 +506,7 @@ def test_no_roots(wrap, theta):
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        "eager",
-        "in tf.function",
-        "around tf.function",
-        pytest.param("forward in tf.function", marks=pytest.mark.long),
-    ],
+    "way", [pytest.param(way, marks=[pytest.mark.long] * ("forward" in way)) for way in FIRST_WAYS]
 )
 def test_a_jacobian_that_is_equal_for_all_mapped_members(way):
     def root(x):
