@@ -54,14 +54,12 @@ def store(f, folder, custom_gradients=True):
     module = tf.Module()
     module.variable = VARIABLE
     module.f = tf.function(f, input_signature=[tf.TensorSpec([None], tf.float64)])
+    return store_again(module, folder, custom_gradients)
+
+
+def store_again(module, folder, custom_gradients=True):
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=custom_gradients)
     tf.saved_model.save(module, str(folder), options=options)
-    return str(folder)
-
-
-def store_again(loaded, folder):
-    options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
-    tf.saved_model.save(loaded, str(folder), options=options)
     return str(folder)
 
 
@@ -143,24 +141,20 @@ def test_without_custom_gradients(name, loaded):
 
 def test_without_custom_gradients_the_value_form_is_right_and_then_loud(tmp_path):
     """Through the order that is known: the first, or the second with a Hessian."""
-    module, specs = tf.Module(), [tf.TensorSpec([None], tf.float64)]
-
-    @tf.function(input_signature=specs)
-    def first(x):
-        return sgtrick.custom_gradient(hidden(x), slope(x), x)
-
-    @tf.function(input_signature=specs)
-    def second(x):
-        return sgtrick.custom_gradient(hidden(x), slope(x), x, hx=-x * (1 + x**2) ** -1.5)
-
-    module.first, module.second = first, second
-    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-    tf.saved_model.save(module, str(tmp_path), options=options)
-    loaded, x = tf.saved_model.load(str(tmp_path)), tf.constant(POINTS)
-    by_x = derivative(loaded.first)
-    assert said(by_x, x, exact(1)) == "right"
-    assert said(derivative(by_x), x, exact(2)) == "NaN"
-    twice = derivative(derivative(loaded.second))
+    forms = {
+        "first": lambda x: sgtrick.custom_gradient(hidden(x), slope(x), x),
+        "second": lambda x: sgtrick.custom_gradient(
+            hidden(x), slope(x), x, hx=-x * (1 + x**2) ** -1.5
+        ),
+    }
+    first, second = (
+        tf.saved_model.load(store(form, tmp_path / name, custom_gradients=False)).f
+        for name, form in forms.items()
+    )
+    x = tf.constant(POINTS)
+    assert said(derivative(first), x, exact(1)) == "right"
+    assert said(derivative(derivative(first)), x, exact(2)) == "NaN"
+    twice = derivative(derivative(second))
     assert said(twice, x, exact(2)) == "right"
     assert said(derivative(twice), x, exact(3)) == "NaN"
 
