@@ -99,7 +99,7 @@ def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z
 
     # What the rule uses is only known in its graph, to which nothing may be added any more: as long
     # as that happens, TensorFlow differentiates it anew.
-    traced = tapes.in_thread(lambda: tracing.Traced(fits, tracing.specs_of([z]), graph))
+    traced = tapes.in_thread(lambda: tracing.Traced(fits, [z], graph))
     with graph.as_default():
         captured = list(map(graphs.as_used, traced.captured))
     with tapes.not_recording():
