@@ -196,16 +196,16 @@ def _root(
     flat = tf.nest.flatten(theta)
     places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
 
-    def of_rows(x: Tensor, *thetas: Tensor) -> Tensor:
+    def of_rows(x: Tensor, *thetas: Tensor) -> list[Tensor]:
         others = list(flat)
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
         returned = residual(rows.unpack(x), *tf.nest.pack_sequence_as(theta, others))
-        return rows.checked(returned, f"the result of {name}")
+        return [rows.checked(returned, f"the result of {name}")]
 
     x = rows.pack(rows.stars)
     thetas = [graphs.here(structures.as_tensor(flat[i])) for i in places]
-    traced = tracing.Traced(of_rows, tracing.specs_of([x, *thetas]))
+    traced = tracing.Traced(of_rows, [x, *thetas])
     if not connections.are_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
             f"{name} returned something that is not connected to its first argument, {x_name}. "
@@ -224,7 +224,7 @@ def _root(
             next(of_closed) if live else graphs.here(t)
             for t, live in zip(traced.captured, is_live, strict=True)
         ]
-        y = traced([x, *inputs[: len(thetas)]], captured)
+        (y,) = traced([x, *inputs[: len(thetas)]], captured)
         if not reads:
             return y
         return _unless(_are_unchanged(traced.handles, reads), _ASSIGNED.format(name), y)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import TensorsOnly, present
+from sgtrick._arguments.nones import present
 from sgtrick._core import unknown
 from sgtrick._core.override import pass_on
 from sgtrick._core.rule import Rule
@@ -85,13 +85,14 @@ class Check:
 
     def _traced(self, closed: Sequence[Tensor]) -> list[Missing] | Missing:
         n, count = len(present(self._us)), len(self._us)
-        every = TensorsOnly(
-            lambda *ts: self._values(ts[:count], ts[count:]), [*self._us, *self._inputs]
-        )
+
+        def values(*ts: Tensor | None) -> list[Tensor | None]:
+            gradients = self._rule(ts[:count], present(ts[count:]))
+            return [None if g is None else values_of(g) for g in gradients]
 
         def trace() -> tracing.Traced:
             with running("tapes"), unknown.ignored():
-                return tracing.Traced(every, [*present(self._us), *self._inputs])
+                return tracing.Traced(values, [*self._us, *self._inputs])
 
         try:
             traced = tapes.in_thread(trace) if tapes.tapes_are_silenced() else trace()
@@ -103,12 +104,10 @@ class Check:
             why = _UNTRACEABLE.format(self._name, reason[-1].strip())
             return Missing(why, why)
         inputs = [*traced.inputs[n:], *connections.varying(traced.captured, traced.inner, closed)]
-        found = [self._missing_of(y, traced.inputs[:n], inputs) for y in traced.outputs]
-        return [one or Missing() for one in every.restored(found)]
-
-    def _values(self, us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        gradients = self._rule(us, inputs)
-        return [None if g is None else values_of(g) for g in gradients]
+        return [
+            Missing() if y is None else self._missing_of(y, traced.inputs[:n], inputs)
+            for y in traced.outputs
+        ]
 
     def _missing_of(self, y: Tensor, us: Sequence[Tensor], inputs: Sequence[Tensor]) -> Missing:
         computed = connections.Subgraph(y)

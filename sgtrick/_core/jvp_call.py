@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from sgtrick._arguments.nones import TensorsOnly, present
+from sgtrick._arguments.nones import present, spread
 from sgtrick._core import unknown
 from sgtrick._tensorflow import graphs, tapes, tracing
 from sgtrick._types import Function, Gradient, Tangent, Tensor
@@ -19,16 +19,14 @@ from sgtrick._types import Function, Gradient, Tangent, Tensor
 
 def call(f: Function, arguments: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns `f(*arguments)`, tensors and None, with derivatives of every order."""
-    dense = TensorsOnly(f, arguments)
-    return dense.restored(_call(dense, present(arguments)))
-
-
-def _call(f: Function, arguments: Sequence[Tensor]) -> list[Tensor]:
-    traced = tapes.in_thread(lambda: tracing.Traced(f, tracing.specs_of(arguments)))
+    traced = tapes.in_thread(lambda: tracing.Traced(f, arguments))
     with tapes.not_recording():
-        outputs = [tf.identity(y) for y in traced(arguments, traced.captured)]
-    used = {id(t): t for t in [*arguments, *traced.captured]}.values()
+        outputs = list(map(tf.identity, present(traced(arguments, traced.captured))))
+    used = {id(t): t for t in [*present(arguments), *traced.captured]}.values()
     sources = [t for t in used if graphs.carries_derivatives(t) or graphs.holds_floats(t)]
+
+    def again() -> list[Tensor]:
+        return list(map(tf.convert_to_tensor, present(f(*arguments))))
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         def gradients(*us: Tensor | None) -> list[Gradient]:
@@ -36,7 +34,7 @@ def _call(f: Function, arguments: Sequence[Tensor]) -> list[Tensor]:
             with unknown.not_raising():
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(sources)
-                    ys = f(*arguments)
+                    ys = again()
                 reached = [y for y, u in zip(ys, us, strict=True) if u is not None]
                 return tape.gradient(reached, sources, present(us))  # type: ignore[no-any-return]
 
@@ -46,14 +44,14 @@ def _call(f: Function, arguments: Sequence[Tensor]) -> list[Tensor]:
         def pushed(*ts: Tangent) -> list[Tangent]:
             moving = [_watchable(x, t) for x, t in zip(sources, ts, strict=True) if t is not None]
             with tf.autodiff.ForwardAccumulator(moving, present(ts)) as accumulator:
-                ys = f(*arguments)
+                ys = again()
             return [accumulator.jvp(y) for y in ys]
 
         return call(pushed, tangents)
 
     tapes.note_accesses(traced.variables)
     tapes.record_override(outputs, [graphs.as_used(t) for t in sources], pull, push)
-    return outputs
+    return spread(outputs, traced.outputs)
 
 
 def _watchable(x: Tensor, tangent: Tensor) -> object:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import TensorsOnly, present
+from sgtrick._arguments.nones import present, spread
 from sgtrick._core import unknown
 from sgtrick._core.rule import Rule
 from sgtrick._core.running import running
@@ -32,10 +32,9 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    dense = TensorsOnly(rule.pull, live)
     # Accumulators cannot follow functions that are carried from graph to graph.
     with unknown.not_raising(), running("tapes" if tapes.somebody_pushes() else "graph"):
-        member = tracing.Traced(dense, tracing.specs_of(present(live)), batch.graph)
+        member = tracing.Traced(rule.pull, live, batch.graph)
     try:
         captured = [batch.take(t) for t in member.captured]
     except mapping.OutOfReachError:
@@ -44,14 +43,14 @@ def of_batch(
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
         with unknown.not_raising():
-            mapped = mapping.over_members(member, us, captured)
-        gradients = dense.restored(mapped)
+            mapped = mapping.over_members(lambda *at: present(member(*at)), us, captured)
+        gradients = spread(mapped, member.outputs)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, inputs, strict=True)):
             if g is not None:
                 g = g if is_stacked else tf.reduce_sum(g, 0)
                 g.set_shape(x.shape)
                 gradients[i] = g
-        return list(gradients)
+        return gradients
 
     push = rule.push if isinstance(rule.push, str) else None
     return ys, xs, Rule(rule.name, pull, push)

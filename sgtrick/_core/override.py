@@ -15,7 +15,7 @@ from contextvars import ContextVar
 import tensorflow as tf
 
 from sgtrick._arguments import devices, structures
-from sgtrick._arguments.nones import TensorsOnly, present, spread
+from sgtrick._arguments.nones import present, spread
 from sgtrick._arguments.scopes import scope
 from sgtrick._core import jvp_call, mapped, unknown
 from sgtrick._core.rule import Rule, in_addition
@@ -105,15 +105,14 @@ def with_transpose(rule: Rule, push: Pushforward) -> Rule:
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     """The same rule, whose pullback captures nothing more when it is called."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    dense = TensorsOnly(rule.pull, live)
     with scope(_DEPTH, _DEPTH.get() + 1), unknown.not_raising():
-        pull = tracing.carried(dense, tracing.specs_of(present(live)))
+        pull = tracing.carried(rule.pull, live)
 
     def pulled(*us: Tensor | None) -> list[Gradient]:
         pairs = zip(us, live, strict=True)
         # In loops of TensorFlow 1, an upstream gradient may be missing.
         given = [tf.zeros_like(y) if u is None else u for u, y in pairs if y is not None]
-        return dense.restored(pull(*given))
+        return list(pull(*given))
 
     return rule._replace(pull=pulled)
 

@@ -11,14 +11,13 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
-from sgtrick._arguments.nones import TensorsOnly, present
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.connections import VALUES
 from sgtrick._tensorflow.mapping import Vectorized, convert
 from sgtrick._tensorflow.tapes import not_recording
-from sgtrick._tensorflow.tracing import Traced, specs_of
+from sgtrick._tensorflow.tracing import Traced
 from sgtrick._types import Gradient, Graph, Operation, Pullback, Tensor
 
 
@@ -176,9 +175,8 @@ def _of_copy(pull: Pullback, graph: Graph, name: str, op: Operation) -> Pullback
         return copy.get_tensor_by_name(t.name)
 
     def pull_in_copy(*upstream: Tensor) -> list[Gradient]:
-        us, dense = present(upstream), TensorsOnly(pull, upstream)
-        traced = Traced(dense, specs_of(us), graph)
-        return dense.restored(traced(us, list(map(in_copy, traced.captured))))
+        traced = Traced(pull, upstream, graph)
+        return list(traced(upstream, list(map(in_copy, traced.captured))))
 
     return pull_in_copy
 

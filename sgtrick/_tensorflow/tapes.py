@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import sys
 import types
@@ -253,60 +252,36 @@ def warn_of_nan(message: str) -> None:
     """Warns with this message if the gradient that a tape is computing comes out as NaN.
 
     Whether a path leads to a source is not known in a pullback, but when
-    `GradientTape.gradient` returns.
+    `GradientTape.gradient` returns. Python tells that to a profiler alone.
     """
-    frame = _request()
-    before: Any = sys.getprofile()
-    if frame is None:
+    frame, before = _request(), sys.getprofile()
+    if frame is None or getattr(before, "func", None) is _at_return:
         return
-    if isinstance(before, _AtReturn) and before.frame is frame:
-        before.messages[message] = None
-    elif before is None or callable(before):
-        sys.setprofile(_AtReturn(frame, {message: None}, before))
-    else:  # a profiler in C, which Python cannot put back
-        _warn(message, frame)
+    if before is None:
+        sys.setprofile(functools.partial(_at_return, frame, message))
+    else:  # the caller's own profiler
+        _warn(message)
 
 
-@dataclasses.dataclass(frozen=True)
-class _AtReturn:
-    """What Python calls in the place of a profiler `before` it, until a frame returns.
+def _at_return(
+    frame: types.FrameType, message: str, current: types.FrameType, event: str, returned: Any
+) -> None:
+    """What Python calls as a profiler until this frame returns."""
+    if current is frame and event == "return":
+        sys.setprofile(None)
+        if _has_nan(returned):
+            _warn(message)
 
-    Nothing else is told by TensorFlow when a gradient is done.
-    """
 
-    frame: types.FrameType
-    messages: dict[str, None]
-    before: Callable[[types.FrameType, str, Any], object] | None
-
-    def __call__(self, frame: types.FrameType, event: str, returned: Any) -> None:
-        is_done = frame is self.frame and event == "return"
-        if is_done:
-            sys.setprofile(self.before)
-        if self.before:
-            self.before(frame, event, returned)
-        if is_done and _has_nan(returned):
-            for message in self.messages:
-                _warn(message, frame)
+def _warn(message: str) -> None:
+    # By the caller of `GradientTape.gradient`, where `_at_return` is what it calls last.
+    warnings.warn(f"{NAN_WARNING} {message}", RuntimeWarning, stacklevel=4)
 
 
 def _has_nan(gradients: Any) -> bool:
     found = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
     with not_recording():
         return any(tf.reduce_any(tf.not_equal(t, t)) for t in found if is_differentiable(t.dtype))
-
-
-def _warn(message: str, frame: types.FrameType) -> None:
-    """Warns where a frame was called from outside of TensorFlow and this library."""
-    inside = ("tensorflow.", "sgtrick.")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
-        frame = frame.f_back
-    warnings.warn_explicit(
-        f"{NAN_WARNING} {message}",
-        RuntimeWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
 
 
 def _request() -> types.FrameType | None:

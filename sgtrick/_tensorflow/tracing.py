@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
 
+from sgtrick._arguments.nones import present, spread
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.graphs import is_variable
 from sgtrick._tensorflow.tapes import not_recording, recording
@@ -27,30 +28,48 @@ def trace(f: Function, specs: Sequence[Spec]) -> ConcreteFunction:
 class Traced:
     """A function traced as part of a graph, to be called with other tensors than it captured.
 
+    Among its arguments and results may be None, where there is no derivative.
+
     Attributes:
         captured: The outer tensors that it uses.
         inner: The same in its graph.
         handles: The handles of the variables among these.
         variables: The variables that it uses.
         inputs: The placeholders of its arguments.
-        outputs: The tensors that it returns.
+        outputs: The results in its graph.
     """
 
-    def __init__(self, f: Function, specs: Sequence[Spec], graph: Graph | None = None) -> None:
+    def __init__(
+        self,
+        f: Callable[..., Sequence[Gradient]],
+        likes: Sequence[Tensor | Spec | None],
+        graph: Graph | None = None,
+    ) -> None:
+        """`f` of tensors like `likes`, and None where these are None."""
+        specs = specs_of(present(likes))
+        there: list[bool | None] = []
+
+        def dense(*tensors: Tensor) -> list[Tensor]:
+            results = f(*spread(tensors, likes))
+            there[:] = [None if r is None else True for r in results]
+            return list(map(tf.convert_to_tensor, present(results)))
+
         with contextlib.nullcontext() if graph is None else graph.as_default():
-            self._function = trace(f, specs)
+            self._function = trace(dense, specs)
         self.captured = list(self._function.captured_inputs)
         self.inner = self._function.graph.inputs[len(specs) :]
         self.handles = list(filter(is_variable, self.captured))
         self.variables: list[Variable] = list(self._function.graph.variables)
         self.inputs = self._function.graph.inputs[: len(specs)]
-        self.outputs = self._function.graph.outputs
+        self.outputs = spread(self._function.graph.outputs, there)
 
-    def __call__(self, arguments: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(
+        self, arguments: Sequence[Tensor | None], captured: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Calls the function with `captured` instead of the tensors that it captured."""
         self._function.set_external_captures(list(captured))
         try:
-            return self._function(*arguments)  # type: ignore[no-any-return]
+            return spread(self._function(*present(arguments)), self.outputs)
         finally:
             self._function.set_external_captures(self.captured)
 
@@ -68,14 +87,14 @@ def is_soon_closed() -> bool:
     return False
 
 
-def carried(f: Function, specs: Sequence[Spec]) -> Function:
-    """`f` of tensors, callable where what it closes over is out of reach.
+def carried(f: Function, likes: Sequence[Tensor | None]) -> Function:
+    """`f` of tensors like these, callable where what it closes over is out of reach.
 
     A gradient graph is differentiated in another graph, which can use tensors of the gradient
     graph, but not of the forward graph. So what `f` closes over is brought into the graph that is
     being traced.
     """
-    traced = Traced(f, specs)
+    traced = Traced(f, likes)
     captured = list(map(graphs.as_used, traced.captured))
     return lambda *arguments: traced(arguments, captured)
 
