@@ -202,18 +202,20 @@ def _guard(
     n = len(us)
 
     def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
+        of = [*xs, part]  # what is unknown may depend on all that this depends on
+
         def pull(z: Tensor) -> list[Gradient]:
             found = missing()
-            by_us = _failures(xs[:n], found.by_upstream, z, xs)
-            by_inputs = _failures(xs[n:], found.by_inputs, z, xs)
+            by_us = _failures(xs[:n], found.by_upstream, z, of)
+            by_inputs = _failures(xs[n:], found.by_inputs, z, of)
             if found.by_inputs and not is_value:  # what z becomes has unknown derivatives, too
                 z = _guard(z, missing, [], xs[n:])
             return [z, *by_us, *by_inputs]
 
         def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
             found = tapes.in_thread(missing)
-            along = _unless_moving(found.by_upstream, part, along, tangents[:n], xs)
-            along = _unless_moving(found.by_inputs, part, along, tangents[n:], xs)
+            along = _unless_moving(found.by_upstream, part, along, tangents[:n], of)
+            along = _unless_moving(found.by_inputs, part, along, tangents[n:], of)
             if along is None or is_value:
                 return [along]
             # The tangent lacks the same derivatives as the gradient.
@@ -226,9 +228,9 @@ def _guard(
 
 
 def _failures(
-    likes: Sequence[Tensor], why: str | None, z: Tensor, xs: Sequence[Tensor]
+    likes: Sequence[Tensor], why: str | None, z: Tensor, of: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    return unknown.failures(likes, why, [z], xs) if why else [None] * len(likes)
+    return unknown.failures(likes, why, [z], of) if why else [None] * len(likes)
 
 
 def _unless_moving(
@@ -236,13 +238,13 @@ def _unless_moving(
     part: Tensor,
     along: Tangent,
     tangents: Sequence[Tangent],
-    xs: Sequence[Tensor],
+    of: Sequence[Tensor],
 ) -> Tangent:
     moving = present(tangents)
     if not (why and moving):
         return along
     along = tf.zeros_like(part) if along is None else along
-    return unknown.unless_moving(why, [along], moving, xs)[0]
+    return unknown.unless_moving(why, [along], moving, of)[0]
 
 
 def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:

@@ -83,8 +83,8 @@ def failures(
     may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
     wave = _wave([*likes, *zs, *of])
     value = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), still)
-    nan = tf.constant(float("nan"), wave.dtype)
-    value += tf.math.multiply_no_nan(nan, wave - tf.stop_gradient(wave))
+    slope = tf.where(still, tf.constant(float("nan"), wave.dtype), value)
+    value += tf.math.multiply_no_nan(slope, wave - tf.stop_gradient(wave))
     return [
         tf.fill(tf.shape(like), tf.cast(value, like.dtype))
         if structures.is_differentiable(like.dtype)
