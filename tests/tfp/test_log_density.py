@@ -7,10 +7,7 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import sgtrick.tfp
-from observed import (
-    points,
-    value_and_gradient,
-)
+from observed import points, value_and_gradient
 from sgtrick.tfp import LogDensity
 from shared import WRAPS
 

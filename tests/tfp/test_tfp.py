@@ -41,10 +41,6 @@ def prior(dtype):
     return tfd.Independent(tfd.Normal(tf.zeros([2], dtype), 1), 1, name="x")
 
 
-def as_dict(value):
-    return dict(value._asdict()) if hasattr(value, "_asdict") else value
-
-
 def joint(kind, first, last):
     """A joint distribution of `first` and `last(x)`, by name or place."""
 
@@ -155,7 +151,7 @@ class TestJointDistributions:
                 ):
                     jd.sample(2)
             else:
-                assert as_dict(jd.sample(2, seed=1)) is not None
+                jd.sample(2, seed=1)
 
     def test_observations_of_a_batch_add_up_in_autobatched_models(self):
         jd = joint("CoroutineAutoBatched", tfd.Normal(0.0, 1.0, name="x"), factor_of(

@@ -24,7 +24,7 @@ def embed(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor
     gs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
     batch_ndims = [leaf.batch_ndims for leaf in leaves]
     if modes.compiling():  # torch.compile has no second derivatives
-        return _CompiledEmbedded.apply(_as_they_are, batch_ndims, fx, *gs, *xs)
+        return _CompiledEmbedded.apply(lambda: (_as_they_are, batch_ndims), fx, *gs, *xs)
     modes.check_one_forward_mode()
     known: Known
     if product is None:
@@ -34,7 +34,7 @@ def embed(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor
         gs, known = _added(product, gs, xs), _as_they_are
     else:
         known = functools.partial(_added_if_asked_for, product)
-    return _Embedded.apply(known, batch_ndims, fx, *gs, *xs)
+    return _Embedded.apply(lambda: (known, batch_ndims), fx, *gs, *xs)
 
 
 def _as_they_are(gs: Tensors, xs: Tensors) -> Tensors:
@@ -62,21 +62,21 @@ def _added(product: Product, gs: Tensors, xs: Tensors) -> Tensors:
 
 def _zero(x: Tensor, known: Known) -> Tensor:
     """Zero with the identity as its derivative, which has the derivative of `known`."""
-    return _Embedded.apply(known, [x.dim()], torch.zeros_like(x), torch.ones_like(x), x)
+    return _Embedded.apply(lambda: (known, [x.dim()]), torch.zeros_like(x), torch.ones_like(x), x)
 
 
 class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
     """The first tensor, with the gradients `known(gs, xs)`, which have derivatives themselves."""
 
     @staticmethod
-    def forward(known: Known, batch_ndims: list[int], fx: Tensor, *tensors: Tensor) -> Tensor:
-        del known, batch_ndims, tensors
+    def forward(how: Callable[[], tuple[Known, list[int]]], fx: Tensor, *tensors: Tensor) -> Tensor:
+        del how, tensors
         return fx.clone()
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         del output
-        ctx.known, ctx.batch_ndims, *tensors = inputs
+        (ctx.known, ctx.batch_ndims), *tensors = inputs[0](), *inputs[1:]
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -87,7 +87,7 @@ class _CompiledEmbedded(torch.autograd.Function):  # type: ignore[misc]
             # It raises for second derivatives only if the first visibly depend on x.
             never = [torch.zeros_like(leaf.x, dtype=torch.bool) for leaf in leaves]
             pulled = [torch.where(n, p.x, g) for n, p, g in zip(never, leaves, pulled, strict=True)]
-        return None, None, None, *[None] * len(pulled), *pulled
+        return None, None, *[None] * len(pulled), *pulled
 
 
 class _Embedded(_CompiledEmbedded):
@@ -96,7 +96,7 @@ class _Embedded(_CompiledEmbedded):
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Args, output: Tensor) -> None:
         _CompiledEmbedded.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[2:])
+        ctx.save_for_forward(*inputs[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
