@@ -431,7 +431,7 @@ class TestRefusals:
                 r"hx\[0\]\[1\] is given, but gx\[1\] is None",
             ),
             (symbols((), (2,), (3,)), {}, r"fx \[.*\], gx \[.*, 2\] and x \[.*, 3\] do not fit"),
-            ((1, *symbols((3,), (3,))), {}, "fx has dtype int32"),
+            ((1, *symbols((3,), (3,))), {}, "fx has dtype int"),
         ],
     )
     def test_arguments_that_do_not_fit(self, args, options, message):
