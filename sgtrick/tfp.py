@@ -4,6 +4,8 @@
 Both keep any custom derivatives: nothing here stops or recomputes a gradient.
 """
 
+from __future__ import annotations  # signatures that show the names of types
+
 import contextlib
 import numbers
 import sys

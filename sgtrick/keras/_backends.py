@@ -1,10 +1,15 @@
 """The backend that Keras runs on, and the operations that `keras.ops` lacks there."""
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeAlias
 
 import keras
 
-from sgtrick._types import Function
+from sgtrick._types import Function, Tensor
+
+# `z -> H z`, for tensors like the points; each result has the shape and dtype of its Jacobian.
+Product: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
 def is_tensorflow() -> bool:

@@ -9,10 +9,9 @@ from keras import ops
 
 from sgtrick._arguments import calls, dtypes, vjp_protocol
 from sgtrick._host import reticulate
-from sgtrick._types import Args, Function, Kwargs, Structure
+from sgtrick._types import Args, Function, Gradient, Kwargs, Pullback, Structure, Tensor, TensorLike
 from sgtrick.keras import _backends, _structures
 from sgtrick.keras._tensors import KERAS
-from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
 
 class Rule:

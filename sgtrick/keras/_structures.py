@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._types import Structure
-from sgtrick.keras._types import Tensor
+from sgtrick._types import Structure, Tensor
 
 
 def leaves(structure: Structure) -> list[Tensor]:

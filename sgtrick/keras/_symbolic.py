@@ -4,7 +4,6 @@ import keras
 
 from sgtrick._types import Function, Kwargs, Structure
 from sgtrick.keras import _structures
-from sgtrick.keras._types import TensorLike
 
 
 def any_symbolic(structure: Structure) -> bool:
@@ -39,7 +38,7 @@ class Call(keras.Operation):  # type: ignore[misc]
         return cls(function, name=config["name"])
 
 
-def _dense(leaf: TensorLike) -> TensorLike:
+def _dense(leaf: Structure) -> Structure:
     """Keras takes `2 * x` for sparse while `x` is symbolic; called, it is dense."""
     is_sparse = isinstance(leaf, keras.KerasTensor) and leaf.sparse
     return keras.KerasTensor(leaf.shape, leaf.dtype) if is_sparse else leaf

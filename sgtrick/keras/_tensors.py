@@ -7,9 +7,8 @@ from keras import backend, ops
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._arguments.backend import Backend
-from sgtrick._types import Ndims
+from sgtrick._types import Ndims, Tensor, TensorLike
 from sgtrick.keras import _backends, _structures
-from sgtrick.keras._types import Tensor, TensorLike
 
 
 def _to_tensor(value: TensorLike, name: str, *, dtype: str | None = None) -> Tensor:

@@ -1,5 +1,7 @@
 """The value form on every backend: `fx` and `gx` at `x`, whatever computed them."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 from collections.abc import Sequence
 
 import keras
@@ -8,11 +10,11 @@ from keras import ops
 import sgtrick
 from sgtrick._arguments import value_form
 from sgtrick._arguments.structures import Leaf
-from sgtrick._types import Structure
+from sgtrick._types import Structure, Tensor, TensorLike
 from sgtrick.keras import _backends
+from sgtrick.keras._backends import Product
 from sgtrick.keras._symbolic import Call, any_symbolic
 from sgtrick.keras._tensors import KERAS
-from sgtrick.keras._types import Product, Tensor, TensorLike
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")  # type: ignore[untyped-decorator]

@@ -1,5 +1,7 @@
 """Functions with their own vector-Jacobian product, with one signature on every backend."""
 
+from __future__ import annotations  # signatures that show the names of types
+
 import tensorflow as tf
 
 import sgtrick

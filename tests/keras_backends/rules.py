@@ -1,4 +1,4 @@
-"""Rules for `sgtrick.keras.custom_vjp` in all that its protocol allows, beside the true functions."""
+"""Functions with custom derivatives in all that the protocols allow, beside the true functions."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 from transformations import BACKEND, misled
 
-from sgtrick.keras import custom_vjp
+from sgtrick.keras import custom_gradient, custom_vjp
 
 RULES = {}  # by name: the form and the true function
 
@@ -22,6 +22,21 @@ def law(truth, name=None):
         return form
 
     return add
+
+
+@law(lambda x: x**4)
+def value(x):
+    return custom_gradient(x**4, 4 * x**3, x)
+
+
+@law(lambda x: x**4)
+def value_with_a_hessian(x):
+    kept = ops.stop_gradient(x)
+
+    def hx(v):
+        return {"a": [12 * kept**2 * v["a"][0]]}
+
+    return custom_gradient(x**4, {"a": [4 * x**3]}, {"a": [x]}, hx=hx)
 
 
 @custom_vjp

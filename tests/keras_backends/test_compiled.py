@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from keras import ops
-from rules import RULES, arguments, law
+from rules import RULES, arguments
 from transformations import BACKEND, pulled, tensor
 
-from sgtrick.keras import custom_gradient, custom_vjp
+from sgtrick.keras import custom_vjp
 
 if BACKEND != "torch":
     pytest.skip("of torch alone", allow_module_level=True)
@@ -19,7 +19,7 @@ WEIGHT = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
 # It does not trace decorators, and objects that it cannot look into.
 TRACED = [
     "value",
-    "structure",
+    "value_with_a_hessian",
     "nested_arguments_and_outputs",
     "numbers_in_a_structure",
     "method",
@@ -27,21 +27,6 @@ TRACED = [
     "required",
     "grad_is_a_partial_of_a_lambda",
 ]
-
-
-@law(lambda x: x**4)
-def value(x):
-    return custom_gradient(x**4, 4 * x**3, x)
-
-
-@law(lambda x: x**4)
-def structure(x):
-    kept = x.detach()
-
-    def hx(v):
-        return {"a": [12 * kept**2 * v["a"][0]]}
-
-    return custom_gradient(x**4, {"a": [4 * x**3]}, {"a": [x]}, hx=hx)
 
 
 @pytest.mark.parametrize("form", TRACED)

@@ -12,8 +12,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from sgtrick._arguments.structures import Leaf
 from sgtrick._types import Args, Structure
 from sgtrick.keras import _refusals
+from sgtrick.keras._backends import Product
 from sgtrick.keras._tensors import KERAS
-from sgtrick.keras._types import Product
 
 Arrays: TypeAlias = Sequence[Array]
 
@@ -48,6 +48,8 @@ def instantiated(t: Array | SymbolicZero) -> Array:
 
 def _known(hessian: ClosedJaxpr | None, constants: Arrays, gs: Arrays, xs: Arrays) -> Structure:
     """Returns `gs`, whose derivative with respect to `xs` is the Hessian; the next one raises."""
+    if hessian is None:
+        return refused(gs, _refusals.NO_SECOND, xs)
 
     @jax.custom_jvp  # type: ignore[untyped-decorator]
     def known(constants: Arrays, gs: Arrays, xs: Arrays) -> Arrays:
@@ -58,31 +60,30 @@ def _known(hessian: ClosedJaxpr | None, constants: Arrays, gs: Arrays, xs: Array
         constants, gs, xs = primals
         if all(isinstance(t, SymbolicZero) for t in tangents[2]):
             return known(*primals), [jnp.zeros_like(g) for g in gs]
-        if hessian is None:
-            raise LookupError(_refusals.NO_SECOND)
         z = [instantiated(t) for t in tangents[2]]
         products = jaxpr_as_fun(ClosedJaxpr(hessian.jaxpr, list(constants)))(*z)
-        one = _last(xs)
+        one = refused(jnp.ones((), "float32"), _refusals.NO_THIRD, xs)
         return known(*primals), [one.astype(hz.dtype) * hz for hz in products]
 
     known.defjvp(rule, symbolic_zeros=True)
     return known(constants, gs, xs)
 
 
-@jax.custom_jvp  # type: ignore[untyped-decorator]
-def _last(xs: Arrays) -> Array:
-    """The number one, with a derivative that raises."""
-    del xs
-    return jnp.ones((), "float32")
+def refused(kept: Structure, message: str, by: Arrays) -> Structure:
+    """Returns `kept`, whose derivative with respect to `by` raises a LookupError."""
 
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def same(kept: Structure, by: Arrays) -> Structure:
+        del by
+        return kept
 
-def _last_rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
-    if not all(isinstance(t, SymbolicZero) for t in tangents[0]):
-        raise LookupError(_refusals.NO_THIRD)
-    return _last(*primals), jnp.zeros((), "float32")
+    def rule(primals: Args, tangents: Args) -> tuple[Structure, Structure]:
+        if not all(isinstance(t, SymbolicZero) for t in tangents[1]):
+            raise LookupError(message)
+        return same(*primals), jax.tree.map(instantiated, tangents[0])
 
-
-_last.defjvp(_last_rule, symbolic_zeros=True)
+    same.defjvp(rule, symbolic_zeros=True)
+    return same(kept, by)
 
 
 def depends(f: Product, xs: Arrays) -> bool:

@@ -11,9 +11,9 @@ from torch.autograd.function import FunctionCtx
 from sgtrick._arguments.structures import Leaf
 from sgtrick._types import Args
 from sgtrick.keras import _refusals
+from sgtrick.keras._backends import Product
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._torch import modes
-from sgtrick.keras._types import Product
 
 Tensors: TypeAlias = list[Tensor]
 

@@ -9,12 +9,11 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from sgtrick._types import Args, Function, Kwargs, Structure
+from sgtrick._types import Args, Function, Gradient, Kwargs, Pullback, Structure
 from sgtrick.keras import _refusals
 from sgtrick.keras._rule import Rule
 from sgtrick.keras._torch import modes
 from sgtrick.keras._torch.embedding import depends, refused
-from sgtrick.keras._types import Gradient, Pullback
 
 Tensors: TypeAlias = Sequence[Tensor]
 Gradients: TypeAlias = Sequence[Gradient]
