@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from keras import ops
-from rules import RULES, arguments
+from protocols import RULES, arguments
 from transformations import BACKEND, pulled, tensor
 
 from sgtrick.keras import custom_vjp

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from rules import RULES
+from protocols import RULES
 from transformations import BACKEND, array, reverse, tensor
 
 POINTS = np.random.default_rng(5).normal(size=(4, 3))

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from rules import RULES, arguments
+from protocols import RULES, arguments
 from transformations import (
     BACKEND,
     array,

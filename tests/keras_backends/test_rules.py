@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import transformations
 from keras import ops
-from rules import required
+from protocols import required
 from transformations import BACKEND, OF, TWICE, check, in_turn, misled, reverse, tensor
 
 from sgtrick.keras import _values, _vjp, custom_vjp
