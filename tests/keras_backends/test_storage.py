@@ -17,7 +17,17 @@ CASES = [(form, place) for form in FORMS if form != "native" for place in places
 TELLING = [
     (form, place) for form, place in CASES if form == CASES[0][0] or place in ("layer", "loss")
 ]
-STORED = [(*case, ".keras") for case in CASES] + [(*case, ".h5") for case in TELLING]
+# By the name of the file: the functions, and their place.
+STORED = {
+    f"{form} in {place}{suffix}": (FORMS[form], place)
+    for suffix, cases in ((".keras", CASES), (".h5", TELLING))
+    for form, place in cases
+} | {
+    f"unregistered {form} in {place}{suffix}": (tuple(functions.values()), place)
+    for form, functions in UNREGISTERED.items()
+    for place in ("activation", "loss")
+    for suffix in (".keras", ".h5")
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +40,9 @@ def expected():
 def loaded(tmp_path_factory):
     """What every stored model comes to that a fresh process loads and trains."""
     folder = tmp_path_factory.mktemp("stored")
-    for form, place, suffix in STORED:
-        places(form)[place](*FORMS[form]).save(folder / f"{form} in {place}{suffix}")
-    for form, functions in UNREGISTERED.items():
-        for place in ("activation", "loss"):
-            for suffix in (".keras", ".h5"):
-                model = places(form)[place](*functions.values())
-                model.save(folder / f"unregistered {form} in {place}{suffix}")
+    for name, (functions, place) in STORED.items():
+        form = name.removeprefix("unregistered ").split(" in ")[0]
+        places(form)[place](*functions).save(folder / name)
     run = subprocess.run(
         [sys.executable, HERE / "stored.py", folder], capture_output=True, text=True, check=False
     )
@@ -53,17 +59,10 @@ def alike(came, expected):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("form", "place", "suffix"), STORED)
-def test_loaded_in_a_fresh_process(form, place, suffix, loaded, expected):
-    alike(loaded[f"{form} in {place}{suffix}"], expected[place])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("suffix", [".keras", ".h5"])
-@pytest.mark.parametrize("place", ["activation", "loss"])
-@pytest.mark.parametrize("form", UNREGISTERED)
-def test_loaded_by_custom_objects(form, place, suffix, loaded, expected):
-    alike(loaded[f"unregistered {form} in {place}{suffix}"], expected[place])
+@pytest.mark.parametrize("name", STORED)
+def test_loaded_in_a_fresh_process(name, loaded, expected):
+    """By registered names, and by `custom_objects`."""
+    alike(loaded[name], expected[STORED[name][1]])
 
 
 @pytest.mark.parametrize(("form", "place"), TELLING)

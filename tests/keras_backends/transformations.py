@@ -23,6 +23,10 @@ def array(t):
     return ops.convert_to_numpy(t)
 
 
+def dtype_of(t):
+    return keras.backend.standardize_dtype(t.dtype)
+
+
 def pulled(f, u):
     """A scalar function whose gradient is what `u` is pulled back to."""
     return lambda *args: ops.sum(u * f(*args))
@@ -33,14 +37,86 @@ def inner(gradients, z):
     return sum(ops.sum(g * t) for g, t in zip(gradients, z, strict=True))
 
 
+def all_of(args):
+    return tuple(range(len(args)))
+
+
+def functional(fn, quick):
+    """What jax and torch.func have under the same names; `quick` compiles what takes long."""
+    orders = {"fwd": fn.jacfwd, "rev": fn.jacrev}
+
+    def second(outer, inner):
+        return lambda f, args, u, z: keras.tree.flatten(
+            quick(outer(inner(pulled(f, u), all_of(args)), all_of(args)))(*args)
+        )
+
+    def mapped_second(outer, inner):
+        return lambda f, args, u, z: keras.tree.flatten(
+            quick(fn.vmap(outer(inner(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args))))(
+                *args
+            )
+        )
+
+    first = {
+        "value": lambda f, args, u, z: [f(*args)],
+        "vjp": lambda f, args, u, z: fn.vjp(f, *args)[1](u),
+        "grad": lambda f, args, u, z: fn.grad(pulled(f, u), all_of(args))(*args),
+        "jacrev": lambda f, args, u, z: fn.jacrev(f, all_of(args))(*args),
+        "jacfwd": lambda f, args, u, z: fn.jacfwd(f, all_of(args))(*args),
+        "jvp": lambda f, args, u, z: fn.jvp(f, tuple(args), tuple(z)),
+    }
+    mapped = {
+        "grad of vmap": lambda f, args, u, z: fn.grad(pulled(fn.vmap(f), u), all_of(args))(*args),
+        "vmap of grad": lambda f, args, u, z: fn.vmap(
+            lambda u, *a: fn.grad(pulled(f, u), all_of(a))(*a)
+        )(u, *args),
+        "vmap of jacfwd": lambda f, args, u, z: quick(fn.vmap(fn.jacfwd(f, all_of(args))))(*args),
+        "jacfwd of vmap": lambda f, args, u, z: quick(fn.jacfwd(fn.vmap(f), all_of(args)))(*args),
+        "vjp of vmap in the last axis": lambda f, args, u, z: quick(
+            lambda *a: fn.vjp(fn.vmap(f, -1), *a)[1](u)
+        )(*[ops.moveaxis(a, 0, -1) for a in args]),
+    }
+    seconds = {
+        f"jac{a} of jac{b}": second(orders[a], orders[b])
+        for a, b in itertools.product(orders, orders)
+    } | {
+        "grad of grad": lambda f, args, u, z: quick(
+            fn.grad(lambda *a: inner(fn.grad(pulled(f, u), all_of(a))(*a), z), all_of(args))
+        )(*args),
+        "jvp of grad": lambda f, args, u, z: fn.jvp(
+            fn.grad(pulled(f, u), all_of(args)), tuple(args), tuple(z)
+        )[1],
+        "grad of jvp": lambda f, args, u, z: fn.grad(
+            lambda *a: fn.jvp(pulled(f, u), a, tuple(z))[1], all_of(args)
+        )(*args),
+    }
+    third = {
+        f"jac{a} of jac{b} of jac{c}": lambda f, x, names=(a, b, c): functools.reduce(
+            lambda g, name: orders[name](g), names, f
+        )(x)
+        for a, b, c in [("fwd",) * 3, ("rev",) * 3, ("fwd", "rev", "rev"), ("rev", "fwd", "rev")]
+    } | {"vmap of jacrev of hessian": lambda f, x: fn.vmap(fn.jacrev(fn.hessian(f)))(x[None])}
+    mapped_seconds = {
+        "vmap of hessian": mapped_second(fn.jacfwd, fn.jacrev),
+        "vmap of jacrev of jacrev": mapped_second(fn.jacrev, fn.jacrev),
+    }
+    return first, mapped, seconds, third, mapped_seconds
+
+
 if BACKEND == "jax":
-    import jax
+    import jax as fn
+
+    FIRST, MAPPED, SECOND, THIRD, MAPPED_SECOND = functional(fn, quick=fn.jit)
 
     def gradient(f, args, u):
-        return jax.vjp(f, *args)[1](u)
+        return fn.vjp(f, *args)[1](u)
 
-    def all_of(args):
-        return tuple(range(len(args)))
+    def variable_gradient(f, v):
+        def of_value(value):
+            with keras.StatelessScope([(v, value)]):
+                return f()
+
+        return fn.grad(of_value)(v.value)
 
     def scanned(f, *args):
         """The sum over all members, by a loop of jax."""
@@ -49,108 +125,56 @@ if BACKEND == "jax":
             y = f(*member)
             return total + ops.sum(y), y
 
-        return jax.lax.scan(step, 0.0, args)[1]
+        return fn.lax.scan(step, 0.0, args)[1]
 
-    FIRST = {
-        "value": lambda f, args, u, z: [f(*args)],
-        "vjp": lambda f, args, u, z: gradient(f, args, u),
-        "grad": lambda f, args, u, z: jax.grad(pulled(f, u), all_of(args))(*args),
-        "jit of grad": lambda f, args, u, z: jax.jit(jax.grad(pulled(f, u), all_of(args)))(*args),
-        "grad of jit": lambda f, args, u, z: jax.grad(pulled(jax.jit(f), u), all_of(args))(*args),
-        "jacrev": lambda f, args, u, z: jax.jacrev(f, all_of(args))(*args),
-        "jacfwd": lambda f, args, u, z: jax.jacfwd(f, all_of(args))(*args),
-        "jit of jacfwd": lambda f, args, u, z: jax.jit(jax.jacfwd(f, all_of(args)))(*args),
-        "jvp": lambda f, args, u, z: jax.jvp(f, tuple(args), tuple(z)),
-        "linearize": lambda f, args, u, z: [jax.linearize(f, *args)[1](*z)],
-        "checkpoint": lambda f, args, u, z: gradient(jax.checkpoint(f), args, u),
+    FIRST |= {
+        "jit of grad": lambda f, args, u, z: fn.jit(fn.grad(pulled(f, u), all_of(args)))(*args),
+        "grad of jit": lambda f, args, u, z: fn.grad(pulled(fn.jit(f), u), all_of(args))(*args),
+        "jit of jacfwd": lambda f, args, u, z: fn.jit(fn.jacfwd(f, all_of(args)))(*args),
+        "linearize": lambda f, args, u, z: [fn.linearize(f, *args)[1](*z)],
+        "checkpoint": lambda f, args, u, z: gradient(fn.checkpoint(f), args, u),
         "cond": lambda f, args, u, z: gradient(
-            lambda *args: jax.lax.cond(ops.sum(args[0]) < 1e9, f, lambda *_: 0 * u, *args), args, u
+            lambda *args: fn.lax.cond(ops.sum(args[0]) < 1e9, f, lambda *_: 0 * u, *args), args, u
         ),
     }
-    MAPPED = {
-        "grad of vmap": lambda f, args, u, z: gradient(jax.vmap(f), args, u),
-        "vmap of grad": lambda f, args, u, z: jax.vmap(
-            lambda u, *a: jax.grad(pulled(f, u), all_of(a))(*a)
-        )(u, *args),
-        "vmap of jacfwd": lambda f, args, u, z: jax.jit(jax.vmap(jax.jacfwd(f, all_of(args))))(
-            *args
-        ),
-        "jacfwd of vmap": lambda f, args, u, z: jax.jit(jax.jacfwd(jax.vmap(f), all_of(args)))(
-            *args
-        ),
-        "jit of grad of vmap in the last axis": lambda f, args, u, z: jax.jit(
-            lambda *a: gradient(jax.vmap(f, in_axes=-1), a, u)
-        )(*[ops.moveaxis(a, 0, -1) for a in args]),
+    MAPPED |= {
         "grad of scan": lambda f, args, u, z: gradient(lambda *a: scanned(f, *a), args, u),
-        "map": lambda f, args, u, z: gradient(lambda *a: jax.lax.map(lambda m: f(*m), a), args, u),
+        "map": lambda f, args, u, z: gradient(lambda *a: fn.lax.map(lambda m: f(*m), a), args, u),
     }
-    _orders = {"fwd": jax.jacfwd, "rev": jax.jacrev}
-
-    def _second(outer, inner):
-        return lambda f, args, u, z: jax.tree.leaves(
-            jax.jit(outer(inner(pulled(f, u), all_of(args)), all_of(args)))(*args)
-        )
-
-    # Compiled as a whole, which is faster than operation by operation.
-    SECOND = {
-        f"jac{a} of jac{b}": _second(outer, inner)
-        for a, outer in _orders.items()
-        for b, inner in _orders.items()
-    } | {
-        "grad of grad": lambda f, args, u, z: jax.jit(
-            jax.grad(lambda *a: inner(jax.grad(pulled(f, u), all_of(a))(*a), z), all_of(args))
-        )(*args),
-        "jvp of grad": lambda f, args, u, z: jax.jvp(
-            jax.grad(pulled(f, u), all_of(args)), tuple(args), tuple(z)
-        )[1],
-        "grad of jvp, not compiled": lambda f, args, u, z: jax.grad(
-            lambda *a: jax.jvp(pulled(f, u), a, tuple(z))[1], all_of(args)
-        )(*args),
-        "grad of checkpoint of grad": lambda f, args, u, z: jax.grad(
-            lambda *a: inner(jax.checkpoint(jax.grad(pulled(f, u), all_of(a)))(*a), z),
+    SECOND |= {
+        "grad of checkpoint of grad": lambda f, args, u, z: fn.grad(
+            lambda *a: inner(fn.checkpoint(fn.grad(pulled(f, u), all_of(a)))(*a), z),
             all_of(args),
         )(*args),
     }
-    THIRD = {
-        f"jac{a} of jac{b} of jac{c}": lambda f, x, names=(a, b, c): functools.reduce(
-            lambda g, name: _orders[name](g), names, f
-        )(x)
-        for a, b, c in [("fwd",) * 3, ("rev",) * 3, ("fwd", "rev", "rev"), ("rev", "fwd", "rev")]
-    } | {
-        "jit of hessian of grad": lambda f, x: jax.jit(jax.hessian(jax.grad(f)))(x),
-        "vmap of jacrev of hessian": lambda f, x: jax.vmap(jax.jacrev(jax.hessian(f)))(x[None]),
-    }
-    MAPPED_SECOND = {
-        "vmap of hessian": lambda f, args, u, z: jax.tree.leaves(
-            jax.jit(jax.vmap(jax.hessian(lambda *a: ops.sum(f(*a)), all_of(args))))(*args)
-        ),
-        "vmap of jacrev of jacrev": lambda f, args, u, z: jax.tree.leaves(
-            jax.vmap(jax.jacrev(jax.jacrev(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args)))(
-                *args
-            )
-        ),
-    }
+    THIRD |= {"jit of hessian of grad": lambda f, x: fn.jit(fn.hessian(fn.grad(f)))(x)}
+    TWICE = SECOND["grad of grad"]
 
 elif BACKEND == "torch":
     import torch
+    from torch import func as fn
     from torch.autograd import forward_ad
     from torch.utils.checkpoint import checkpoint
 
-    def gradient(f, args, u, **options):
-        args = [a.detach().clone().requires_grad_() for a in args]
-        return torch.autograd.grad(f(*args), args, u, **options)
+    FIRST, MAPPED, SECOND, THIRD, MAPPED_SECOND = functional(fn, quick=lambda f: f)
+    del SECOND["jacfwd of jacfwd"], THIRD["jacfwd of jacfwd of jacfwd"]  # raise: another test
 
-    def all_of(args):
-        return tuple(range(len(args)))
+    def gradient(f, args, u):
+        args = [a.detach().clone().requires_grad_() for a in args]
+        return torch.autograd.grad(f(*args), args, u, allow_unused=True)
+
+    def variable_gradient(f, v):
+        f().backward()
+        return v.value.grad
 
     def backward(f, args, u, z):
         args = [a.clone().requires_grad_() for a in args]
         f(*args).backward(u)
         return [a.grad for a in args]
 
-    def compiled(f):
+    def compiled(f, fullgraph=False):
         torch._dynamo.reset()
-        return torch.compile(f, backend="aot_eager")
+        return torch.compile(f, fullgraph=fullgraph, backend="aot_eager")  # needs no C++ compiler
 
     def dual(f, args, u, z):
         with forward_ad.dual_level():
@@ -178,77 +202,25 @@ elif BACKEND == "torch":
             (y,) = torch.autograd.grad(ops.sum(y), x, create_graph=True)
         return y
 
-    fn = torch.func
-    FIRST = {
-        "value": lambda f, args, u, z: [f(*args)],
+    FIRST |= {
         "autograd": lambda f, args, u, z: gradient(f, args, u),
         "backward": backward,
         "forward_ad": dual,
-        "func.grad": lambda f, args, u, z: fn.grad(pulled(f, u), all_of(args))(*args),
-        "func.vjp": lambda f, args, u, z: fn.vjp(f, *args)[1](u),
-        "func.jvp": lambda f, args, u, z: fn.jvp(f, tuple(args), tuple(z)),
-        "func.jacrev": lambda f, args, u, z: fn.jacrev(f, all_of(args))(*args),
-        "func.jacfwd": lambda f, args, u, z: fn.jacfwd(f, all_of(args))(*args),
         "checkpoint": lambda f, args, u, z: gradient(
             lambda *a: checkpoint(f, *a, use_reentrant=False), args, u
         ),
         "compile": lambda f, args, u, z: gradient(compiled(f), args, u),
     }
-    MAPPED = {
-        "autograd of vmap": lambda f, args, u, z: gradient(fn.vmap(f), args, u),
-        "grad of vmap": lambda f, args, u, z: fn.grad(pulled(fn.vmap(f), u), all_of(args))(*args),
-        "vmap of grad": lambda f, args, u, z: fn.vmap(
-            lambda u, *a: fn.grad(pulled(f, u), all_of(a))(*a)
-        )(u, *args),
-        "vmap of jacfwd": lambda f, args, u, z: fn.vmap(fn.jacfwd(f, all_of(args)))(*args),
-        "jacfwd of vmap": lambda f, args, u, z: fn.jacfwd(fn.vmap(f), all_of(args))(*args),
-        "grad of vmap in the last axis": lambda f, args, u, z: gradient(
-            fn.vmap(f, in_dims=-1), [torch.moveaxis(a, 0, -1) for a in args], u
-        ),
-    }
-
-    def _second(outer, inner):
-        return lambda f, args, u, z: keras.tree.flatten(
-            outer(inner(pulled(f, u), all_of(args)), all_of(args))(*args)
-        )
-
-    # Forward over forward raises, which is another test.
-    SECOND = {
-        "jacfwd of jacrev": _second(fn.jacfwd, fn.jacrev),
-        "jacrev of jacrev": _second(fn.jacrev, fn.jacrev),
-        "jacrev of jacfwd": _second(fn.jacrev, fn.jacfwd),
+    MAPPED |= {"autograd of vmap": lambda f, args, u, z: gradient(fn.vmap(f), args, u)}
+    SECOND |= {
         "double backward": double_backward,
-        "func.jvp of func.grad": lambda f, args, u, z: fn.jvp(
-            fn.grad(pulled(f, u), all_of(args)), tuple(args), tuple(z)
-        )[1],
-        "func.grad of func.jvp": lambda f, args, u, z: fn.grad(
-            lambda *a: fn.jvp(pulled(f, u), a, tuple(z))[1], all_of(args)
-        )(*args),
         "forward_ad of backward": forward_over_reverse,
         "autograd of func.grad": lambda f, args, u, z: gradient(
             lambda *a: inner(fn.grad(pulled(f, u), all_of(a))(*a), z), args, None
         ),
     }
-    _orders = {"fwd": fn.jacfwd, "rev": fn.jacrev}
-    THIRD = {
-        f"jac{a} of jac{b} of jac{c}": lambda f, x, names=(a, b, c): functools.reduce(
-            lambda g, name: _orders[name](g), names, f
-        )(x)
-        for a, b, c in [("rev",) * 3, ("fwd", "rev", "rev"), ("rev", "fwd", "rev")]
-    } | {
-        "autograd three times": lambda f, x: autograd_times(3, f, x),
-        "vmap of jacrev of hessian": lambda f, x: fn.vmap(fn.jacrev(fn.hessian(f)))(x[None]),
-    }
-    MAPPED_SECOND = {
-        "vmap of hessian": lambda f, args, u, z: keras.tree.flatten(
-            fn.vmap(fn.hessian(lambda *a: ops.sum(f(*a)), all_of(args)))(*args)
-        ),
-        "vmap of jacrev of jacrev": lambda f, args, u, z: keras.tree.flatten(
-            fn.vmap(fn.jacrev(fn.jacrev(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args)))(
-                *args
-            )
-        ),
-    }
+    THIRD |= {"autograd three times": lambda f, x: autograd_times(3, f, x)}
+    TWICE = double_backward
 
 else:
     import tensorflow as tf
@@ -258,6 +230,11 @@ else:
             tape.watch(args)
             y = f(*args)
         return tape.gradient(y, args, u)
+
+    def variable_gradient(f, v):
+        with tf.GradientTape() as tape:
+            y = f()
+        return tape.gradient(y, v.value)
 
     def traced(**options):
         return lambda f, args, u, z: tf.function(
@@ -269,7 +246,7 @@ else:
             y = f(*args)
         return [y, accumulator.jvp(y)]
 
-    def jacobians(f, args):
+    def jacobians(f, args, u, z):
         with tf.GradientTape() as tape:
             tape.watch(args)
             y = f(*args)
@@ -297,7 +274,7 @@ else:
         "tape": lambda f, args, u, z: gradient(f, args, u),
         "tf.function": traced(),
         "XLA": traced(jit_compile=True),
-        "jacobian": lambda f, args, u, z: jacobians(f, args),
+        "jacobian": jacobians,
         "forward mode": forward,
         "forward mode in tf.function": lambda f, args, u, z: tf.function(
             lambda *args: forward(f, args, u, z), autograph=False
@@ -312,6 +289,7 @@ else:
     SECOND = {"nested tapes": hessian_times}
     THIRD = {"nested tapes": lambda f, x: tapes(3, f, x)}
     MAPPED_SECOND = {}
+    TWICE = hessian_times
 
 
 def reverse(transformations):
@@ -323,8 +301,6 @@ def reverse(transformations):
         if BACKEND == "tensorflow" or not forward.search(name)
     }
 
-
-TWICE = SECOND[{"jax": "grad of grad", "torch": "double backward"}.get(BACKEND, "nested tapes")]
 
 # What second derivatives are taken of: everything that has the result in it.
 OF = {
@@ -356,3 +332,8 @@ def check(transformation, form, truth, args, seed=0):
     assert len(came) == len(expected)
     for a, b in zip(came, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def check_reverse(form, truth, *args):
+    """The law for the gradient and the value."""
+    check(lambda f, args, u, z: [f(*args), *gradient(f, args, u)], form, truth, args)

@@ -136,6 +136,8 @@ class TestLogDensity:
         twin = tfd.Poisson(3.0)
         density = LogDensity(lambda x: twin.log_prob(tf.cast(x, tf.float32)), [], tf.int32)
         np.testing.assert_allclose(density.log_prob([1, 2]), twin.log_prob([1.0, 2.0]))
+        with pytest.raises(TypeError, match="returned dtype int32, expected a floating dtype"):
+            LogDensity(lambda x: x, [], tf.int32).log_prob([1])
 
     def test_copies_and_parameters(self):
         density, _ = gaussian(bijector=tfb.Exp(), name="a")
@@ -191,20 +193,23 @@ class TestLogDensity:
         with pytest.raises(error, match=message):
             wrap(density.log_prob)(tf.ones(x))
 
-    def test_an_integer_density(self):
-        density = LogDensity(lambda x: x, [], tf.int32)
-        with pytest.raises(TypeError, match="returned dtype int32, expected a floating dtype"):
-            density.log_prob([1])
-
-    def test_draws_that_do_not_fit(self):
-        options = {"log_prob_fn": lambda x: x[..., 0], "event_shape": [2], "dtype": tf.float32}
-        flat = LogDensity(**options, sample_fn=lambda shape, seed: tf.zeros(shape), name="a")
-        with pytest.raises(
-            ValueError, match=r"'a' returned float32 of shape \[3\], expected .*\[3, 2\]"
-        ):
-            flat.sample(3)
-        ints = LogDensity(**options, sample_fn=lambda shape, seed: tf.zeros([*shape, 2], tf.int32))
-        with pytest.raises(ValueError, match=r"int32 of shape \[3, 2\], expected float32"):
-            ints.sample(3)
-        with pytest.raises(NotImplementedError, match=r"cannot be sampled\. Pass sample_fn"):
-            LogDensity(**options).sample()
+    @pytest.mark.parametrize(
+        ("sample_fn", "error", "message"),
+        [
+            (
+                lambda shape, seed: tf.zeros(shape),
+                ValueError,
+                r"'a' returned float32 of shape \[3\], expected .*\[3, 2\]",
+            ),
+            (
+                lambda shape, seed: tf.zeros([*shape, 2], tf.int32),
+                ValueError,
+                r"int32 of shape \[3, 2\], expected float32",
+            ),
+            (None, NotImplementedError, r"cannot be sampled\. Pass sample_fn"),
+        ],
+    )
+    def test_draws_that_do_not_fit(self, sample_fn, error, message):
+        density = LogDensity(lambda x: x[..., 0], [2], tf.float32, sample_fn=sample_fn, name="a")
+        with pytest.raises(error, match=message):
+            density.sample(3)

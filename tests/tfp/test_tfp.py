@@ -142,16 +142,16 @@ class TestJointDistributions:
             jd = joint(kind, first, lambda x: tfd.Independent(tfd.Normal(x, SD), 1))
             log_prob = jd.experimental_pin(**{name: OBSERVED}).unnormalized_log_prob
             came = value_and_gradient(log_prob, {"x": x} if kind.startswith("Named") else x)
-            came = tf.nest.flatten(came)
-            for a, b in zip(came, want, strict=True):
+            for a, b in zip(tf.nest.flatten(came), want, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-12)
-            if sample_fn is None:
-                with pytest.raises(
-                    NotImplementedError, match=r"'(x|LogDensity)' cannot be sampled"
-                ):
-                    jd.sample(2)
-            else:
-                jd.sample(2, seed=1)
+        shapes = {tuple(t.shape) for t in tf.nest.flatten(jd.sample(3, seed=1))}
+        assert shapes == {(3, 2)}
+
+    @EVERY_KIND
+    def test_a_log_density_without_sample_fn(self, kind):
+        first = LogDensity(prior(tf.float64).log_prob, [2], tf.float64, name="x")
+        with pytest.raises(NotImplementedError, match=r"'(x|LogDensity)' cannot be sampled"):
+            joint(kind, first, factor_of(native)).sample(2)
 
     def test_observations_of_a_batch_add_up_in_autobatched_models(self):
         jd = joint("CoroutineAutoBatched", tfd.Normal(0.0, 1.0, name="x"), factor_of(
@@ -201,11 +201,7 @@ class TestJointDistributions:
         def model():
             scale = yield tfd.Gamma(2.0, 2.0, name="scale")
             x = yield LogDensity(
-                lambda x: -tf.reduce_sum(x / scale),
-                [2],
-                tf.float32,
-                tfb.Exp(),
-                name="x",
+                lambda x: -tf.reduce_sum(x / scale), [2], tf.float32, tfb.Exp(), name="x"
             )
             yield Factor(-tf.reduce_sum(x), name="end")
 
@@ -330,45 +326,26 @@ class TestFactor:
             wrap(factor.log_prob)(tf.zeros(shape))
 
 
-def sampled(kernel_of, target, state):
-    """16 chains by a kernel."""
-
-    @tf.function(autograph=False)
-    def run():
-        return tfp.mcmc.sample_chain(
-            60,
-            state,
-            kernel=kernel_of(target),
-            num_burnin_steps=20,
-            trace_fn=None,
-            seed=[1, 2],
-        )
-
-    return run()
-
-
 class TestMCMC:
     def test_hmc_draws_what_it_draws_natively(self):
         dtype = tf.float64
+        jd = joint("Sequential", prior(dtype), factor_of(host))
 
-        def kernel(target):
-            return tfp.mcmc.HamiltonianMonteCarlo(
-                target, step_size=tf.constant(0.4, dtype), num_leapfrog_steps=4
-            )
+        @tf.function(autograph=False)
+        def draws(target):
+            kernel = tfp.mcmc.HamiltonianMonteCarlo(target, np.float64(0.4), num_leapfrog_steps=4)
+            state = [tf.zeros([16, 2], dtype), tf.zeros([16, 0], dtype)]  # it is not pinned
+            return tfp.mcmc.sample_chain(
+                60, state, kernel=kernel, num_burnin_steps=20, trace_fn=None, seed=[1, 2]
+            )[0]
 
-        first = prior(dtype)
-        jd = joint("Sequential", first, factor_of(host))
-        state = [tf.zeros([16, 2], dtype), tf.zeros([16, 0], dtype)]  # the factor is not pinned
-        chains = [
-            sampled(kernel, target, state)[0]
-            for target in (
-                jd.log_prob,
-                lambda x, empty: first.log_prob(x) + native(x) + tf.reduce_sum(empty, -1),
-            )
-        ]
-        np.testing.assert_allclose(chains[0], chains[1], atol=1e-9)
-        np.testing.assert_allclose(np.mean(chains[0], (0, 1)), POSTERIOR_MEAN, atol=0.1)
-        np.testing.assert_allclose(np.var(chains[0], (0, 1)), POSTERIOR_VARIANCE, rtol=0.2)
+        def natively(x, nothing):
+            return prior(dtype).log_prob(x) + native(x) + tf.reduce_sum(nothing, -1)
+
+        came = draws(jd.log_prob)
+        np.testing.assert_allclose(came, draws(natively), atol=1e-9)
+        np.testing.assert_allclose(np.mean(came, (0, 1)), POSTERIOR_MEAN, atol=0.1)
+        np.testing.assert_allclose(np.var(came, (0, 1)), POSTERIOR_VARIANCE, rtol=0.2)
 
     @pytest.mark.long
     def test_windowed_nuts(self):

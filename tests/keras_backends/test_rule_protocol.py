@@ -1,0 +1,236 @@
+"""What `f` and `grad` of `sgtrick.keras.custom_vjp` may be, and what they may not."""
+
+import functools
+import types
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from protocols import RULES, arguments
+from transformations import (
+    BACKEND,
+    array,
+    check_reverse,
+    dtype_of,
+    gradient,
+    misled,
+    tensor,
+    variable_gradient,
+)
+
+from sgtrick.keras import custom_vjp
+
+POINTS = np.random.default_rng(3).normal(size=(4,))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_like_the_true_function(rule):
+    form, truth = RULES[rule]
+    check_reverse(form, truth, *arguments(truth))
+
+
+def log1pexp_on_all_backends(x):
+    e = ops.exp(x)
+
+    def grad(*args, upstream=None):
+        if upstream is None:
+            (upstream,) = args
+        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
+
+    return ops.log(1 + e), grad
+
+
+def log1pexp_on_tensorflow_and_jax(x):
+    e = ops.exp(x)
+
+    def grad(upstream):
+        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
+
+    return ops.log(1 + e), grad
+
+
+def log1pexp_on_torch(x):
+    e = ops.exp(x)
+
+    def grad(*args, upstream):
+        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
+
+    return ops.log(1 + e), grad
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "u", "expected"),
+    [
+        *[
+            (f, [1.0, 2.0, 100.0], [1.0] * 3, [0.7310586, 0.880797, 1.0])
+            for f in (log1pexp_on_all_backends, log1pexp_on_tensorflow_and_jax, log1pexp_on_torch)
+        ],
+        (lambda x: (x + 0, lambda u: ops.clip(u, -1.0, 1.0)), [1.0, 2.0], [0.5, 3.0], [0.5, 1.0]),
+        (
+            lambda x: (1 / x, lambda u: -u / x**2),
+            [0.0, np.inf, 2.0],
+            [1.0] * 3,
+            [-np.inf, 0.0, -0.25],
+        ),
+    ],
+)
+def test_grad_is_called_as_it_is(f, x, u, expected):
+    """The examples of Keras' documentation; what is not linear; what is not finite."""
+    (g,) = gradient(custom_vjp(f), [tensor(x, "float32")], tensor(u, "float32"))
+    np.testing.assert_allclose(array(g), expected, rtol=1e-6)
+    np.testing.assert_array_equal(array(custom_vjp(f)(tensor(x))), array(f(tensor(x))[0]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "returned"),
+    [
+        ("float16", lambda u: 3 * u),
+        ("bfloat16", lambda u: 3 * u),
+        ("float32", lambda u: ops.cast(3 * u, "float64")),
+        ("float16", lambda u: ops.cast(3 * u, "float32")),
+        ("float32", lambda u: ops.cast(3 * u, "int32")),
+        ("float32", lambda u: 3),
+        ("float32", lambda u: np.float64(3)),
+        ("float32", lambda u: np.array(3)),
+        ("float32", lambda u: u > 0),
+    ],
+)
+def test_a_gradient_has_the_dtype_of_its_argument(dtype, returned):
+    f = custom_vjp(lambda x: (misled(3 * x), returned))
+    x = ops.cast(2.0, dtype)
+    (g,) = gradient(lambda x: f(x) + x, [x], ops.ones_like(x))
+    assert dtype_of(g) == dtype
+    is_mask = dtype_of(ops.convert_to_tensor(returned(x))) == "bool"
+    assert float(array(ops.cast(g, "float32"))) == (2 if is_mask else 4)
+
+
+@pytest.mark.parametrize(
+    ("f", "name"),
+    [
+        (lambda x: (misled(2 * x), lambda u: 2 * u), "sgtrick(<lambda>)"),
+        (functools.partial(lambda a, x: (misled(a * x), lambda u: a * u), 2.0), "partial"),
+    ],
+)
+def test_it_is_a_plain_function_with_a_name(f, name):
+    """Keras stores these by name, instances not at all, and of a `<lambda>` the bytecode."""
+    h = custom_vjp(f)
+    assert isinstance(h, types.FunctionType)
+    assert h.__name__ == custom_vjp()(f).__name__ == name
+    check_reverse(h, lambda x: 2 * x, POINTS)
+
+
+def test_grad_is_called_only_for_a_gradient():
+    calls = []
+    custom_vjp(lambda x: (x + 0, lambda u: calls.append(u) or u))(tensor(POINTS))
+    # jax traces it at once, but computes nothing.
+    assert calls == [] or BACKEND == "jax"
+
+
+def test_a_functional_model(tmp_path):
+    @keras.saving.register_keras_serializable("tests")
+    @custom_vjp
+    def cube(x):
+        return misled(x**3), lambda u: u * 3 * x**2
+
+    x = keras.Input((), dtype="float64")
+    model = keras.Model(x, cube(2 * x))  # which Keras takes for sparse
+    model.save(tmp_path / "model.keras")
+    for m in (model, keras.models.load_model(tmp_path / "model.keras")):
+        check_reverse(m, lambda x: (2 * x) ** 3, POINTS)
+
+
+@pytest.mark.parametrize(
+    ("f", "error", "message"),
+    [
+        (lambda x: x, TypeError, r"must return \(y, grad\)"),
+        (
+            lambda x: (x, lambda u: (u, u)),
+            ValueError,
+            "grad of <lambda> returned 2 gradients, expected 1",
+        ),
+        (
+            lambda x, n=2: (x + 0, lambda u: (u, u)),
+            TypeError,
+            "gradient for n, which has no derivatives: it is int",
+        ),
+        (
+            lambda x: (x + 0, lambda u: ops.cast(u, "complex64")),
+            TypeError,
+            "of x that grad of <lambda> returned has dtype complex64, expected float64",
+        ),
+        (lambda x: (x + 0, lambda u: u[:2]), ValueError, r"shape \[2\] for x, expected"),
+    ],
+)
+def test_a_function_that_breaks_the_protocol(f, error, message):
+    with pytest.raises(error, match=message):
+        gradient(custom_vjp(f), [tensor(POINTS)], tensor(POINTS))
+
+
+def test_a_closed_over_tensor_that_is_differentiated():
+    def form(w):
+        return custom_vjp(lambda x: (x * w, lambda u: u * w))(tensor(POINTS))
+
+    with pytest.raises(LookupError, match=r"(reads a|with respect to a) tensor that"):
+        gradient(form, [tensor(POINTS)], tensor(POINTS))
+
+
+@custom_vjp
+def scaled(x, factor):
+    return misled(x * factor), lambda u: (u * factor, ops.sum(u * x))
+
+
+class TestVariables:
+    def test_that_are_no_arguments(self):
+        v = keras.Variable(2.0, dtype="float64", name="weight")
+        state = keras.Variable(2.0, dtype="float64", trainable=False)
+
+        @custom_vjp
+        def reads(x):
+            return x * v, lambda u: u * v
+
+        @custom_vjp
+        def assigns(x):
+            state.assign(3.0)
+            return x, lambda u: u
+
+        with pytest.raises(TypeError, match=r"reads reads the variables \['weight.*as arguments"):
+            reads(tensor(POINTS))
+        with pytest.raises(TypeError, match="assigns assigns the variables"):
+            assigns(tensor(POINTS))
+        assert array(state) == 2.0
+
+        frozen = custom_vjp(lambda x: (misled(x * state), lambda u: u * state))
+        check_reverse(frozen, lambda x: 2 * x, POINTS)
+
+    def test_as_an_argument(self):
+        v = keras.Variable(np.array(3.0), dtype="float64")
+        g = variable_gradient(lambda: ops.sum(scaled(tensor(POINTS), v)), v)
+        np.testing.assert_allclose(array(g), POINTS.sum())
+
+    @pytest.mark.skipif(BACKEND != "tensorflow", reason="values of jax do not change")
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("library", ["keras", "tensorflow"])
+    def test_the_rule_has_the_values_of_the_call(self, library, compiled):
+        import tensorflow as tf
+
+        v = (keras if library == "keras" else tf).Variable(3.0, dtype="float64")
+
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = scaled(x, v)
+            v.assign(5.0)
+            return tape.gradient(y, [x, getattr(v, "_value", v)])
+
+        by_x, by_v = (tf.function(run) if compiled else run)(tensor(POINTS))
+        np.testing.assert_array_equal(by_x, np.full_like(POINTS, 3.0))
+        np.testing.assert_allclose(by_v, POINTS.sum())
+
+    @pytest.mark.skipif(BACKEND != "torch", reason="values of jax do not change")
+    def test_one_that_is_assigned_too_early_is_an_error_of_torch(self):
+        v = keras.Variable(3.0, dtype="float64")
+        y = ops.sum(scaled(tensor(POINTS), v))
+        v.assign(5.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
