@@ -13,12 +13,11 @@ import tensorflow as tf
 from sgtrick._arguments import calls, jvp_protocol
 from sgtrick._arguments.nones import present
 from sgtrick._arguments.scopes import scope
-from sgtrick._core import partial, unknown
+from sgtrick._core import adjoint, partial, unknown
 from sgtrick._core.adjoint import paired
 from sgtrick._core.selection import Selection
-from sgtrick._core.transposition import transpose
 from sgtrick._core.value_at_point import ValueAtPoint
-from sgtrick._tensorflow import autograph
+from sgtrick._tensorflow import autograph, tracing
 from sgtrick._types import (
     Argnums,
     Args,
@@ -122,13 +121,22 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
             if now is not None:
                 # TensorFlow differentiates a function that the rule calls by primals, too.
                 return unknown.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
+            ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
             with _transposing(form, nondiff, at):
-                linear = functools.partial(tangents_at, call)
-                found, fits, of = transpose(linear, upstream, point.xs, at_probes=True)
-            # In a graph, a missing gradient could not carry the error.
-            may_miss = tf.executing_eagerly() or unknown.is_ignored() or not of
-            likes = found if may_miss else point.xs
-            return list(unknown.known_if(fits, _NOT_LINEAR.format(name), found, likes, of))
+                with tracing.differentiated(ts) as transpose:
+                    lt, us = paired(tangents_at(call, ts), upstream)
+                if not lt:
+                    return [None] * len(ts)
+                found = transpose(lt, us)
+                # Not at the upstream gradients, which are zero where only their slope is wanted.
+                ws = adjoint.probes(lt)
+                pulled = transpose(lt, ws)
+                moved, _ = paired(tangents_at(call, tested), upstream)
+            fits = adjoint.holds(ws, moved, pulled, tested)
+            known = unknown.known_if(fits, _NOT_LINEAR.format(name), found, ts, [*us, *moved])
+            if tf.executing_eagerly() or unknown.is_ignored():
+                return [None if g is None else k for g, k in zip(found, known, strict=True)]
+            return list(known)  # a missing gradient could not carry the error
 
         def gradients(
             us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]

@@ -11,10 +11,9 @@ import tensorflow as tf
 from sgtrick._arguments import value_form
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
-from sgtrick._core import embedding, unknown
+from sgtrick._core import adjoint, embedding, unknown
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._core.transposition import transpose
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
@@ -125,11 +124,19 @@ class Product(value_form.Product):
         is_one = self._fx.shape.rank == self._leaves[0].batch_ndims
         return bool(is_one) and all(leaf.gx.dtype == leaf.x.dtype for leaf in self._leaves)
 
-    def _summed(self, z: Sequence[Tensor]) -> list[Tensor | None]:
+    def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the range of the products with cotangents."""
         xs = [leaf.x for leaf in self._leaves]
-        found, fits, _ = transpose(self.times, z, xs, at_probes=True)
-        return unknown.known_if(fits, self.not_connected, found, xs, z)
+        v, tested = adjoint.far_probes(xs), adjoint.probes(xs)
+        with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
+            tape.watch(v)
+            products = self.times(v)
+        found = tape.gradient(products, v, output_gradients=list(z))
+        # Not at z, which is zero where only its own derivative is wanted.
+        ws = adjoint.probes(products)
+        pulled = tape.gradient(products, v, output_gradients=ws)
+        fits = adjoint.holds(ws, self.times(tested), pulled, tested)
+        return unknown.known_if(fits, self.not_connected, found, v, z)
 
     def _third(self) -> str:
         return _THIRD.format(self._name)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from sgtrick._arguments.nones import present
 from sgtrick._core import unknown
-from sgtrick._core.adjoint import paired
+from sgtrick._core.adjoint import Paired, paired
 from sgtrick._core.guard import Check, message
 from sgtrick._core.override import keep, pass_on
 from sgtrick._core.rule import Rule
@@ -108,13 +108,13 @@ class ByPoint(NamedTuple):
             tape.watch(ws)
             gradients = self.gradients(us, xs, passed)[: self.stopped]
 
-        def pull(vs: Sequence[Tensor]) -> list[Gradient]:
+        def pull(vs: Sequence[Tensor]) -> Paired:
             gs, of_gs = paired(gradients, vs)
-            return list(tape.gradient(gs, ws, of_gs))
+            return paired(tape.gradient(gs, ws, of_gs), tangents)
 
+        found, fits, (_, ts) = transpose(pull, stopped)
         # Linear in `v`, unless the gradients contain a rule that is not.
-        found, fits, of = transpose(pull, tangents, stopped)
-        of += present(us)
+        of = [*present(us), *ts]
         return [*unknown.known_if(fits, _NOT_LINEAR.format(self.name), found, stopped, of)]
 
 
@@ -146,7 +146,7 @@ def zeros(
         by_xs: list[Gradient] = []
         for i, (x, g) in enumerate(zip(xs[: point.stopped], along, strict=True)):
             why = point.check.missing(closed, i).by_inputs
-            by_xs += unknown.failures([x], why, present(zs)) if why else [g]
+            by_xs.append(unknown.failure(x, why, present(zs)) if why else g)
         of = [*present(zs), *given, *others.tensors]
         rest = xs[point.stopped :]
         zeros = [_without_third(t, of, xs, beyond) for t in (*given, *others.tensors, *rest)]

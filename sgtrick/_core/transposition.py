@@ -7,7 +7,7 @@ import tensorflow as tf
 from sgtrick._arguments import structures
 from sgtrick._arguments.nones import present, spread
 from sgtrick._core import adjoint, unknown
-from sgtrick._core.adjoint import paired
+from sgtrick._core.adjoint import Paired, paired
 from sgtrick._core.rule import Rule
 from sgtrick._tensorflow import graphs, tapes, tracing
 from sgtrick._types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
@@ -17,45 +17,37 @@ def transposed(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) ->
     """The transpose of the pullback at `tangents`, or an error if it has none."""
     likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
 
-    def pull(us: Sequence[Tensor]) -> Sequence[Gradient]:
-        return rule.pull(*spread(us, likes))
+    def pull(us: Sequence[Tensor]) -> Paired:
+        return paired(rule.pull(*spread(us, likes)), tangents)
 
-    found, fits, of = transpose(pull, tangents, present(likes))
-    message = _MESSAGE.format(rule.name)
-    return unknown.known_if(fits, message, spread(found, likes), likes, of)
+    found, fits, (gs, ts) = transpose(pull, present(likes))
+    # Not of what is far, which may overflow.
+    of = [*gs, *ts]
+    return spread(
+        unknown.known_if(fits, _MESSAGE.format(rule.name), found, present(likes), of), likes
+    )
 
 
 def transpose(
-    linear: Callable[[Sequence[Tensor]], Sequence[Gradient]],
-    cotangents: Sequence[Tensor | None],
-    likes: Sequence[Tensor],
-    *,
-    at_probes: bool = False,
-) -> tuple[list[Gradient], Tensor, list[Tensor]]:
+    pull: Callable[[Sequence[Tensor]], Paired], likes: Sequence[Tensor]
+) -> tuple[list[Gradient], Tensor, Paired]:
     """The transpose of a linear function, and whether it is one.
 
     Args:
-        linear: The function, whose results may be None where they are zero.
-        cotangents: One for each of the results, None where it is zero.
+        pull: Returns the results of the function, and the cotangents at which to transpose it.
         likes: Tensors like its arguments.
-        at_probes: Whether it is tested at generic cotangents. Those that are given may be zero,
-            where only the slope of the transpose is wanted.
 
     Returns:
-        The transpose, None where it is zero; whether the dot-product test holds; and what the
-        transpose depends on, empty if the function is zero.
+        The transpose, None where it is zero; whether the dot-product test holds; what `pull`
+        returned in the test.
     """
-    far, near = adjoint.far_probes(likes), adjoint.probes(likes)
-    with tracing.differentiated(far) as pull_back:
-        ys, zs = paired(linear(far), cotangents)
-    if not ys:
-        return [None] * len(far), tf.constant(True), []
-    found = pull_back(ys, zs)
-    tested = adjoint.probes(ys) if at_probes else zs
-    pulled = pull_back(ys, tested) if at_probes else found
-    # Not of what is far, which may overflow.
-    moved, _ = paired(linear(near), cotangents)
-    return found, adjoint.holds(tested, moved, pulled, near), [*moved, *zs]
+    us, far = adjoint.probes(likes), adjoint.far_probes(likes)
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(far)
+        gs, ts = pull(far)
+    found = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
+    gs, ts = pull(us)
+    return found, adjoint.holds(ts, gs, us, found), (gs, ts)
 
 
 def checked(
@@ -97,12 +89,12 @@ def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z
     """Whether gradient `i` of a rule, which is in a graph, can be transposed for a cotangent."""
 
     def fits(z: Tensor) -> list[Tensor]:
-        def pull(us: Sequence[Tensor]) -> list[Gradient]:
+        def pull(us: Sequence[Tensor]) -> Paired:
             gradient = rule.pull(*spread(us, upstream))[i]
-            return [None if gradient is None else values_of(gradient)]
+            return paired([None if gradient is None else values_of(gradient)], [z])
 
         with unknown.not_raising():
-            _, holds, _ = transpose(pull, [z], present(upstream))
+            _, holds, _ = transpose(pull, present(upstream))
         return [holds]
 
     # What the rule uses is only known in its graph, to which nothing may be added any more: as long

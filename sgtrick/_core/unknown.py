@@ -47,46 +47,52 @@ def is_ignored() -> bool:
     return _IS_IGNORED.get()
 
 
-def failures(
-    likes: Sequence[Tensor], message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()
-) -> list[Tensor | None]:
-    """Unknown gradients with respect to some tensors: NaN, or where possible an error.
+def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()) -> Tensor:
+    """An unknown gradient with respect to a tensor: NaN, or where possible an error.
 
-    They are linear in the cotangents `zs`, so they are zero where these are: around a function,
-    TensorFlow differentiates all results, those that nobody asked for with zeros.
+    It is linear in the cotangents `zs`, so it is zero where they are: around a function, TensorFlow
+    differentiates all results, those that nobody asked for with zeros.
 
     Tapes call pullbacks, and graphs are traced, for derivatives that were never requested. So in
     graphs the error is raised when the NaN is computed, except in XLA, which cannot raise. In eager
-    execution it is raised if the tape was asked for the gradient with respect to one of the very
-    tensors, or the variable of which it is the value; and if another gradient comes out as NaN,
-    there is a warning.
+    execution it is raised if the tape was asked for the gradient with respect to this very tensor,
+    or the variable of which it is the value; and if another gradient comes out as NaN, there is a
+    warning.
 
     The derivatives of what is unknown are unknown too, and they may be all that is computed. So the
     derivatives of the NaN, with respect to everything that it stands for, are NaN to every order.
 
     Args:
-        likes: The tensors. None is the gradient of those without derivatives.
+        like: The tensor.
         message: The message of the error.
         zs: The cotangents.
-        of: The tensors that the gradients depend on besides.
+        of: The tensors that it depends on besides.
 
     Raises:
         LookupError: In eager execution.
     """
     still = are_zero(zs)
+    if tf.executing_eagerly() and _MAY_RAISE.get() and not still:
+        if tapes.asked_for(like):
+            raise LookupError(message)
+        tapes.warn_of_nan(message)
     if tf.executing_eagerly() and not still:
-        if _MAY_RAISE.get():
-            if any(map(tapes.asked_for, likes)):
-                raise LookupError(message)
-            tapes.warn_of_nan(message)
         _note(message)
     may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
-    wave = _wave([*likes, *zs, *of])
+    wave = _wave([like, *zs, *of])
     value = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), still)
     slope = tf.where(still, tf.constant(float("nan"), wave.dtype), value)
     value += tf.math.multiply_no_nan(slope, wave - tf.stop_gradient(wave))
+    shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
+    return tf.fill(shape, tf.cast(value, like.dtype))
+
+
+def failures(
+    likes: Sequence[Tensor], message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()
+) -> list[Tensor | None]:
+    """`failure` for each of several tensors, None for those without derivatives."""
     return [
-        tf.fill(tf.shape(like), tf.cast(value, like.dtype))
+        failure(like, message, zs, [*likes, *of])
         if structures.is_differentiable(like.dtype)
         else None
         for like in likes
@@ -119,7 +125,8 @@ def unless_moving(
         points: Tangents of `xs`.
         xs: What the unknown part depends on.
     """
-    return known_if(are_zero(points), message, along, along, [*points, *xs])
+    zero = zero_if(are_zero(points), message, [*points, *xs])
+    return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
 
 
 def are_zero(tensors: Sequence[Tensor]) -> Tensor:
@@ -131,24 +138,21 @@ def known_if(
     holds: Tensor,
     message: str,
     found: Sequence[Gradient],
-    likes: Sequence[Tensor | None],
+    likes: Sequence[Tensor],
     of: Sequence[Tensor],
-) -> list[Tensor | None]:
+) -> list[Tensor]:
     """Derivatives, None where they are zero, or an error as in `zero_if` if `holds` is false.
 
     Args:
         holds: Whether they are right.
         message: The message of the error.
         found: The derivatives.
-        likes: Tensors of their shapes and dtypes; where None, there is no derivative.
+        likes: Tensors of their shapes and dtypes.
         of: What they depend on.
     """
     zero = zero_if(holds, message, of)
     return [
-        None
-        if like is None
-        else (tf.zeros_like(like) if g is None else tf.convert_to_tensor(g))
-        + tf.cast(zero, like.dtype)
+        (tf.zeros_like(like) if g is None else tf.convert_to_tensor(g)) + tf.cast(zero, like.dtype)
         for g, like in zip(found, likes, strict=True)
     ]
 

@@ -120,7 +120,7 @@ def with_products(
     def jvp(ts: Sequence[Tensor], *, is_first: bool = True) -> list[Tensor]:
         if jvp_of is None:
             message = _NO_JVP.format(name)
-            return list(unknown.failures(values, message, ts))
+            return [unknown.failure(value, message, ts) for value in values]
         has_second = is_first and call.engine.gives_hessian
 
         def pull(*zs: Tensor) -> list[Gradient]:
