@@ -46,6 +46,7 @@ SATURATED = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drawn", SATURATED, ids=range(len(SATURATED)))
 def test_rounding_is_not_wrong(drawn):
     check_checker(drawn)

@@ -117,6 +117,7 @@ def test_calls_dtypes_and_static_shapes(wrap, second, vectorized, dtype):
     assert (h.hess_calls, h.failures) == (1 if vectorized else 4, 0)
 
 
+@pytest.mark.long
 @WRAPS
 @KINDS
 @VECTORIZED

@@ -17,6 +17,8 @@ import sgtrick.keras
 from hanging import HANGS
 from pages import ROOT, blocks
 
+pytestmark = pytest.mark.long
+
 R_SCRIPTS = ROOT / "tests" / "engines" / "r"
 
 

@@ -58,6 +58,7 @@ def is_possible(form, where, mode):
 
 @pytest.mark.parametrize(("form", "where", "mode"), spread(FORMS, WHERE, MODES, valid=is_possible))
 class TestInEveryWay:
+    @pytest.mark.long
     def test_its_derivative_is_loud(self, form, where, mode):
         for f in (both(FORMS[form]), lambda x: FORMS[form](x)[1]):
             inside = WHERE[where](MODES[mode](f))

@@ -40,6 +40,8 @@ from shared import (
     on_host,
 )
 
+pytestmark = pytest.mark.long
+
 MAYBE = {"right", *LOUD}
 
 FORWARD_MODES = {

@@ -158,6 +158,7 @@ def closing_over(previous):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode",
     [

@@ -59,6 +59,7 @@ class TestMirrored:
         np.testing.assert_allclose(both, single, rtol=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", keras_model.LOSSES)
 @pytest.mark.parametrize("name", ["keras", "tf_keras"])
 def test_model_fit(mirrored, name, loss):

@@ -57,6 +57,7 @@ def native(where, outer, inner):
     return verdict(SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])(true), exact(2))
 
 
+@pytest.mark.long
 class TestHigherDerivatives:
     """By any nesting, those of the rule."""
 
@@ -172,6 +173,7 @@ _one_more = tf.function(lambda x: 1 + x)
 _true = tf.function(true)
 
 
+@pytest.mark.long
 class TestRulesThatCallFunctions:
     """Their derivatives are found in each call."""
 

@@ -142,6 +142,7 @@ def is_run(name, where, modes):
 class TestLoud:
     """No finite wrong number, zero or None."""
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("name", "where", "modes"), spread(FIRST_ORDER, WHERE, NESTINGS, valid=is_run)
     )

@@ -85,6 +85,7 @@ def is_loud(run, *args):
     return y is not None and not np.any(np.isfinite(y))
 
 
+@pytest.mark.long
 class TestRulesThatAreNotLinear:
     @pytest.mark.parametrize(("form", "way", "rule"), spread(TRANSPOSED, WAYS, NOT_LINEAR))
     def test_are_loud(self, form, way, rule):
@@ -227,6 +228,7 @@ class TestLinearRules:
         came = WAYS[way](mode, f)(tf.constant(X), tf.constant(ALONG))
         np.testing.assert_allclose(came, ALONG @ matrix, rtol=1e-11, atol=1e-14)
 
+    @pytest.mark.long
     @FORM
     @pytest.mark.parametrize("way", ["eager", "around tf.function"])
     @pytest.mark.parametrize(
@@ -251,6 +253,7 @@ def _scaled(pull):
     return sgtrick.custom_vjp(lambda x: (2 * x, pull))
 
 
+@pytest.mark.long
 class TestRulesInRules:
     """What is transposed may contain another rule, which need not be linear."""
 

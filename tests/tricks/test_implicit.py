@@ -53,7 +53,11 @@ CASES = [
 PAIRS = pairs(CASES, everywhere=set())
 
 
-@pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
+@pytest.mark.parametrize(
+    ("case", "cell"),
+    [pytest.param(*pair, marks=[pytest.mark.long] * (pair[0] is CASES[0])) for pair in PAIRS],
+    ids=lambda of: of.name,
+)
 def test_matrix(case, cell):
     # The equation's own rules within the rule reach for tensors of the mapped function.
     loud = {"raises", "NaN"} if cell.name == "nested tapes around `vectorized_map`" else set()
@@ -156,6 +160,7 @@ def test_what_the_residual_closes_over_is_differentiated():
     np.testing.assert_allclose([by_a, by_v], [v / star / 2, a / star / 2], rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["eager", "graph", "around a graph", "forward", "forward graph"])
 @pytest.mark.parametrize("way", ["twice", "nested", "closed over"])
 def test_one_tensor_in_several_places(way, where):
@@ -505,9 +510,8 @@ def test_no_roots(wrap, theta):
     np.testing.assert_array_equal(tape.gradient(x, theta), tf.zeros_like(theta))
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.long] * ("forward" in way)) for way in FIRST_WAYS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", FIRST_WAYS)
 def test_a_jacobian_that_is_equal_for_all_mapped_members(way):
     def root(x):
         return implicit_root(lambda z, x: z - tf.sin(x), tf.sin(x), x)

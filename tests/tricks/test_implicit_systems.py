@@ -80,6 +80,7 @@ class TestDependentMembers:
 
         return implicit_root(residual, star, theta, batch_ndims=batch_ndims)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("n", [1, 2, 9])
     def test_raise(self, n):
         theta = tf.constant(np.linspace(0.1, 1, 3 * n).reshape(3, n))
