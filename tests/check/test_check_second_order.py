@@ -95,6 +95,7 @@ REFUSED = {
 
 
 class TestRight:
+    @pytest.mark.long
     @pytest.mark.parametrize(("case", "mode"), in_turn(RIGHT))
     def test_passes(self, case, mode):
         found = check_gradient(*RIGHT[case], order=2, mode=mode)

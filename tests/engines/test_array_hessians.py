@@ -363,6 +363,7 @@ class TestWhereTheEngineFailed:
     def of_unknown_dimensions(self, f):
         return tf.function(self.by_tapes(f), input_signature=[tf.TensorSpec([None, 2], tf.float64)])
 
+    @pytest.mark.long
     @WRAPS
     @pytest.mark.parametrize("inside", [lambda f: f, tf.function], ids=["", "around"])
     @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ FUNCTIONS = [name for name in SECOND if name != "implicit_root"]
 LONG = pytest.param("implicit_root", marks=pytest.mark.long)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "place", "way"),
     [
@@ -129,6 +130,7 @@ def test_second_derivatives_where_tensorflow_may_fail(name, closed_over, place):
     assert came(run, X) in {"right", "raises", "NaN"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["cond", "while_loop"])
 @pytest.mark.parametrize("name", [*FUNCTIONS, "custom_gradient", LONG])
 def test_in_forward_mode(name, place):

@@ -154,6 +154,7 @@ def is_run(given, name, way, modes, by):
     return given == "variable" or way == "eager"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "name", "way", "modes", "by"),
     spread(

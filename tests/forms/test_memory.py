@@ -219,6 +219,7 @@ def insist_on_no_growth(run):
     assert {what: n for what, n in held().items() if n > before[what]} == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", of_each_form(FORMS))
 @pytest.mark.parametrize("way", ["eager vectorized_map", "retraced function"])
 def test_loops_over_numbers(name, way):

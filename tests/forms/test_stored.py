@@ -78,6 +78,7 @@ def loaded(tmp_path_factory):
 LONG = [pytest.param(name, marks=[pytest.mark.long] * (name == "implicit_root")) for name in FORMS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
 def test_twice_over(name, loaded, tmp_path):
     once = loaded(name)
@@ -160,6 +161,7 @@ def test_without_custom_gradients_the_value_form_is_right_and_then_loud(tmp_path
 
 
 # TensorFlow does not map a loaded assertion.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "custom_gradients"),
     spread([name for name in FORMS if name != "clip_gradient"], [True, False], together=1),

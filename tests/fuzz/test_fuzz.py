@@ -50,6 +50,7 @@ FOUND = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", FOUND, ids=repr)
 def test_what_was_found(program):
     check(program)
