@@ -186,7 +186,10 @@ class Native:
         ]
         xs, dtypes, value_dtype = tensors_of(flat, self._dtype)
         if not any(dtypes):
-            raise WrongUseError(f"{self._name} has no argument of a floating dtype.")
+            raise WrongUseError(
+                f"{self._name} has no argument of a floating dtype. Pass an argument as a float, "
+                "or call the function itself."
+            )
         for (path, *_), x in zip(flat, xs, strict=True):
             if x.dtype == tf.string:
                 raise TypeError(f"{path} is a string, which JAX does not take.")
