@@ -81,6 +81,7 @@ def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tenso
     may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
     wave = _wave([like, *zs, *of])
     value = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), still)
+    # Where the value is an error, its derivatives are: they may be all that is computed.
     slope = tf.where(still, tf.constant(float("nan"), wave.dtype), value)
     value += tf.math.multiply_no_nan(slope, wave - tf.stop_gradient(wave))
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)

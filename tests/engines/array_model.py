@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tensorflow as tf
+import tensorflow_probability as tfp
 
 import sgtrick
 from matrix import traced
@@ -26,6 +27,19 @@ V, B = RANDOM.normal(size=(4, 2)), RANDOM.normal(size=4)  # along which the poin
 
 def true(x, a):
     return a[..., tf.newaxis] * tf.sin(tf.linalg.matvec(tf.constant(W), x))
+
+
+def joint(f):
+    """A distribution of the point and of observations of the array."""
+    tfd = tfp.distributions
+
+    @tfd.JointDistributionCoroutineAutoBatched
+    def model():
+        x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
+        a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
+        yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
+
+    return model
 
 
 def value(x, a):

@@ -23,6 +23,7 @@ from array_model import (
     by_forward_mode,
     gradients,
     jacobians,
+    joint,
     likelihood_gradient,
     mapped,
     true,
@@ -30,7 +31,6 @@ from array_model import (
 from matrix import spread
 from shared import WRAPS, derivative, forward_derivative
 
-tfd = tfp.distributions
 ARRAY = MODELS["array"]
 WITHIN = {"2-point": 1e-6, "3-point": 1e-8}  # else 1e-12
 SCHEMES = pytest.mark.parametrize("scheme", WITHIN)
@@ -261,14 +261,9 @@ def test_derivatives_that_were_not_given_are_errors(wrap):
 def test_in_an_autobatched_joint_distribution():
     h = ARRAY.engine("products", vectorized=True)
 
-    def joint(f):
-        @tfd.JointDistributionCoroutineAutoBatched
-        def model():
-            x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
-            a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
-            yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
-
+    def log_prob(f):
+        model = joint(f)
         return lambda x, a: model.log_prob(x=x, a=a, y=U)
 
-    check(gradients(joint(h), upstream=None), gradients(joint(true), upstream=None))
+    check(gradients(log_prob(h), upstream=None), gradients(log_prob(true), upstream=None))
     assert (h.calls, h.vjp_calls) == (2, 1)  # one sample tells the shapes

@@ -16,15 +16,24 @@ from test_array_hessians import (
 )
 
 import sgtrick
-from array_model import A, W, X, added, by_forward_mode, gradients, mapped, true, true_pair
+from array_model import (
+    A,
+    W,
+    X,
+    added,
+    by_forward_mode,
+    gradients,
+    joint,
+    mapped,
+    true,
+    true_pair,
+)
 from matrix import traced
 from shared import WRAPS, derivative
 
 pytest.importorskip("jax.experimental.jax2tf", reason="JAX is not installed")
 import jax
 import jax.numpy as jnp
-
-tfd = tfp.distributions
 
 
 def native(fn, **options):
@@ -243,13 +252,7 @@ class TestMapped:
 class TestSamplers:
     @staticmethod
     def model(f):
-        @tfd.JointDistributionCoroutineAutoBatched
-        def model():
-            x = yield tfd.MultivariateNormalDiag(tf.zeros(2, tf.float64), name="x")
-            a = yield tfd.Normal(tf.zeros([], tf.float64), 1.0, name="a")
-            yield tfd.MultivariateNormalDiag(f(x, a), tf.ones(3, tf.float64), name="y")
-
-        return model.experimental_pin(y=[0.3, -0.2, 0.5])
+        return joint(f).experimental_pin(y=[0.3, -0.2, 0.5])
 
     @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "XLA"])
     def test_nuts_in_an_autobatched_joint_distribution(self, options):

@@ -4,7 +4,6 @@ What the rivals do in the other cells is in matrix/facts.py, and tested where th
 made.
 """
 
-import functools
 import itertools
 import re
 from pathlib import Path
@@ -25,8 +24,8 @@ TITLE, RULE, *ROWS = re.findall(
     r"^\|.*\|$", (Path(__file__).parents[2] / "README.md").read_text(), re.M
 )[:6]
 LIBRARIES = ["sgtrick", "tfp", "tf"]  # of README, whose table is of many functions in one call
-SHORT = {"forward mode, eager": "`ForwardAccumulator` in eager"}  # for narrow screens
-ROWS = [functools.reduce(lambda row, name: row.replace(name, SHORT[name]), SHORT, r) for r in ROWS]
+# README has a short name, for narrow screens.
+ROWS = [row.replace("forward mode, eager", "`ForwardAccumulator` in eager") for row in ROWS]
 NAMES = [row.split(" | ")[0].removeprefix("| ") for row in ROWS]
 
 
