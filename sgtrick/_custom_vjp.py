@@ -84,8 +84,8 @@ def custom_vjp(f: Function | None = None) -> Function:
         rule beside the VJP rule. Methods can be decorated too. The rule is
         `jvp(primals, tangents) -> (primal_out, tangent_out)`, as for `custom_jvp`. `primals` has
         one entry for each argument, in the order of the gradients. Forward mode uses it instead of
-        a transpose, so `grad_fn` need not be linear; around `tf.vectorized_map`, it is NaN. Nothing
-        compares the two rules, except `check_gradient`.
+        a transpose, so `grad_fn` need not be linear. Nothing compares the two rules, except
+        `check_gradient`.
 
     Raises:
         TypeError: `f` does not return such a pair, or uses a reference variable of TensorFlow 1;

@@ -13,8 +13,9 @@ from sgtrick._arguments.nones import present, spread
 from sgtrick._core import unknown
 from sgtrick._core.rule import Rule
 from sgtrick._core.running import running
+from sgtrick._core.transposition import transposed
 from sgtrick._tensorflow import mapping, tapes, tracing
-from sgtrick._types import Gradient, Tensor
+from sgtrick._types import Gradient, Tangent, Tensor
 
 
 def of_batch(
@@ -32,9 +33,13 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    # Accumulators cannot follow functions that are carried from graph to graph.
-    with unknown.not_raising(), running("tapes" if tapes.somebody_pushes() else "graph"):
-        member = tracing.Traced(rule.pull, live, batch.graph)
+
+    def trace() -> tracing.Traced:
+        with unknown.not_raising(), running("graph"):
+            return tracing.Traced(rule.pull, live, batch.graph)
+
+    # Accumulators would add their tangents to what is traced.
+    member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
     try:
         captured = [batch.take(t) for t in member.captured]
     except mapping.OutOfReachError:
@@ -52,8 +57,13 @@ def of_batch(
                 gradients[i] = g
         return gradients
 
-    push = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push)
+    def push(*tangents: Tangent) -> list[Tangent]:
+        # Instead of its own pushforward, which is what this is.
+        return transposed(Rule(rule.name, pull), ys, tangents, is_tested=False)
+
+    knows = callable(rule.push) and not rule.transposes
+    own = rule.push if isinstance(rule.push, str) else None
+    return ys, xs, Rule(rule.name, pull, push if knows else own)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

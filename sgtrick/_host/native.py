@@ -1,7 +1,9 @@
 """JAX functions as operations of the graph: they compile under XLA, and can be stored."""
 
+import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,10 +34,8 @@ except ImportError as error:
         "Install another version of JAX, or leave native out."
     ) from error
 
-Axes = tuple[int | None, ...]
-# For each vmap around a function, the outermost first: the axis of each argument, and of each
-# floating result, 0 or None.
-Levels = tuple[tuple[Axes, Axes], ...]
+# The names of the batch dimensions of a tensor, the outermost first.
+Names = tuple[str, ...]
 
 
 class Operation:
@@ -44,76 +44,85 @@ class Operation:
     The operations come with their own rule for `tf.vectorized_map`, which is `jax.vmap`.
     """
 
-    def __init__(self, name: str, f: Function, levels: Levels = (), floats: int = 0) -> None:
-        """`f` returns a tuple of arrays, the first `floats` of which are floating.
+    def __init__(
+        self,
+        name: str,
+        f: Function,
+        places: Sequence[int],
+        ins: Sequence[Names],
+        outs: Sequence[Names],
+    ) -> None:
+        """`f` returns a tuple of arrays, of which the first ones, as many as `outs`, are floating.
 
-        It is a function that `levels` have mapped. Only names of dimensions depend on them.
+        Args:
+            name: The function's name in errors.
+            f: The function.
+            places: The indices of its floating arguments.
+            ins: The batch dimensions of its arguments.
+            outs: Those of its floating results.
         """
-        self._name, self._f, self._levels, self._floats = name, f, levels, floats
-        self._mapped: dict[Axes, Operation] = {}
-        self._derivatives: dict[str, Operation] = {}
+        self._name, self._f, self._places, self._ins, self._outs = name, f, places, ins, outs
+        self._mapped: dict[tuple[bool, ...], Operation] = {}
         # JAX lowers the function once for each signature. Known shapes are kept: unknown ones need
         # assertions that a JAX which is newer than TensorFlow writes in a form unknown to it.
         self._traced = tf.function(self._lowered, autograph=False)
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
         """The results, with their derivatives."""
-        places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
 
         def pull(*upstream: Tensor | None) -> list[Gradient]:
-            pulled = dict(zip(places, self._vjp(len(xs), places)(*xs, *upstream), strict=True))
+            pulled = dict(zip(self._places, self._vjp(*xs, *upstream), strict=True))
             return [pulled.get(i) for i in range(len(xs))]
 
         def push(*tangents: Tangent) -> list[Tangent]:
-            given = [(xs[i], tangents[i]) for i in places]
-            ts = [tf.zeros_like(x) if t is None else t for x, t in given]
-            return list(self._jvp(len(xs), places)(*xs, *ts))
+            given = [(xs[i], tangents[i]) for i in self._places]
+            return list(self._jvp(*xs, *(tf.zeros_like(x) if t is None else t for x, t in given)))
 
         def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
             tensors, stacked = zip(*inputs, strict=True)
-            return self._over(stacked)(*tensors)[: self._floats]
+            return self.over(stacked)(*tensors)[: len(self._outs)]
 
         with tapes.not_recording():
             ys = list(self._traced(*map(tf.stop_gradient, xs)))
-        floats = keep(ys[: self._floats], xs, Rule(self._name, pull, push, batched=batched))
-        return [*floats, *ys[self._floats :]]
+        count = len(self._outs)
+        floats = keep(ys[:count], xs, Rule(self._name, pull, push, batched=batched))
+        return [*floats, *ys[count:]]
 
-    def _vjp(self, count: int, places: Sequence[int]) -> "Operation":
+    @functools.cached_property
+    def _vjp(self) -> "Operation":
         """From the arguments and upstream gradients to the gradients of floating arguments."""
+        n, places, ins = len(self._ins), self._places, (*self._ins, *self._outs)
 
         def vjp(*args: Any) -> tuple[Any, ...]:
-            xs, us = args[:count], args[count:]
-            ys, pull = jax.vjp(self._of_floats(xs, places), [xs[i] for i in places])
+            xs, us = args[:n], args[n:]
+            ys, pull = jax.vjp(self._of_floats(xs), [xs[i] for i in places])
             (gradients,) = pull(tuple(u.astype(y.dtype) for u, y in zip(us, ys, strict=True)))
             return tuple(gradients)
 
-        levels = tuple(((*ins, *outs), tuple(ins[i] for i in places)) for ins, outs in self._levels)
-        return self._derived("vjp", vjp, levels, len(places))
+        all_places = [*places, *range(n, len(ins))]
+        return Operation(self._name, vjp, all_places, ins, [ins[i] for i in places])
 
-    def _jvp(self, count: int, places: Sequence[int]) -> "Operation":
+    @functools.cached_property
+    def _jvp(self) -> "Operation":
         """From the arguments and tangents of the floating ones to the tangents of the results."""
+        n, places = len(self._ins), self._places
+        ins = (*self._ins, *(self._ins[i] for i in places))
 
         def jvp(*args: Any) -> tuple[Any, ...]:
-            xs, ts = args[:count], list(args[count:])
-            f = self._of_floats(xs, places)
-            return jax.jvp(f, ([xs[i] for i in places],), (ts,))[1]  # type: ignore[no-any-return]
+            xs, ts = args[:n], list(args[n:])
+            points = [xs[i] for i in places]
+            return jax.jvp(self._of_floats(xs), (points,), (ts,))[1]  # type: ignore[no-any-return]
 
-        levels = tuple(((*ins, *(ins[i] for i in places)), outs) for ins, outs in self._levels)
-        return self._derived("jvp", jvp, levels, self._floats)
+        return Operation(self._name, jvp, [*places, *range(n, len(ins))], ins, self._outs)
 
-    def _of_floats(self, xs: Sequence[Any], places: Sequence[int]) -> Function:
+    def _of_floats(self, xs: Sequence[Any]) -> Function:
         """The floating results as a function of the floating arguments."""
 
-        def f(floating: Sequence[Any]) -> tuple[Any, ...]:
-            own = dict(zip(places, floating, strict=True))
-            return tuple(self._f(*(own.get(i, x) for i, x in enumerate(xs)))[: self._floats])
+        def f(points: Sequence[Any]) -> tuple[Any, ...]:
+            own = dict(zip(self._places, points, strict=True))
+            return tuple(self._f(*(own.get(i, x) for i, x in enumerate(xs)))[: len(self._outs)])
 
         return f
-
-    def _derived(self, what: str, f: Function, levels: Levels, floats: int) -> "Operation":
-        if what not in self._derivatives:
-            self._derivatives[what] = Operation(self._name, f, levels, floats)
-        return self._derivatives[what]
 
     def _lowered(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """The operations, in the graph of a function of their own."""
@@ -129,23 +138,27 @@ class Operation:
 
     def _of_batch(self, xs: Sequence[Tensor], stacked: Sequence[bool]) -> Sequence[Tensor]:
         """The results for all members of a batch, without their derivatives."""
-        return self._over(stacked)._traced(*xs)  # type: ignore[no-any-return]
+        return self.over(stacked)._traced(*xs)  # type: ignore[no-any-return]
 
-    def _over(self, stacked: Sequence[bool]) -> "Operation":
+    def over(self, stacked: Sequence[bool]) -> "Operation":
         """The operation for all members of a batch; `stacked` tells which arguments differ."""
-        axes = tuple(0 if is_stacked else None for is_stacked in stacked)
-        if 0 not in axes:
+        key = tuple(stacked)
+        if not any(key):
             return self
-        if axes not in self._mapped:
-            mapped = jax.vmap(self._f, in_axes=axes)
-            levels = ((axes, (0,) * self._floats), *self._levels)
-            self._mapped[axes] = Operation(self._name, mapped, levels, self._floats)
-        return self._mapped[axes]
+        if key not in self._mapped:
+            batch = f"n{len(set(itertools.chain(*self._ins)))}"
+            self._mapped[key] = Operation(
+                self._name,
+                jax.vmap(self._f, in_axes=tuple(0 if is_stacked else None for is_stacked in key)),
+                self._places,
+                [(batch, *own) if s else own for own, s in zip(self._ins, key, strict=True)],
+                [(batch, *own) for own in self._outs],
+            )
+        return self._mapped[key]
 
     def _shape(self, i: int, x: Tensor) -> str:
         """The shape of an argument for JAX, in which unknown dimensions have names."""
-        names = [f"n{k}" for k, (axes, _) in enumerate(self._levels) if axes[i] == 0]
-        names += [f"x{i}_{k}" for k in range(x.shape.rank - len(names))]
+        names = [*self._ins[i], *(f"x{i}_{k}" for k in range(x.shape.rank - len(self._ins[i])))]
         sizes = zip(x.shape.as_list(), names, strict=True)
         return f"({', '.join(name if n is None else str(n) for n, name in sizes)})"
 
@@ -184,41 +197,58 @@ class Native:
             for name, value, ndims in zip(names[own:], arguments, by_argument, strict=True)
             for leaf in with_event_ndims(name, value, ndims)
         ]
-        xs, dtypes, value_dtype = tensors_of(flat, self._dtype)
-        if not any(dtypes):
-            raise WrongUseError(
-                f"{self._name} has no argument of a floating dtype. Pass an argument as a float, "
-                "or call the function itself."
-            )
-        for (path, *_), x in zip(flat, xs, strict=True):
-            if x.dtype == tf.string:
-                raise TypeError(f"{path} is a string, which JAX does not take.")
+        paths, ndims = [path for path, *_ in flat], [n for *_, n in flat]
+        xs, _, value_dtype = tensors_of(flat, self._dtype)
+        self._check(xs, paths)
         with tf.name_scope("native"):
-            points, axes, front = _Batch.of(xs, flat)
-            points = [
-                tf.cast(x, self._dtype) if dtype is not None else x
-                for x, dtype in zip(points, dtypes, strict=True)
-            ]
-            operation, value, aux = self._operation(receivers, arguments, points, axes)
-            ys = [front.restored(y) for y in operation(*points)]
+            xs = [tf.cast(x, self._dtype) if x.dtype.is_floating else x for x in xs]
+            operation, value, aux = self._operation(receivers, arguments, xs, ndims)
+            # The others are the same for all members.
+            stacked = [x.shape.rank > n for x, n in zip(xs, ndims, strict=True)]
+            points, batch = broadcast_batches(
+                *(list(itertools.compress(t, stacked)) for t in (xs, ndims, paths))
+            )
+            for _ in range(batch.rank):
+                operation = operation.over(stacked)
+            of_members = iter([_without_empty(x, batch) for x in points])
+            xs = [next(of_members) if s else x for x, s in zip(xs, stacked, strict=True)]
+            ys = operation(*xs)
+            if not batch.num_elements():  # or it is unknown
+                ys = [_cut(y, tf.shape(points[0]), batch) for y in ys]
         n = len(tf.nest.flatten(value))
         y = tf.nest.pack_sequence_as(value, [tf.cast(y, value_dtype) for y in ys[:n]])
         if not self._has_aux:
             return y
-        inputs = [x for x in points if x.dtype.is_floating]
+        inputs = [x for x in xs if x.dtype.is_floating]
         others = [embedding.auxiliary(self._name, a, inputs) for a in ys[n:]]
         return y, *tf.nest.pack_sequence_as(aux, others)
+
+    def _check(self, xs: Sequence[Tensor], paths: Sequence[str]) -> None:
+        if not any(x.dtype.is_floating for x in xs):
+            raise WrongUseError(
+                f"{self._name} has no argument of a floating dtype. Pass an argument as a float, "
+                "or call the function itself."
+            )
+        for path, x in zip(paths, xs, strict=True):
+            if x.dtype == tf.string:
+                raise TypeError(f"{path} is a string, which JAX does not take.")
+            if x.shape.rank is None:
+                raise ValueError(
+                    f"{path} has an unknown rank. Set its rank, for example by tf.ensure_shape, or "
+                    "leave native=True out."
+                )
 
     def _operation(
         self,
         receivers: Sequence[object],
         arguments: Sequence[Structure],
         xs: Sequence[Tensor],
-        axes: Axes,
+        ndims: Sequence[int],
     ) -> tuple[Operation, Structure, Structure]:
-        """The operation for arguments of this structure, and the structures of value and aux."""
-        like = tf.nest.map_structure(lambda _: None, list(arguments))
-        key = axes, repr(like)
+        """The operation of one member, and the structures of its value and aux."""
+        like = tf.nest.map_structure(lambda _: None, arguments)
+        places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
+        key = repr(like), *places
         if key in self._operations:
             return self._operations[key]
 
@@ -231,78 +261,34 @@ class Native:
 
         specs = [
             jax.ShapeDtypeStruct(
-                tuple(2 if n is None else n for n in x.shape[0 if axis is None else 1 :]),
+                [2 if n is None else n for n in x.shape[x.shape.rank - ndim :]],
                 x.dtype.as_numpy_dtype,
             )
-            for x, axis in zip(xs, axes, strict=True)
+            for x, ndim in zip(xs, ndims, strict=True)
         ]
         with wide(spec.dtype for spec in specs):
             value, *others = jax.eval_shape(member, *specs)
-        floats = len(tf.nest.flatten(value))
-        is_batch = 0 in axes
-        operation = Operation(
-            self._name,
-            jax.vmap(flat, in_axes=axes) if is_batch else flat,
-            ((axes, (0,) * floats),) if is_batch else (),
-            floats,
-        )
+        outs = [()] * len(tf.nest.flatten(value))
+        operation = Operation(self._name, flat, places, [()] * len(xs), outs)
         value, aux = (tf.nest.map_structure(lambda _: None, t) for t in (value, tuple(others)))
         if not receivers:  # those of a method would be kept for ever
             self._operations[key] = operation, value, aux
         return operation, value, aux
 
 
-class _Batch(NamedTuple):
-    """The batch shape of a call; None if no argument has batch dimensions."""
-
-    shape: Tensor | None
-    known: tf.TensorShape
-
-    @classmethod
-    def of(
-        cls, xs: Sequence[Tensor], flat: Sequence[tuple[str, Any, int]]
-    ) -> tuple[list[Tensor], Axes, "_Batch"]:
-        """The tensors with a single batch dimension, and its axis, None for those without one."""
-        ndims = [n for *_, n in flat]
-        for x, (path, *_) in zip(xs, flat, strict=True):
-            if x.shape.rank is None:
-                raise ValueError(
-                    f"{path} has an unknown rank. Set its rank, for example by tf.ensure_shape, or "
-                    "leave native=True out."
-                )
-        axes = tuple(None if x.shape.rank == n else 0 for x, n in zip(xs, ndims, strict=True))
-        places = [k for k, axis in enumerate(axes) if axis == 0]
-        if not places:
-            return list(xs), axes, cls(None, tf.TensorShape([]))
-        points, known = broadcast_batches(
-            [xs[k] for k in places], [ndims[k] for k in places], [flat[k][0] for k in places]
-        )
-        batch = cls(tf.shape(points[0])[: known.rank], known)
-        found = list(xs)
-        for k, x in zip(places, points, strict=True):
-            found[k] = batch._as_one(x)
-        return found, axes, batch
-
-    def _as_one(self, x: Tensor) -> Tensor:
-        """A tensor with one batch dimension, which JAX requires to be at least 1."""
-        event, count = x.shape[self.known.rank :], tf.reduce_prod(self.shape)
-        if self.known.rank != 1:
-            x = tf.reshape(x, tf.concat([[count], tf.shape(x)[self.known.rank :]], 0))
-        size = self.known.num_elements()
-        if not size:  # or unknown
-            more = tf.maximum(1 - count, 0)
-            x = tf.pad(x, [[0, more], *[[0, 0]] * event.rank])
-        x.set_shape([size or None, *event])
+def _without_empty(x: Tensor, batch: tf.TensorShape) -> Tensor:
+    """A tensor whose batch dimensions are at least 1, as JAX requires; only empty ones grow."""
+    if batch.num_elements():
         return x
+    event = x.shape[batch.rank :]
+    more = [[0, tf.maximum(1 - n, 0)] for n in tf.unstack(tf.shape(x)[: batch.rank])]
+    padded = tf.pad(x, [*more, *[[0, 0]] * event.rank])
+    padded.set_shape([*(n or None for n in batch), *event])
+    return padded
 
-    def restored(self, y: Tensor) -> Tensor:
-        """A result with the batch dimensions of the arguments."""
-        if self.shape is None:
-            return y
-        event = y.shape[1:]
-        if not self.known.num_elements():
-            y = y[: tf.reduce_prod(self.shape)]
-        if self.known.rank != 1:
-            y = tf.reshape(y, tf.concat([self.shape, tf.shape(y)[1:]], 0))
-        y.set_shape(self.known.concatenate(event))
-        return y
+
+def _cut(y: Tensor, shape: Tensor, batch: tf.TensorShape) -> Tensor:
+    """A result without what `_without_empty` has added to a tensor of this shape."""
+    cut = y[tuple(slice(n) for n in tf.unstack(shape[: batch.rank]))]
+    cut.set_shape(batch.concatenate(y.shape[batch.rank :]))
+    return cut

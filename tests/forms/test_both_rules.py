@@ -1,13 +1,11 @@
 """`custom_vjp` with a JVP rule beside its VJP rule."""
 
-import functools
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import RUN_IN, WRAPS, derivative, forward_derivative, mapped, on_host, pushed
+from shared import RUN_IN, WRAPS, derivative, forward_derivative, on_host, pushed
 
 X = np.random.default_rng(3).normal(size=(4,))
 MAGNITUDE = 3.0  # of the JVP rule, so that it can be told from the transpose of the other
@@ -29,27 +27,15 @@ def made(push=MAGNITUDE):
     return form
 
 
-# Forward mode around vectorized_map is an error.
-FORWARD = {
-    name: functools.partial(run, forward_derivative)
-    for name, run in RUN_IN.items()
-    if name != "around vectorized_map"
-}
-
-
 @pytest.mark.parametrize("way", RUN_IN)
 def test_reverse_mode_uses_the_vjp_rule(way):
     np.testing.assert_allclose(RUN_IN[way](derivative, made())(tf.constant(X)), np.cos(X))
 
 
-@pytest.mark.parametrize("way", FORWARD)
+@pytest.mark.parametrize("way", RUN_IN)
 def test_forward_mode_uses_the_jvp_rule(way):
-    np.testing.assert_allclose(FORWARD[way](made())(tf.constant(X)), MAGNITUDE * np.cos(X))
-
-
-def test_around_vectorized_map_forward_mode_is_nan():
-    """TensorFlow cannot map the one rule as the derivative of the other."""
-    assert np.isnan(forward_derivative(mapped(made()))(tf.constant(X))).all()
+    came = RUN_IN[way](forward_derivative, made())(tf.constant(X))
+    np.testing.assert_allclose(came, MAGNITUDE * np.cos(X))
 
 
 # What the second derivative is in terms of the true one.
@@ -79,7 +65,7 @@ def test_a_rule_that_has_no_transpose():
 
     h, x = both_rules(f, lambda p, t: (None, tf.cos(p[0]) * t[0])), tf.constant(X)
     for way in ("eager", "in tf.function", "around tf.function"):
-        np.testing.assert_allclose(FORWARD[way](h)(x), np.cos(X))
+        np.testing.assert_allclose(RUN_IN[way](forward_derivative, h)(x), np.cos(X))
     np.testing.assert_allclose(derivative(h)(x), np.cos(X))
     with pytest.raises((LookupError, tf.errors.OpError), match="defjvp"):
         forward_derivative(sgtrick.custom_vjp(f))(x)
@@ -160,11 +146,11 @@ class TestWhatTheJvpRuleDoesNotSay:
         assert np.isnan(wrap(derivative(forward_derivative(h)))(x)).all()
 
 
-@pytest.mark.parametrize("way", FORWARD)
+@pytest.mark.parametrize("way", RUN_IN)
 def test_a_rule_that_calls_the_function_in_a_function(way):
     """It does not recurse."""
     h = both_rules(sine, lambda p, t: (tf.function(h)(*p), tf.cos(p[0]) * t[0]))
-    np.testing.assert_allclose(FORWARD[way](h)(tf.constant(X)), np.cos(X))
+    np.testing.assert_allclose(RUN_IN[way](forward_derivative, h)(tf.constant(X)), np.cos(X))
 
 
 @pytest.mark.parametrize("mode", ["full", "random"])
