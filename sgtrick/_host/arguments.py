@@ -7,19 +7,55 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._arguments import shapes, structures
+from sgtrick._arguments import calls, shapes, structures
+from sgtrick._host import foreign
 from sgtrick._host.contract import too_few_dimensions
-from sgtrick._types import DType, DTypeLike, Structure, Tensor
+from sgtrick._types import Args, DType, DTypeLike, Kwargs, Structure, Tensor
 
 
-def event_ndims_of(stated: Structure, names: Sequence[str], count: int) -> Sequence[Structure]:
-    """`event_ndims`, one for each argument.
+def by_position(
+    function: calls.Callee,
+    args: Args,
+    kwargs: Kwargs,
+    event_ndims: Structure,
+    name: str,
+    *,
+    own: int = 0,
+) -> tuple[Args, list[tuple[str, Any, int]]]:
+    """The arguments of an engine, and `(path, leaf, event_ndims)` for every leaf of them.
+
+    Defaults that the call leaves out are not among them: the engine has them itself.
 
     Args:
-        stated: As the caller stated it.
-        names: The names of the arguments.
-        count: How many parameters there are. Omitted arguments have defaults and are the last ones.
+        function: The engine.
+        args: The arguments of the call.
+        kwargs: Those by keyword.
+        event_ndims: As the caller stated it.
+        name: The name of the engine in errors.
+        own: How many of the arguments, the first ones, are the instance or class of a method. They
+            have no leaves.
     """
+    call = function.bind(args, kwargs)
+    given = [key for key in call.keywords if key not in call.defaults]
+    if given:
+        raise TypeError(
+            f"{name} has keyword-only arguments {given}, but engines are called by position. Make "
+            "them positional, or bind them with functools.partial."
+        )
+    names = function.names(call)[: call.positional]
+    while names and names[-1] in call.defaults:
+        names.pop()
+    given_args = tuple(call.values[: len(names)])
+    by_argument = _event_ndims_of(event_ndims, names[own:], call.positional - own)
+    flat = []
+    for key, arg, ndims in zip(names[own:], given_args[own:], by_argument, strict=True):
+        foreign.refuse_tensors(name, key, arg)
+        flat += _with_event_ndims(key, arg, ndims)
+    return given_args, flat
+
+
+def _event_ndims_of(stated: Structure, names: Sequence[str], count: int) -> Sequence[Structure]:
+    """`event_ndims`, one for each argument; `count` includes those that the call leaves out."""
     if not isinstance(stated, (tuple, list)):
         return [stated] * len(names)
     left_out = len(names) < len(stated) <= count
@@ -31,7 +67,7 @@ def event_ndims_of(stated: Structure, names: Sequence[str], count: int) -> Seque
     return stated[: len(names)]
 
 
-def with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple[str, Any, int]]:
+def _with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple[str, Any, int]]:
     """`(path, leaf, event_ndims)` for every leaf of an argument."""
     if not tf.nest.is_nested(ndims):
         flat = [(path, leaf, ndims) for path, leaf in structures.flatten(arg)]

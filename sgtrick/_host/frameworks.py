@@ -2,15 +2,14 @@
 
 from __future__ import annotations  # signatures that show the names of types
 
+import functools
 from concurrent.futures import Executor
 
-from sgtrick._arguments import calls
 from sgtrick._host import packages
 from sgtrick._host.derived import Derived, Framework
 from sgtrick._host.engine import Functions, Options
 from sgtrick._host.host_function import HostFunction
 from sgtrick._host.value_shape import ValueShape
-from sgtrick._tensorflow import autograph
 from sgtrick._types import Decorated, DTypeLike, Function, Structure
 
 
@@ -152,7 +151,10 @@ def from_jax(
                     f"from_jax(native=True) has no {key}: the function becomes operations of the "
                     f"graph, which do not call the host. Leave out {key}, or native."
                 )
-        return _native(fn, event_ndims, has_aux, dtype, name)
+        from sgtrick._host.native import as_operations
+
+        make = functools.partial(as_operations, event_ndims, has_aux, dtype, name)
+        return make if fn is None else make(fn)
     from sgtrick._host.jax import Jax
 
     options = Options(
@@ -161,25 +163,6 @@ def from_jax(
         value_shape=() if value_shape is None and not jit else value_shape,
     )  # fmt: skip
     return _form(fn, Jax(jit=jit), options)
-
-
-def _native(
-    fn: Function | None,
-    event_ndims: int | Structure,
-    has_aux: bool,
-    dtype: DTypeLike,
-    name: str | None,
-) -> Decorated:
-    """The function as operations of the graph, or a decorator if `fn` is None."""
-    if fn is None:
-        return lambda fn: _native(fn, event_ndims, has_aux, dtype, name)
-    from sgtrick._host.native import Native
-
-    def make(function: calls.Callee) -> Function:
-        call = Native(function, event_ndims, has_aux, dtype, name)
-        return autograph.form(lambda _, args, kwargs: call(args, kwargs))
-
-    return calls.as_form(fn, make)
 
 
 def _form(fn: Function | None, framework: Framework, options: Options) -> Decorated:

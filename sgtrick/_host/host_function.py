@@ -13,10 +13,9 @@ from sgtrick._core import embedding
 from sgtrick._host import derivatives, foreign
 from sgtrick._host.arguments import (
     broadcast_batches,
-    event_ndims_of,
+    by_position,
     padded,
     tensors_of,
-    with_event_ndims,
 )
 from sgtrick._host.contract import CallSpec
 from sgtrick._host.derived import Derived
@@ -64,7 +63,6 @@ class HostFunction:
         self._attribute, self._owner = calls.name_of(fn), type(None)
         self._callee = calls.Callee(fn)
         self._callee.form = self
-        self._signature = calls.signature_of(fn)
         self._event_ndims, self._has_aux = options.event_ndims, options.has_aux
         self._name = options.name or calls.name_of(fn)
         self._derived = derive(fn, self._name) if derive else None
@@ -223,12 +221,10 @@ class HostFunction:
             method = self.__get__(args[0], type(args[0]))
             if method is not self:
                 return method(*args[1:], **kwargs)
-        args, names = self._arguments(args, kwargs)
-        for name, argument in zip(names, args, strict=True):
-            foreign.refuse_tensors(self._name, name, argument)
+        args, flat = by_position(self._callee, args, kwargs, self._event_ndims, self._name)
         # Scopes must begin with an ASCII letter or digit; names may begin with "_" or be Greek.
         with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
-            call, xs, hosted, batch = self._prepared(args, names)
+            call, xs, hosted, batch = self._prepared(args, flat)
             # In a branch of tf.cond, gradients reach only tensors that belong to the branch.
             xs, hosted = list(map(here, xs)), list(map(here, hosted))
             spec = call.spec
@@ -265,20 +261,13 @@ class HostFunction:
         raise foreign.not_stored(self._name)
 
     def _prepared(
-        self, args: Args, names: Sequence[str]
+        self, args: Args, flat: Sequence[tuple[str, Any, int]]
     ) -> tuple[HostCall, list[Tensor], list[Tensor], tf.TensorShape]:
         """The host call, the leaves as points and as sent to the host, and the batch shape.
 
         The points have the batch shape of the value. Leaves that all members share are sent to the
         host once, which broadcasts them itself.
         """
-        count = len(self._signature.parameters) if self._signature else 0
-        by_argument = event_ndims_of(self._event_ndims, names, count)
-        flat = [
-            leaf
-            for name, arg, ndims in zip(names, args, by_argument, strict=True)
-            for leaf in with_event_ndims(name, arg, ndims)
-        ]
         paths, event_ndims = [path for path, _, _ in flat], [ndims for _, _, ndims in flat]
         engine, value = self._engine, self._value
         xs, dtypes, value_dtype = tensors_of(flat, engine.dtype)
@@ -307,20 +296,6 @@ class HostFunction:
         )
         hosted = points if batch.rank is None else padded(xs, event_ndims, batch.rank)
         return HostCall(engine, spec), points, hosted, batch
-
-    def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, list[str]]:
-        """The arguments by position, and their names."""
-        call = self._callee.bind(args, kwargs)
-        given = [key for key in call.keywords if key not in call.defaults]
-        if given:
-            raise TypeError(
-                f"{self._name} has keyword-only arguments {given}, but engines are called by "
-                "position. Make them positional, or bind them with functools.partial."
-            )
-        names = self._callee.names(call)[: call.positional]
-        while names and names[-1] in call.defaults:  # the engine has them itself
-            names.pop()
-        return tuple(call.values[: len(names)]), names
 
 
 def _check_value_shape(value: ValueShape, functions: Functions, on_error: str | float) -> None:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,16 +15,27 @@ from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._host.arguments import (
     broadcast_batches,
-    event_ndims_of,
+    by_position,
     tensors_of,
-    with_event_ndims,
 )
 from sgtrick._host.derived import checked
 from sgtrick._host.engine import WrongUseError, floating
 from sgtrick._host.jax import Jax, wide
-from sgtrick._tensorflow import tapes
+from sgtrick._tensorflow import autograph, tapes, tracing
 from sgtrick._tensorflow.mapping import map_jax_by
-from sgtrick._types import Args, DTypeLike, Function, Gradient, Kwargs, Structure, Tangent, Tensor
+from sgtrick._types import (
+    Args,
+    ConcreteFunction,
+    Decorated,
+    DTypeLike,
+    Function,
+    Gradient,
+    Kwargs,
+    Spec,
+    Structure,
+    Tangent,
+    Tensor,
+)
 
 try:
     from jax.experimental import jax2tf
@@ -33,6 +44,8 @@ except ImportError as error:
         f"from_jax(native=True) needs jax.experimental.jax2tf, which JAX {jax.__version__} lacks. "
         "Install another version of JAX, or leave native out."
     ) from error
+
+_JAX = Jax(jit=True)
 
 # The names of the batch dimensions of a tensor, the outermost first.
 Names = tuple[str, ...]
@@ -63,14 +76,14 @@ class Operation:
         """
         self._name, self._f, self._places, self._ins, self._outs = name, f, places, ins, outs
         self._mapped: dict[tuple[bool, ...], Operation] = {}
-        # JAX lowers the function once for each signature. Known shapes are kept: unknown ones need
-        # assertions that a JAX which is newer than TensorFlow writes in a form unknown to it.
-        self._traced = tf.function(self._lowered, autograph=False)
+        self._functions: dict[tuple[Spec, ...], ConcreteFunction] = {}
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
         """The results, with their derivatives."""
 
-        def pull(*upstream: Tensor | None) -> list[Gradient]:
+        def pull(*upstream: Tensor) -> list[Gradient]:
+            for u, y in zip(upstream, ys, strict=False):
+                u.set_shape(y.shape)  # loops may not know it
             pulled = dict(zip(self._places, self._vjp(*xs, *upstream), strict=True))
             return [pulled.get(i) for i in range(len(xs))]
 
@@ -124,6 +137,16 @@ class Operation:
 
         return f
 
+    def _traced(self, *xs: Tensor) -> Sequence[Tensor]:
+        """The results, without derivatives."""
+        # JAX lowers the function once for each signature. Known shapes are kept, as a `tf.function`
+        # would not: unknown ones need assertions that a JAX which is newer than TensorFlow writes
+        # in a form unknown to it.
+        specs = tuple(tracing.specs_of(xs))
+        if specs not in self._functions:
+            self._functions[specs] = tracing.trace(self._lowered, specs)
+        return self._functions[specs](*xs)  # type: ignore[no-any-return]
+
     def _lowered(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """The operations, in the graph of a function of their own."""
         with wide(np.dtype(x.dtype.as_numpy_dtype) for x in xs), tapes.not_recording():
@@ -138,7 +161,7 @@ class Operation:
 
     def _of_batch(self, xs: Sequence[Tensor], stacked: Sequence[bool]) -> Sequence[Tensor]:
         """The results for all members of a batch, without their derivatives."""
-        return self.over(stacked)._traced(*xs)  # type: ignore[no-any-return]
+        return self.over(stacked)._traced(*xs)
 
     def over(self, stacked: Sequence[bool]) -> "Operation":
         """The operation for all members of a batch; `stacked` tells which arguments differ."""
@@ -168,41 +191,49 @@ def _platforms() -> tuple[str, ...]:
     return ("cpu", "cuda") if tf.config.list_physical_devices("GPU") else ("cpu",)
 
 
-class Native:
-    """A JAX function of one batch member as a function of tensors."""
+def as_operations(
+    event_ndims: int | Structure, has_aux: bool, dtype: DTypeLike, name: str | None, fn: Function
+) -> Decorated:
+    """A JAX function of one batch member as a function of tensors; see `from_jax`."""
 
-    def __init__(
-        self,
-        function: calls.Callee,
-        event_ndims: int | Structure,
-        has_aux: bool,
-        dtype: DTypeLike,
-        name: str | None,
-    ) -> None:
-        """See `from_jax`."""
-        self._function, self._name = function, name or function.name
-        self._event_ndims, self._has_aux, self._dtype = event_ndims, has_aux, floating(dtype)
-        self._framework = Jax(jit=True)
-        # By the structure of the arguments: the operation, and the structures of value and aux.
-        self._operations: dict[Any, tuple[Operation, Structure, Structure]] = {}
+    def make(function: calls.Callee) -> Function:
+        of_tensors = _OfTensors(
+            function, name or function.name, event_ndims, has_aux, floating(dtype), {}
+        )
+        return autograph.form(lambda _, args, kwargs: of_tensors(args, kwargs))
+
+    return calls.as_form(fn, make)
+
+
+class _OfTensors(NamedTuple):
+    """That function of tensors.
+
+    Attributes:
+        function: The JAX function.
+        name: Its name in errors.
+        event_ndims: See `from_jax`.
+        has_aux: See `from_jax`.
+        dtype: That of floating arguments in JAX.
+        operations: The operation, and the structures of value and aux, by that of the arguments.
+    """
+
+    function: calls.Callee
+    name: str
+    event_ndims: int | Structure
+    has_aux: bool
+    dtype: np.dtype[Any]
+    operations: dict[Any, tuple[Operation, Structure, Structure]]
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Structure:
         """The value, or `(value, aux)`."""
-        call = self._function.bind(args, kwargs)
-        own, names = self._function.receivers(call.values), self._function.names(call)
-        receivers, arguments = list(call.values[:own]), list(call.values[own:])
-        by_argument = event_ndims_of(self._event_ndims, names[own:], len(arguments))
-        flat = [
-            leaf
-            for name, value, ndims in zip(names[own:], arguments, by_argument, strict=True)
-            for leaf in with_event_ndims(name, value, ndims)
-        ]
+        own = self.function.receivers(args)
+        args, flat = by_position(self.function, args, kwargs, self.event_ndims, self.name, own=own)
         paths, ndims = [path for path, *_ in flat], [n for *_, n in flat]
-        xs, _, value_dtype = tensors_of(flat, self._dtype)
+        xs, _, value_dtype = tensors_of(flat, self.dtype)
         self._check(xs, paths)
         with tf.name_scope("native"):
-            xs = [tf.cast(x, self._dtype) if x.dtype.is_floating else x for x in xs]
-            operation, value, aux = self._operation(receivers, arguments, xs, ndims)
+            xs = [tf.cast(x, self.dtype) if x.dtype.is_floating else x for x in xs]
+            operation, value, aux = self._operation(args[:own], args[own:], xs, ndims)
             # The others are the same for all members.
             stacked = [x.shape.rank > n for x, n in zip(xs, ndims, strict=True)]
             points, batch = broadcast_batches(
@@ -217,16 +248,16 @@ class Native:
                 ys = [_cut(y, tf.shape(points[0]), batch) for y in ys]
         n = len(tf.nest.flatten(value))
         y = tf.nest.pack_sequence_as(value, [tf.cast(y, value_dtype) for y in ys[:n]])
-        if not self._has_aux:
+        if not self.has_aux:
             return y
         inputs = [x for x in xs if x.dtype.is_floating]
-        others = [embedding.auxiliary(self._name, a, inputs) for a in ys[n:]]
+        others = [embedding.auxiliary(self.name, a, inputs) for a in ys[n:]]
         return y, *tf.nest.pack_sequence_as(aux, others)
 
     def _check(self, xs: Sequence[Tensor], paths: Sequence[str]) -> None:
         if not any(x.dtype.is_floating for x in xs):
             raise WrongUseError(
-                f"{self._name} has no argument of a floating dtype. Pass an argument as a float, "
+                f"{self.name} has no argument of a floating dtype. Pass an argument as a float, "
                 "or call the function itself."
             )
         for path, x in zip(paths, xs, strict=True):
@@ -240,8 +271,8 @@ class Native:
 
     def _operation(
         self,
-        receivers: Sequence[object],
-        arguments: Sequence[Structure],
+        receivers: Args,
+        arguments: Args,
         xs: Sequence[Tensor],
         ndims: Sequence[int],
     ) -> tuple[Operation, Structure, Structure]:
@@ -249,12 +280,12 @@ class Native:
         like = tf.nest.map_structure(lambda _: None, arguments)
         places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
         key = repr(like), *places
-        if key in self._operations:
-            return self._operations[key]
+        if key in self.operations:
+            return self.operations[key]
 
         def member(*leaves: Any) -> Args:
-            returned = self._function.f(*receivers, *tf.nest.pack_sequence_as(like, leaves))
-            return checked(returned, self._framework, self._name, has_aux=self._has_aux)
+            returned = self.function.f(*receivers, *tf.nest.pack_sequence_as(like, leaves))
+            return checked(returned, _JAX, self.name, has_aux=self.has_aux)
 
         def flat(*leaves: Any) -> tuple[Any, ...]:
             return tuple(tf.nest.flatten(list(member(*leaves))))
@@ -269,10 +300,10 @@ class Native:
         with wide(spec.dtype for spec in specs):
             value, *others = jax.eval_shape(member, *specs)
         outs = [()] * len(tf.nest.flatten(value))
-        operation = Operation(self._name, flat, places, [()] * len(xs), outs)
+        operation = Operation(self.name, flat, places, [()] * len(xs), outs)
         value, aux = (tf.nest.map_structure(lambda _: None, t) for t in (value, tuple(others)))
         if not receivers:  # those of a method would be kept for ever
-            self._operations[key] = operation, value, aux
+            self.operations[key] = operation, value, aux
         return operation, value, aux
 
 

@@ -1,5 +1,6 @@
 """JAX functions as operations of the graph, beside the same functions in TensorFlow."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -154,6 +155,17 @@ class TestShapes:
         for came, expected in zip(f(*args), gradients(true, args, None), strict=True):
             np.testing.assert_allclose(came, expected, rtol=1e-12)
 
+    @pytest.mark.usefixtures("takes_unknown_dimensions")
+    def test_second_derivatives_of_unknown_and_then_of_known_dimensions(self):
+        def run(f, x, a):
+            return derivative(lambda x: tf.reduce_sum(derivative(lambda x: f(x, a))(x) ** 2))(x)
+
+        specs = [tf.TensorSpec([None, *event], tf.float64) for event in ([2], [])]
+        expected = run(true, tf.constant(X), tf.constant(A))
+        for signature in (specs, None):
+            f = tf.function(functools.partial(run, ARRAY), input_signature=signature)
+            np.testing.assert_allclose(f(tf.constant(X), tf.constant(A)), expected, rtol=1e-12)
+
     def test_static_shapes(self):
         specs = [tf.TensorSpec([None, 7, 2]), tf.TensorSpec([7])]
         (y,) = tf.function(ARRAY).get_concrete_function(*specs).outputs
@@ -188,7 +200,7 @@ def test_dtypes_whatever_the_mode_of_jax(dtype, x64):
     assert set(seen) == {(dtype, "int64")}
 
 
-def test_aux_structures_keywords_and_methods():
+def test_aux_structures_keywords_defaults_and_methods():
     class Model:
         def __init__(self, scale):
             self.scale = scale
@@ -206,6 +218,10 @@ def test_aux_structures_keywords_and_methods():
         np.testing.assert_allclose(aux["n"], np.full(4, 3))
         by = tape.gradient(y, p)
         np.testing.assert_allclose(by["a"], scale * 2 * X * A[:, None], rtol=1e-12)
+    h = native(lambda x, scale=2.0, *, k=1: (scale * x**k).sum())
+    np.testing.assert_allclose(h(X), 2 * X.sum(-1), rtol=1e-12)
+    with pytest.raises(TypeError, match=r"keyword-only arguments \['k'\]"):
+        h(X, k=2)
 
 
 def test_a_derivative_of_aux_raises():
