@@ -123,9 +123,8 @@ def custom_gradient(
         with tf.name_scope(name):
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             hessian = _hessian(name, hx, x, fx, leaves, stop)
-            order = None if value_form.is_zero(hx) else 1 if hx is None else 2
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
-            return _embed(name, stop(fx), leaves, hessian, order, not fx_gx_manually_stopped)
+            return _embed(name, stop(fx), leaves, hessian, not fx_gx_manually_stopped)
 
 
 def _hessian(
@@ -135,18 +134,20 @@ def _hessian(
     fx: Tensor,
     leaves: Sequence[Leaf],
     stop: Callable[[Tensor], Tensor],
-) -> Blocks | Product | None:
+) -> Blocks | Product | str | None:
+    """The Hessian, None if it is zero, or the message of the error if it is unknown."""
+    if hx is None:
+        return _FIRST_ORDER.format(name)
     if callable(hx):
         return Product(name, fx, hx, x, leaves)
-    return None if hx is None or value_form.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
+    return None if value_form.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
 
 
 def _embed(
     name: str,
     fx: Tensor,
     leaves: Sequence[Leaf],
-    hessian: Blocks | Product | None,
-    order: int | None,
+    hessian: Blocks | Product | str | None,
     stopped: bool,
 ) -> Tensor:
     """The derivative in two forms: as a pullback, which is faster, and as the formula.
@@ -158,7 +159,8 @@ def _embed(
     leaves = [leaf._replace(x=here(leaf.x)) for leaf in leaves]
     xs, natural = [leaf.x for leaf in leaves], None
     if xs and not (tf.executing_eagerly() or isinstance(hessian, Product)):
-        times = None if hessian is None else hessian.times
+        times = hessian.times if isinstance(hessian, Blocks) else None
+        order = None if hessian is None else 1 if times is None else 2
         # Recorded, since tapes know no more of a copy of the operation than what it copies. In
         # forward mode, TensorFlow cannot differentiate all of it twice.
         with not_recording() if is_pushed([fx, *xs]) else contextlib.nullcontext():
@@ -168,15 +170,8 @@ def _embed(
         fx = formula(fx, leaves, order=None, stopped=False)
         leaves = [leaf._replace(gx=tf.zeros_like(leaf.gx)) for leaf in leaves]
 
-    def jacobians() -> list[Leaf]:
-        gxs = [leaf.gx for leaf in leaves]
-        if hessian is not None:
-            gxs = embedding.differentiable(name, gxs, xs, hessian)
-        elif order is not None:
-            gxs = embedding.refused(name, gxs, xs, _FIRST_ORDER.format(name))
-        return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
-
-    rule = in_addition(embedding.of_jacobians(name, fx, jacobians))
+    rule = embedding.of_jacobians(name, fx, lambda: embedding.differentiable(name, leaves, hessian))
+    rule = in_addition(rule)
     return keep([fx], [fx, *xs], rule, natural=natural, in_graph=natural is None)[0]
 
 

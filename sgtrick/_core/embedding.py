@@ -40,19 +40,10 @@ def embed_constant(
         name: The function's name in errors.
         y: The value.
         leaves: The points with their gradients.
-        hessian: The derivative of the gradients, or the message of the error if it is unknown.
+        hessian: See `differentiable`.
     """
-    xs = [leaf.x for leaf in leaves]
-
-    def jacobians() -> list[Leaf]:
-        gxs = [leaf.gx for leaf in leaves]
-        if isinstance(hessian, str):
-            gxs = refused(name, gxs, xs, hessian)
-        else:
-            gxs = differentiable(name, gxs, xs, hessian)
-        return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
-
-    return keep([y], xs, of_jacobians(name, y, jacobians))[0]
+    rule = of_jacobians(name, y, lambda: differentiable(name, leaves, hessian))
+    return keep([y], [leaf.x for leaf in leaves], rule)[0]
 
 
 def auxiliary(name: str, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
@@ -92,11 +83,19 @@ class Hessian(Protocol):
 
 
 def differentiable(
-    name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], hessian: Hessian
-) -> list[Tensor]:
-    """Returns gradients that were computed elsewhere, with the Hessian as their derivative."""
-    rule = Rule(name, hessian.pull, hessian.push)
-    return keep(gxs, [*gxs, *xs], in_addition(rule, len(gxs)))
+    name: str, leaves: Sequence[Leaf], hessian: "Hessian | str | None"
+) -> list[Leaf]:
+    """Points with gradients that were computed elsewhere, and with a Hessian as their derivative.
+
+    Or with the message of the error if it is unknown, or with nothing in addition to their own.
+    """
+    gxs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
+    if isinstance(hessian, str):
+        gxs = refused(name, gxs, xs, hessian)
+    elif hessian is not None:
+        rule = Rule(name, hessian.pull, hessian.push)
+        gxs = keep(gxs, [*gxs, *xs], in_addition(rule, len(gxs)))
+    return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
 
 def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str) -> list[Tensor]:
