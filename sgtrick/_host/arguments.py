@@ -45,6 +45,13 @@ def by_position(
     names = function.names(call)[: call.positional]
     while names and names[-1] in call.defaults:
         names.pop()
+    for key, value in zip(names, call.values, strict=False):
+        if key in call.defaults and type(value) is not float:
+            raise TypeError(
+                f"{name} is called with {names[-1]}, which comes after the default {key}="
+                f"{value!r}. All before it are sent as arrays, and that would be another value. "
+                f"Bind {key} with functools.partial, or pass it."
+            )
     given_args = tuple(call.values[: len(names)])
     by_argument = _event_ndims_of(event_ndims, names[own:], call.positional - own)
     flat = []

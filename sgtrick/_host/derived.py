@@ -103,6 +103,16 @@ def checked(returned: Structure, framework: Framework, name: str, *, has_aux: bo
     return value, *aux
 
 
+def untraceable(name: str, given: Sequence[shapes.Shape], error: Exception) -> WrongUseError:
+    """The error for a function that raised for arguments of these shapes."""
+    shown = ", ".join(map(shapes.show, given))
+    return WrongUseError(
+        f"{name} raised {type(error).__name__}: {error}\n"
+        f"It was traced for arguments of the shapes {shown}, those of one member. If that is not "
+        "what it takes, check event_ndims."
+    )
+
+
 class Derived:
     """The functions of an engine, from a function of one batch member and a framework.
 
@@ -148,7 +158,7 @@ class Derived:
         """The shapes; where some dimensions are unknown, two sizes tell what depends on them."""
         first, second = (
             [(tuple(size if n is None else n for n in shape), dtype) for shape, dtype in leaves]
-            for size in (2, 3)
+            for size in (12, 24)  # which many numbers divide: x.reshape(-1, 3), x[::2]
         )
         try:
             found = self._advised(self._framework.shapes, f, first)
@@ -160,12 +170,7 @@ class Derived:
         except Exception as error:
             if first != second and isinstance(error, (TypeError, ValueError)):
                 return ()  # it takes neither size: one number, unless the caller states a shape
-            given = ", ".join(shapes.show(shape) for shape, _ in leaves)
-            raise WrongUseError(
-                f"{self._name} raised {type(error).__name__}: {error}\n"
-                f"It was traced for arguments of the shapes {given}, those of one member. If that "
-                "is not what it takes, check event_ndims."
-            ) from error
+            raise untraceable(self._name, [shape for shape, _ in leaves], error) from error
 
     def value_and_gradient(self, *args: Structure) -> Structure:
         """The value (or value and aux) and the gradients of a batch, of one number each."""

@@ -23,6 +23,8 @@ from sgtrick._types import Array
 def evaluate(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
     """The reply of an engine with a gradient, from one with finite differences instead."""
     scheme, places = engine.schemes["grad"], spec.places
+    if not places:  # nothing to take differences by
+        return engine.evaluate(Evaluation(dataclasses.replace(spec, has_gradient=False)), *arrays)
     xs = [np.asarray(arrays[k], engine.dtype) for k in places]
     events = [x.shape[x.ndim - spec.event_ndims[k] :] for k, x in zip(places, xs, strict=True)]
     # One direction for each entry: the rows of an identity matrix.

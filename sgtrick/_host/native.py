@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
@@ -18,7 +19,7 @@ from sgtrick._host.arguments import (
     by_position,
     tensors_of,
 )
-from sgtrick._host.derived import checked
+from sgtrick._host.derived import checked, untraceable
 from sgtrick._host.engine import WrongUseError, floating
 from sgtrick._host.jax import Jax, wide
 from sgtrick._tensorflow import autograph, tapes, tracing
@@ -88,8 +89,14 @@ class Operation:
             return [pulled.get(i) for i in range(len(xs))]
 
         def push(*tangents: Tangent) -> list[Tangent]:
-            given = [(xs[i], tangents[i]) for i in self._places]
-            return list(self._jvp(*xs, *(tf.zeros_like(x) if t is None else t for x, t in given)))
+            moving = [tangents[i] for i in self._places]
+            ts = [
+                tf.zeros_like(xs[i]) if t is None else t
+                for i, t in zip(self._places, moving, strict=True)
+            ]
+            for i, t in zip(self._places, ts, strict=True):
+                t.set_shape(xs[i].shape)
+            return list(self._jvp(*xs, *ts))
 
         def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
             tensors, stacked = zip(*inputs, strict=True)
@@ -109,7 +116,7 @@ class Operation:
         def vjp(*args: Any) -> tuple[Any, ...]:
             xs, us = args[:n], args[n:]
             ys, pull = jax.vjp(self._of_floats(xs), [xs[i] for i in places])
-            (gradients,) = pull(tuple(u.astype(y.dtype) for u, y in zip(us, ys, strict=True)))
+            (gradients,) = pull(tuple(map(_like, us, ys)))
             return tuple(gradients)
 
         all_places = [*places, *range(n, len(ins))]
@@ -122,9 +129,11 @@ class Operation:
         ins = (*self._ins, *(self._ins[i] for i in places))
 
         def jvp(*args: Any) -> tuple[Any, ...]:
-            xs, ts = args[:n], list(args[n:])
+            xs, ts = args[:n], args[n:]
             points = [xs[i] for i in places]
-            return jax.jvp(self._of_floats(xs), (points,), (ts,))[1]  # type: ignore[no-any-return]
+            tangents = list(map(_like, ts, points))
+            pushed: tuple[Any, ...] = jax.jvp(self._of_floats(xs), (points,), (tangents,))[1]
+            return pushed
 
         return Operation(self._name, jvp, [*places, *range(n, len(ins))], ins, self._outs)
 
@@ -186,6 +195,14 @@ class Operation:
         return f"({', '.join(name if n is None else str(n) for n, name in sizes)})"
 
 
+def _like(v: Any, x: Any) -> Any:
+    """An array in the shape and dtype of another one. Its size may have another name in JAX."""
+    for axis, (n, m) in enumerate(zip(v.shape, x.shape, strict=True)):
+        if n is not m and str(n) != str(m):
+            v = jnp.take(v, jnp.arange(m), axis)
+    return v.astype(x.dtype)
+
+
 def _platforms() -> tuple[str, ...]:
     """Where TensorFlow may run the operations."""
     return ("cpu", "cuda") if tf.config.list_physical_devices("GPU") else ("cpu",)
@@ -243,9 +260,14 @@ class _OfTensors(NamedTuple):
                 operation = operation.over(stacked)
             of_members = iter([_without_empty(x, batch) for x in points])
             xs = [next(of_members) if s else x for x, s in zip(xs, stacked, strict=True)]
-            ys = operation(*xs)
-            if not batch.num_elements():  # or it is unknown
-                ys = [_cut(y, tf.shape(points[0]), batch) for y in ys]
+            if batch.num_elements():
+                ys = operation(*xs)
+            else:  # none, or unknown
+                shape = tf.shape(points[0])[: batch.rank]
+                is_empty = tf.equal(tf.reduce_prod(shape), 0)
+                # Not by what was added, where derivatives may not be finite.
+                xs = [tf.where(is_empty, tf.stop_gradient(x), x) for x in xs]
+                ys = [_cut(y, shape, batch) for y in operation(*xs)]
         n = len(tf.nest.flatten(value))
         y = tf.nest.pack_sequence_as(value, [tf.cast(y, value_dtype) for y in ys[:n]])
         if not self.has_aux:
@@ -292,13 +314,18 @@ class _OfTensors(NamedTuple):
 
         specs = [
             jax.ShapeDtypeStruct(
-                [2 if n is None else n for n in x.shape[x.shape.rank - ndim :]],
+                tuple(12 if n is None else n for n in x.shape[x.shape.rank - ndim :]),
                 x.dtype.as_numpy_dtype,
             )
             for x, ndim in zip(xs, ndims, strict=True)
         ]
-        with wide(spec.dtype for spec in specs):
-            value, *others = jax.eval_shape(member, *specs)
+        try:
+            with wide(spec.dtype for spec in specs):
+                value, *others = jax.eval_shape(member, *specs)
+        except WrongUseError:
+            raise
+        except Exception as error:
+            raise untraceable(self.name, [spec.shape for spec in specs], error) from error
         outs = [()] * len(tf.nest.flatten(value))
         operation = Operation(self.name, flat, places, [()] * len(xs), outs)
         value, aux = (tf.nest.map_structure(lambda _: None, t) for t in (value, tuple(others)))
@@ -319,7 +346,7 @@ def _without_empty(x: Tensor, batch: tf.TensorShape) -> Tensor:
 
 
 def _cut(y: Tensor, shape: Tensor, batch: tf.TensorShape) -> Tensor:
-    """A result without what `_without_empty` has added to a tensor of this shape."""
-    cut = y[tuple(slice(n) for n in tf.unstack(shape[: batch.rank]))]
+    """A result without what `_without_empty` has added to a batch of this shape."""
+    cut = y[tuple(map(slice, tf.unstack(shape)))]
     cut.set_shape(batch.concatenate(y.shape[batch.rank :]))
     return cut

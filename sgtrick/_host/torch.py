@@ -1,6 +1,7 @@
 """PyTorch as a framework that differentiates functions, by `torch.func`."""
 
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,19 @@ from sgtrick._arguments.shapes import Shape
 from sgtrick._host.derived import Dims, Leaves
 from sgtrick._types import Array, Function, Structure
 
+# PyTorch has one forward mode for all threads, and an end of it in one ends it in the others.
+_FORWARD_MODE = threading.RLock()
+
 
 class Torch:
     """The `Framework` of functions of tensors of PyTorch."""
 
     vjp = staticmethod(torch.func.vjp)
-    jvp = staticmethod(torch.func.jvp)
+
+    def jvp(self, f: Function, points: tuple[Leaves], tangents: tuple[Leaves]) -> Any:
+        """See `Framework`."""
+        with _FORWARD_MODE:
+            return torch.func.jvp(f, points, tangents)
 
     def symmetric(self, gradient: Function, points: Leaves, vs: Leaves) -> Leaves:
         """See `Framework`."""

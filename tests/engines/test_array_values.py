@@ -145,6 +145,8 @@ class TestDifferences:
         scale, x = np.array([1.0, 2.0, 3.0]), np.ones([2, 3])
         came = gradients(lambda s, x: h({"scale": s}, tf.constant(5), x), (scale, x), None)
         check(came, [60, [10, 10, 10], 10 * x * scale], scheme)
+        h = sgtrick.from_numpy(lambda n: float(n) ** 2, grad=scheme, event_ndims=0)
+        np.testing.assert_array_equal(h(tf.constant([2, 3])), [4, 9])
 
     def test_of_methods_with_aux(self):
         class Model:

@@ -100,6 +100,9 @@ class TestPassing:
         np.testing.assert_array_equal(wrap(lambda x: h(x, shift=1.0, scale=2.0))(x), [5, 5])
         # Also what is left out before one that is given.
         np.testing.assert_array_equal(wrap(lambda x: h(x, shift=1.0))(x), [7, 7])
+        h = sgtrick.from_numpy(lambda x, mode="a", shift=0.0: shift, event_ndims=ndims)
+        with pytest.raises(TypeError, match=r"with shift, which comes after the default mode='a'"):
+            wrap(lambda x: h(x, shift=1.0))(x)
         with pytest.raises(ValueError, match=r"one entry for each .*, got \(1, 0, 0, 0\)"):
             sgtrick.from_numpy(of_one, event_ndims=(1, 0, 0, 0))(x)
 

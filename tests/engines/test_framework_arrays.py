@@ -148,3 +148,14 @@ def test_unknown_dimensions_of_which_not_all_sizes_will_do():
     h = sgtrick.from_jax(lambda x: -x @ np.eye(4) @ x)
     f = tf.function(h, input_signature=[tf.TensorSpec([None, None], tf.float64)])
     np.testing.assert_allclose(f(np.ones([2, 4])), [-4.0, -4.0])
+
+
+@pytest.mark.parametrize(
+    "part", ["fft.rfft(x).real", "stack([x[::3], x[::3]])", "reshape(x, [-1, 3])"]
+)
+def test_dimensions_that_depend_on_unknown_ones(part):
+    jnp = pytest.importorskip("jax.numpy")
+    expected = eval(f"np.{part}", {"np": np, "x": np.ones(6)})
+    h = sgtrick.from_jax(lambda x: eval(f"np.{part}", {"np": jnp, "x": x}))
+    f = tf.function(h, input_signature=[tf.TensorSpec([None, None], tf.float64)])
+    np.testing.assert_allclose(f(np.ones([2, 6])), [expected, expected], atol=1e-12)

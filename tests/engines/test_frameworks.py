@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import sgtrick._host.frameworks
-from shared import WRAPS
+from shared import WRAPS, forward_derivative
 
 tfd = tfp.distributions
 
@@ -174,3 +175,23 @@ def test_a_thousand_calls(framework):
     some(1000)
     assert h.calls == 1020
     assert living() - before < 100
+
+
+def test_forward_mode_in_several_threads(framework):
+    """PyTorch has one for all of them."""
+
+    def f(x):
+        y = x
+        for _ in range(6):
+            y = framework.np.sin(y) * x.sum() + y
+        return framework.np.stack([y.sum(), y[1] * y[2]])
+
+    x = tf.constant(POINTS.reshape(8, 3))
+    with ThreadPoolExecutor(4) as threads:
+        h = framework.form(f, value_shape=(2,), vmap=False, executor=threads)
+        run = forward_derivative(h)
+        first = run(x)
+        for _ in range(20):
+            np.testing.assert_array_equal(run(x), first)
+    one_by_one = forward_derivative(framework.form(f, value_shape=(2,)))(x)
+    np.testing.assert_allclose(first, one_by_one, rtol=1e-12)
