@@ -142,7 +142,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
         given = Rule(name, lambda *us: rule.gradients(grad_fn, y, us))
         if jvp is not None:
             of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)
-            given = with_transpose(given, lambda *ts: tangents(ts, inputs))
+            given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)
         outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
         if inputs:  # else the derivatives are those of y itself
             outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)

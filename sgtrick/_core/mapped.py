@@ -46,7 +46,10 @@ def of_batch(
         return ys, xs, _out_of_reach(rule.name, xs)
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:
-        us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
+        # The derivative of a reshape is dense. Of what is mapped it is sparse, which TensorFlow
+        # cannot differentiate again.
+        live_us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
+        us = [tf.reshape(u, tf.shape(u)) for u in live_us]
         with unknown.not_raising():
             mapped = mapping.over_members(lambda *at: present(member(*at)), us, captured)
         gradients = spread(mapped, member.outputs)

@@ -147,9 +147,10 @@ def zeros(
         for i, (x, g) in enumerate(zip(xs[: point.stopped], along, strict=True)):
             why = point.check.missing(closed, i).by_inputs
             by_xs.append(unknown.failure(x, why, present(zs)) if why else g)
-        of = [*present(zs), *given, *others.tensors]
+        of = [*given, *others.tensors]
         rest = xs[point.stopped :]
-        zeros = [_without_third(t, of, xs, beyond) for t in (*given, *others.tensors, *rest)]
+        likes = (*given, *others.tensors, *rest)
+        zeros = [_without_third(t, present(zs), of, xs, beyond) for t in likes]
         count = len(zeros) - len(rest)
         return [*zeros[:count], *by_xs, *zeros[count:]]
 
@@ -157,8 +158,8 @@ def zeros(
         of_others = len(tangents) - len(xs)
         of_xs = [*[None] * of_others, *tangents[of_others:]]
         moved = transposed(Rule(name, pull), zeros, of_xs)
-        of = [*present(tangents), *given, *others.tensors]
-        return [t if t is None else t + _without_third(t, of, xs, beyond) for t in moved]
+        moving, of = present(tangents), [*given, *others.tensors]
+        return [t if t is None else t + _without_third(t, moving, of, xs, beyond) for t in moved]
 
     beyond = _BEYOND.format(name)
     zeros = [tf.zeros_like(t) for t in likes]
@@ -168,30 +169,32 @@ def zeros(
 
 
 def _without_third(
-    like: Tensor, of: Sequence[Tensor], xs: Sequence[Tensor], message: str
+    like: Tensor, zs: Sequence[Tensor], of: Sequence[Tensor], xs: Sequence[Tensor], message: str
 ) -> Tensor:
-    """Zeros like a tensor, whose derivatives by `of` are zeros, and by `xs` an error.
+    """Zeros like a tensor, whose derivatives by `zs` and `of` are zeros, and by `xs` an error.
 
     They stand where a derivative by `of` is zero. The derivative of that by `xs` is one of third
-    order, which is not known.
+    order, which is not known. It is linear in `zs`, so where these are zero, so is it.
     """
-    n = len(of)
+    n, m = len(zs), len(zs) + len(of)
 
     def derivatives(zero: Tensor, inputs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
-        of, xs = inputs[:n], inputs[n:]
+        zs, of, xs = inputs[:n], inputs[n:m], inputs[m:]
 
         def pull(z: Tensor) -> list[Gradient]:
-            zeros = [_without_third(t, [z, *of], xs, message) for t in of]
+            zeros = [_without_third(t, [z], [*zs, *of], xs, message) for t in (*zs, *of)]
+            known = unknown.are_zero(zs)
+            z = tf.where(known, tf.zeros_like(z), z)
             return [None, *zeros, *unknown.failures(xs, message, [z])]
 
         def push(_: Tangent, *tangents: Tangent) -> list[Tangent]:
-            along = _without_third(zero, [*present(tangents), *of], xs, message)
-            of_xs = present(tangents[n:])
+            along = _without_third(zero, present(tangents), [*zs, *of], xs, message)
+            of_xs = present(tangents[m:])
             return unknown.unless_moving(message, [along], of_xs, xs) if of_xs else [along]
 
         return pull, push
 
-    return pass_on(tf.zeros_like(like), [*of, *xs], derivatives)
+    return pass_on(tf.zeros_like(like), [*zs, *of, *xs], derivatives)
 
 
 _NOT_LINEAR = (

@@ -78,15 +78,22 @@ def keep(
 _DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
 
 
-def with_transpose(rule: Rule, push: Pushforward) -> Rule:
+def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
     """The same rule with a pushforward, which is also the derivative by upstream gradients.
 
-    Around a function, and around `tf.vectorized_map`, forward mode is that derivative.
+    Around a function, and around `tf.vectorized_map`, forward mode is that derivative. `xs` are the
+    inputs: where the rule returns None, their gradient is zero, so that their tangents count.
     """
+
+    def filled(*upstream: Tensor | None) -> list[Gradient]:
+        return [
+            tf.zeros_like(x) if g is None and structures.is_differentiable(x.dtype) else g
+            for g, x in zip(rule.pull(*upstream), xs, strict=True)
+        ]
 
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         us = present(upstream)
-        found = list(rule.pull(*spread(list(map(tf.stop_gradient, us)), upstream)))
+        found = filled(*spread(list(map(tf.stop_gradient, us)), upstream))
         gradients = list(map(tf.convert_to_tensor, present(found)))  # not slices
 
         def pull_back(*zs: Tensor) -> list[Gradient]:
@@ -94,7 +101,7 @@ def with_transpose(rule: Rule, push: Pushforward) -> Rule:
             return [t for t, u in zip(moved, upstream, strict=True) if u is not None]
 
         def push_on(*ts: Tensor) -> list[Tangent]:
-            return present(rule.pull(*spread(ts, upstream)))
+            return present(filled(*spread(ts, upstream)))
 
         transpose = in_addition(Rule(rule.name, pull_back, push_on), len(gradients))
         return spread(keep(gradients, [*gradients, *us], transpose), found)

@@ -38,6 +38,19 @@ def test_forward_mode_uses_the_jvp_rule(way):
     np.testing.assert_allclose(came, MAGNITUDE * np.cos(X))
 
 
+@pytest.mark.parametrize("mode", [derivative, forward_derivative])
+@pytest.mark.parametrize("way", RUN_IN)
+def test_a_gradient_that_is_none(way, mode):
+    """The JVP rule has tangents of all arguments, and all of them count."""
+    form = both_rules(
+        lambda x, w: (w * tf.sin(x), lambda u: (u * w * tf.cos(x), None)),
+        lambda p, t: (None, p[1] * tf.cos(p[0]) * t[0] + tf.sin(p[0]) * t[1]),
+    )
+    expected = 2 * X * np.cos(X) + (2 * np.sin(X) if mode is forward_derivative else 0)
+    came = RUN_IN[way](mode, lambda x: form(x, 2 * x))(tf.constant(X))
+    np.testing.assert_allclose(came, expected, rtol=1e-12)
+
+
 # What the second derivative is in terms of the true one.
 SECOND = {
     # By the VJP rule, differentiated as TensorFlow does it.

@@ -104,6 +104,11 @@ def _vectorized(f: Function, p: Any = None) -> Function:
     return lambda *args: tf.vectorized_map(lambda member: f(*member), args)
 
 
+def _vectorized_over_unknown_size(f: Function, p: Problem) -> Function:
+    signature = [tf.TensorSpec([None, *a.shape[1:]], tf.float64) for a in p.args]
+    return traced(_vectorized(f), input_signature=signature)
+
+
 def _by_map_fn(f: Function, p: Problem) -> Function:
     return lambda *args: tf.map_fn(lambda m: f(*m), args, fn_output_signature=tf.float64)
 
@@ -441,6 +446,8 @@ _GROUPS: dict[str, list[tuple[Any, ...]]] = {
         ("`ForwardAccumulator` around `tf.function`", forward(_by(traced))),
         ("`ForwardAccumulator` in `tf.function`", forward(around=traced)),
         ("`ForwardAccumulator` in XLA", forward(around=xla)),
+        ("`ForwardAccumulator` around `vectorized_map`", forward(_vectorized), MEMBERS),
+        ("`ForwardAccumulator` around `vectorized_map` of unknown size", forward(_vectorized_over_unknown_size), MEMBERS),
     ],
     "second derivatives": [
         ("nested tapes", nested(), SECOND),

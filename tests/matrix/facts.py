@@ -16,6 +16,8 @@ DROPPED = [
     "`ForwardAccumulator` in eager",
     "`ForwardAccumulator` in `tf.function`",
     "`ForwardAccumulator` in XLA",
+    "`ForwardAccumulator` around `vectorized_map`",
+    "`ForwardAccumulator` around `vectorized_map` of unknown size",
     "nested tapes around `vectorized_map`",
     "reverse over forward",
     "reverse over forward in `tf.function`",
