@@ -224,10 +224,10 @@ def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named]:
                 )
             if leaf.dtype.is_floating:
                 outputs.append((name, leaf))
-        if not outputs:
+        if not any(tf.size(leaf) for _, leaf in outputs):
             raise TypeError(
-                "f returns nothing of a floating dtype, so it has no derivatives. Return a "
-                "floating tensor."
+                "f returns nothing of a floating dtype, or only empty tensors, so it has no "
+                "derivatives. Return a floating tensor."
             )
         return outputs
 

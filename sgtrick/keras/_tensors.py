@@ -24,8 +24,14 @@ def _shape_of(t: Tensor) -> shapes.Shape | None:
     return None if getattr(shape, "rank", 0) is None else tuple(shape)
 
 
+def _broadcast_to(t: Tensor, shape: shapes.Shape) -> Tensor:
+    if backend.backend() == "torch":  # whose broadcast_to has no rule for batched gradients
+        return t.expand(tuple(shape))
+    return ops.broadcast_to(t, shape)
+
+
 def _times(c: Tensor, z: Tensor) -> Tensor:
-    return _backends.native().times(c, ops.broadcast_to(z, c.shape))
+    return _backends.native().times(c, _broadcast_to(z, c.shape))
 
 
 def _insert_ones(t: Tensor, axis: int, count: int) -> Tensor:
@@ -67,7 +73,7 @@ KERAS = Backend(
     zeros_like=ops.zeros_like,
     add=functools.partial(functools.reduce, operator.add),
     times=_times,
-    broadcast_to=ops.broadcast_to,
+    broadcast_to=_broadcast_to,
     insert_ones=_insert_ones,
     swap=_swap,
     sum=_sum,

@@ -38,7 +38,9 @@ def custom_vjp(f: Function | None = None) -> Function:
             cast to the dtype of their argument: numbers, arrays and masks will do. Reverse mode
             calls `grad`. Forward mode transposes it on tensorflow, where it must be linear in
             `upstream`; jax and torch have no forward mode of such a function, nor forward over
-            reverse. Higher derivatives are those of `grad`.
+            reverse. Higher derivatives are those of `grad`. `f` must return the same for the same
+            arguments, since jax and torch run it again for the gradient: pass random masks as
+            arguments.
 
             The signatures that Keras documents are accepted too. `grad(*args, upstream)` and
             `grad(*args, upstream=None)`, where `upstream` is keyword-only, get the arguments of `f`

@@ -40,6 +40,7 @@ REFUSED = [
     (TypeError, "x has nothing to differentiate with respect to", lambda x: x, 3),
     (TypeError, "floating and not empty", tf.reduce_sum, tf.zeros([0])),
     (TypeError, "f returns nothing of a floating dtype", lambda x: tf.cast(x, tf.int32), 3.0),
+    (TypeError, "or only empty tensors", lambda x: x[:0], [3.0]),
     (TypeError, "y, the result of <lambda>, must be a tensor", lambda x: None, 3.0),
     (  # nothing is guessed: they may be a value and its gradient
         TypeError,

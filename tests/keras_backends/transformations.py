@@ -127,6 +127,15 @@ if BACKEND == "jax":
 
         return fn.lax.scan(step, 0.0, args)[1]
 
+    def looped(f):
+        """By a loop of one step, which gets the first argument from step to step."""
+
+        def of_loop(x, *args):
+            return fn.lax.scan(lambda x, _: (x, f(x, *args)), x, None, length=1)[1][0]
+
+        return of_loop
+
+    PLAIN, TWICE = dict(SECOND), SECOND["grad of grad"]
     FIRST |= {
         "jit of grad": lambda f, args, u, z: fn.jit(fn.grad(pulled(f, u), all_of(args)))(*args),
         "grad of jit": lambda f, args, u, z: fn.grad(pulled(fn.jit(f), u), all_of(args))(*args),
@@ -142,13 +151,15 @@ if BACKEND == "jax":
         "map": lambda f, args, u, z: gradient(lambda *a: fn.lax.map(lambda m: f(*m), a), args, u),
     }
     SECOND |= {
+        f"{name} of scan": lambda f, *rest, name=name: PLAIN[name](looped(f), *rest)
+        for name in ("grad of grad", "jvp of grad", "jacfwd of jacrev", "jacrev of jacfwd")
+    } | {
         "grad of checkpoint of grad": lambda f, args, u, z: fn.grad(
             lambda *a: inner(fn.checkpoint(fn.grad(pulled(f, u), all_of(a)))(*a), z),
             all_of(args),
         )(*args),
     }
     THIRD |= {"jit of hessian of grad": lambda f, x: fn.jit(fn.hessian(fn.grad(f)))(x)}
-    TWICE = SECOND["grad of grad"]
 
 elif BACKEND == "torch":
     import torch
@@ -195,6 +206,14 @@ elif BACKEND == "torch":
             first = torch.autograd.grad(f(*args), args, u)
             return [forward_ad.unpack_dual(g).tangent for g in first]
 
+    def batched(f, args, u, z):
+        """The same as `jacrev`."""
+        args = [a.clone().requires_grad_() for a in args]
+        y = f(*args)
+        units = torch.eye(y.numel(), dtype=y.dtype).reshape(-1, *y.shape)
+        rows = torch.autograd.grad(y, args, units, is_grads_batched=True)
+        return [row.reshape(*y.shape, *a.shape) for row, a in zip(rows, args, strict=True)]
+
     def autograd_times(n, f, x):
         x = x.clone().requires_grad_()
         y = f(x)
@@ -206,6 +225,7 @@ elif BACKEND == "torch":
         "autograd": lambda f, args, u, z: gradient(f, args, u),
         "backward": backward,
         "forward_ad": dual,
+        "batched gradients": batched,
         "checkpoint": lambda f, args, u, z: gradient(
             lambda *a: checkpoint(f, *a, use_reentrant=False), args, u
         ),

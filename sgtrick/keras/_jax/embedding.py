@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from sgtrick._arguments.structures import Leaf
 from sgtrick._types import Args, Function, Structure
 from sgtrick.keras import _refusals
+from sgtrick.keras._jax.kept import as_arrays, keep, moves
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Product
 
@@ -24,62 +25,44 @@ def embed(fx: Array, leaves: Sequence[Leaf], product: Product | None) -> Array:
     # The derivative may be taken after the trace in which product was made has ended. So product is
     # traced now, and what it closes over becomes an argument. It is not evaluated here.
     hessian = None if product is None else jax.make_jaxpr(product)(xs)
+    constants: Arrays = [] if hessian is None else hessian.consts
 
-    @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def h(constants: Arrays, fx: Array, gs: Arrays, xs: Arrays) -> Array:
-        del constants, gs, xs
-        return fx
-
-    def rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
-        constants, fx, gs, xs = primals
+    def rule(fx: Array, by: Args, _: Array, moved: Args) -> Array:
+        constants, gs, xs = by
         if hessian is None:
             gs = guarded(gs, xs, refusal(_refusals.NO_SECOND))
         else:
             gs = _known(hessian, constants, gs, xs)
         known = [leaf._replace(gx=g) for leaf, g in zip(leaves, gs, strict=True)]
-        return h(*primals), KERAS.push(known, _instantiated(tangents[3]), like=fx)
+        return KERAS.push(known, as_arrays(moved[2]), like=fx)
 
-    h.defjvp(rule, symbolic_zeros=True)
-    return h([] if hessian is None else hessian.consts, fx, gs, xs)
+    return keep(fx, (constants, gs, xs), rule)
 
 
 def _known(hessian: ClosedJaxpr, constants: Arrays, gs: Arrays, xs: Arrays) -> Arrays:
     """Returns `gs`, whose derivative with respect to `xs` is the Hessian; the next one raises."""
 
-    @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def known(constants: Arrays, gs: Arrays, xs: Arrays) -> Arrays:
-        del constants, xs
-        return gs
-
-    def rule(primals: Args, tangents: Args) -> tuple[Arrays, Arrays]:
-        constants, gs, xs = primals
-        if not _any_moves(tangents[2]):
-            return known(*primals), [jnp.zeros_like(g) for g in gs]
+    def rule(gs: Arrays, by: Args, _: Arrays, moved: Args) -> Arrays:
+        constants, xs = by
+        if not moves(moved[1]):
+            return [jnp.zeros_like(g) for g in gs]
         product = jaxpr_as_fun(ClosedJaxpr(hessian.jaxpr, list(constants)))
         one = guarded(jnp.ones((), "float32"), xs, refusal(_refusals.NO_THIRD))
-        products = product(*_instantiated(tangents[2]))
-        return known(*primals), [one.astype(hz.dtype) * hz for hz in products]
+        return [one.astype(hz.dtype) * hz for hz in product(*as_arrays(moved[1]))]
 
-    known.defjvp(rule, symbolic_zeros=True)
-    with_derivative: Arrays = known(constants, gs, xs)
-    return with_derivative
+    return keep(gs, (constants, xs), rule)  # type: ignore[no-any-return]
 
 
 def guarded(kept: Structure, by: Structure, check: Callable[[], None]) -> Structure:
     """Returns `kept`; `check` is called where a derivative with respect to `by` is taken."""
 
-    @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def same(kept: Structure, by: Structure) -> Structure:
-        del by
-        return kept
-
-    def rule(primals: Args, tangents: Args) -> tuple[Structure, Structure]:
-        if _any_moves(tangents[1]):
+    def rule(kept: Structure, by: Structure, tangents: Structure, moved: Structure) -> Structure:
+        del kept, by
+        if moves(moved):
             check()
-        return same(*primals), _instantiated(tangents[0])
+        return tangents
 
-    same.defjvp(rule, symbolic_zeros=True)
-    return same(kept, by)
+    return keep(kept, by, rule)
 
 
 def refusal(message: str) -> Callable[[], None]:
@@ -91,17 +74,6 @@ def refusal(message: str) -> Callable[[], None]:
     return refuse
 
 
-def _any_moves(tangents: Structure) -> bool:
-    return any(not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents))
-
-
-def _instantiated(tangents: Structure) -> Structure:
-    """The tangents as arrays."""
-    return jax.tree.map(
-        lambda t: jnp.zeros(t.shape, t.dtype) if isinstance(t, SymbolicZero) else t, tangents
-    )
-
-
 def depends(f: Function, xs: Structure, *others: Structure) -> bool:
     """Whether `f(xs, *others)` is connected to `xs`; all may be abstract."""
     found = []
@@ -111,7 +83,7 @@ def depends(f: Function, xs: Structure, *others: Structure) -> bool:
         return y
 
     def rule(primals: Args, tangents: Args) -> tuple[Array, Array]:
-        found.append(_any_moves(tangents))
+        found.append(not isinstance(tangents[0], SymbolicZero))
         return primals[0], tangents[0]
 
     probe.defjvp(rule, symbolic_zeros=True)
