@@ -128,10 +128,11 @@ if BACKEND == "jax":
         return fn.lax.scan(step, 0.0, args)[1]
 
     def looped(f):
-        """By a loop of one step, which gets the first argument from step to step."""
+        """By a loop of one step, of which only a part depends on the arguments."""
 
         def of_loop(x, *args):
-            return fn.lax.scan(lambda x, _: (x, f(x, *args)), x, None, length=1)[1][0]
+            ones = ops.ones(1, x.dtype)
+            return fn.lax.scan(lambda one, t: (one, f(t * x, *args)), 1.0, ones)[1][0]
 
         return of_loop
 
