@@ -45,11 +45,11 @@ def of_batch(
     except mapping.OutOfReachError:
         return ys, xs, _out_of_reach(rule.name, xs)
 
-    def pull(*upstream: Tensor | None) -> list[Gradient]:
-        # The derivative of a reshape is dense. Of what is mapped it is sparse, which TensorFlow
-        # cannot differentiate again.
+    def pull(*upstream: Tensor) -> list[Gradient]:
         live_us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
-        us = [tf.reshape(u, tf.shape(u)) for u in live_us]
+        # The derivative of a reshape is dense. Where the size is unknown, TensorFlow gathers what
+        # is mapped, and cannot differentiate the slices again.
+        us = [u if u.shape.is_fully_defined() else tf.reshape(u, tf.shape(u)) for u in live_us]
         with unknown.not_raising():
             mapped = mapping.over_members(lambda *at: present(member(*at)), us, captured)
         gradients = spread(mapped, member.outputs)
