@@ -60,13 +60,13 @@ def of_batch(
                 gradients[i] = g
         return gradients
 
-    def push(*tangents: Tangent) -> list[Tangent]:
-        # Instead of its own pushforward, which is what this is.
+    def transpose(*tangents: Tangent) -> list[Tangent]:
         return transposed(Rule(rule.name, pull), ys, tangents, is_tested=False)
 
-    knows = callable(rule.push) and not rule.transposes
-    own = rule.push if isinstance(rule.push, str) else None
-    return ys, xs, Rule(rule.name, pull, push if knows else own)
+    push = rule.push
+    if callable(push):  # not mapped itself: the transpose of the pullback is the same
+        push = None if rule.transposes else transpose
+    return ys, xs, Rule(rule.name, pull, push)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

@@ -75,10 +75,10 @@ class HostFunction:
     def _engine_for(self, value: ValueShape) -> Engine:
         """The engine for a value of this shape."""
         options, functions, key = self._options, self._given, value.is_number
-        if self._derived is not None:
-            functions = self._derived.functions(of_number=key)
         _check_value_shape(value, functions, options.on_error)
         if key not in self._engines:
+            if self._derived is not None:
+                functions = self._derived.functions(of_number=key)
             broadcasts = self._derived is not None
             self._engines[key] = Engine(functions, options, broadcasts=broadcasts)
         return self._engines[key]

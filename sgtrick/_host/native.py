@@ -83,19 +83,12 @@ class Operation:
         """The results, with their derivatives."""
 
         def pull(*upstream: Tensor) -> list[Gradient]:
-            for u, y in zip(upstream, ys, strict=False):
-                u.set_shape(y.shape)  # loops may not know it
-            pulled = dict(zip(self._places, self._vjp(*xs, *upstream), strict=True))
+            us = map(_shaped, upstream, ys)
+            pulled = dict(zip(self._places, self._vjp(*xs, *us), strict=True))
             return [pulled.get(i) for i in range(len(xs))]
 
         def push(*tangents: Tangent) -> list[Tangent]:
-            moving = [tangents[i] for i in self._places]
-            ts = [
-                tf.zeros_like(xs[i]) if t is None else t
-                for i, t in zip(self._places, moving, strict=True)
-            ]
-            for i, t in zip(self._places, ts, strict=True):
-                t.set_shape(xs[i].shape)
+            ts = [_shaped(tangents[i], xs[i]) for i in self._places]
             return list(self._jvp(*xs, *ts))
 
         def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
@@ -193,6 +186,13 @@ class Operation:
         names = [*self._ins[i], *(f"x{i}_{k}" for k in range(x.shape.rank - len(self._ins[i])))]
         sizes = zip(x.shape.as_list(), names, strict=True)
         return f"({', '.join(name if n is None else str(n) for n, name in sizes)})"
+
+
+def _shaped(t: Tensor | None, like: Tensor) -> Tensor:
+    """An upstream gradient or tangent, whose static shape TensorFlow may have lost."""
+    t = tf.zeros_like(like) if t is None else t
+    t.set_shape(like.shape)
+    return t
 
 
 def _like(v: Any, x: Any) -> Any:

@@ -150,6 +150,15 @@ def test_unknown_dimensions_of_which_not_all_sizes_will_do():
     np.testing.assert_allclose(f(np.ones([2, 4])), [-4.0, -4.0])
 
 
+def test_a_number_cannot_fill_a_value_of_unknown_shape():
+    pytest.importorskip("jax")
+    h = sgtrick.from_jax(lambda x: x**2, on_error=-1.0)
+    np.testing.assert_array_equal(h(tf.ones([2, 3])), np.ones([2, 3]))
+    f = tf.function(h, input_signature=[tf.TensorSpec([None, None])])
+    with pytest.raises(ValueError, match="its shape must be known"):
+        f(tf.ones([2, 3]))
+
+
 @pytest.mark.parametrize(
     "part", ["fft.rfft(x).real", "stack([x[::3], x[::3]])", "reshape(x, [-1, 3])"]
 )

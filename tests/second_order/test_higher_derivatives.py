@@ -119,6 +119,13 @@ class TestTapesAroundForwardMode:
         (by_v,) = wrap(lambda x: self.of_jvp(form, x, v))(tf.constant(POINTS))
         np.testing.assert_allclose(by_v, exact(1).sum(), rtol=1e-12)
 
+    def test_around_vectorized_map(self):
+        """What the rule leaves uncovered has nothing to do with derivatives by the point."""
+        c = constant(0.9)
+        form = sgtrick.with_gradient(lambda x: hidden(x) * c, lambda x: slope(x) * c)
+        by_x = tf.function(lambda x: self.of_jvp(mapped(form), x, x))(tf.constant(POINTS))
+        np.testing.assert_allclose(by_x[0], 0.9 * exact(2), rtol=1e-12)
+
     @WRAPS
     def test_see_rows_that_the_rule_gathers(self, wrap):
         table = tf.Variable(np.arange(8.0).reshape(4, 2))
