@@ -19,9 +19,6 @@ from array_model import (
 from matrix import traced
 from shared import forward_derivative
 
-# PyTorch's, of itself, at its first derivative in forward mode.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-
 
 class Torch:
     form = staticmethod(sgtrick.from_torch)

@@ -18,7 +18,6 @@ HERE = Path(__file__).parent
 
 # Warnings of Keras and torch about themselves; torch.compile makes some while it looks at code.
 OF_THE_BACKENDS = [
-    "`torch.jit.script` is deprecated:DeprecationWarning",
     "<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
     "The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning",
 ]
