@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
-from sgtrick._tensorflow.graphs import captured_from, identity_of
+from sgtrick._tensorflow.graphs import as_used, captured_from, identity_of
 from sgtrick._tensorflow.tapes import not_recording, record_override
 from sgtrick._types import Gradient, Graph, Tensor
 
@@ -69,6 +69,8 @@ def over_members(
         us: Tensors with a leading batch dimension.
         taken: What `Vectorized.take` returned.
     """
+    # TensorFlow loses derivatives of a mapped call by what the mapped function captures.
+    taken = [(as_used(t), is_stacked) for t, is_stacked in taken]
     stacked = [t for t, is_stacked in taken if is_stacked and t.dtype != tf.variant]
 
     def one(arguments: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:

@@ -119,12 +119,26 @@ class TestTapesAroundForwardMode:
         (by_v,) = wrap(lambda x: self.of_jvp(form, x, v))(tf.constant(POINTS))
         np.testing.assert_allclose(by_v, exact(1).sum(), rtol=1e-12)
 
-    def test_around_vectorized_map(self):
-        """What the rule leaves uncovered has nothing to do with derivatives by the point."""
-        c = constant(0.9)
-        form = sgtrick.with_gradient(lambda x: hidden(x) * c, lambda x: slope(x) * c)
-        by_x = tf.function(lambda x: self.of_jvp(mapped(form), x, x))(tf.constant(POINTS))
-        np.testing.assert_allclose(by_x[0], 0.9 * exact(2), rtol=1e-12)
+    SHARED = {
+        "closed over": lambda x, c, v: sgtrick.with_gradient(
+            lambda x: hidden(x) * c * v, lambda x: slope(x) * c * v
+        )(x),
+        "arguments": sgtrick.custom_vjp(
+            lambda x, c, v: (
+                hidden(x) * c * v,
+                lambda u: (u * slope(x) * c * v, u * hidden(x) * v, u * hidden(x) * c),
+            )
+        ),
+    }
+
+    @pytest.mark.parametrize("form", SHARED.values(), ids=SHARED)
+    def test_around_vectorized_map(self, form):
+        """By the point, which is another for each member, and by what the members share."""
+        c, v = constant(0.9), tf.Variable(0.7, dtype=tf.float64)
+        h = mapped(lambda x: form(x, c, v))
+        by_x, by_c, by_v = tf.function(lambda x: self.of_jvp(h, x, x, c, v))(tf.constant(POINTS))
+        np.testing.assert_allclose(by_x, 0.63 * exact(2), rtol=1e-12)
+        np.testing.assert_allclose([by_c, by_v], [0.7 * exact(1).sum(), 0.9 * exact(1).sum()])
 
     @WRAPS
     def test_see_rows_that_the_rule_gathers(self, wrap):
