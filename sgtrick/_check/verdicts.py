@@ -19,6 +19,8 @@ VISIBLE = 0.005
 # Relative to the value divided by the size of x. What is less is zero for every purpose, and a
 # constant function, whose differences are rounding errors, has no other size to be measured by.
 NEGLIGIBLE = 1e-6
+# The same relative to the slope over the largest step: x^3 has no other size at zero.
+FLAT = 1e-4
 
 
 class Tolerance(NamedTuple):
@@ -95,7 +97,9 @@ def judged(line: Line, numerical: Estimate, tolerance: Tolerance, order: int) ->
     larger = np.fmax(np.abs(derivative), np.abs(numerical.derivative))
     size = np.fmax(larger, line.terms)
     allowed = tolerance.allowed(size, line.largest)
-    negligible = NEGLIGIBLE * line.value / max(line.size, 1.0)
+    slope = np.abs(numerical.differences[0])
+    slope = np.where(np.isfinite(slope), slope, 0.0)
+    negligible = np.fmax(NEGLIGIBLE * line.value / max(line.size, 1.0), FLAT * slope)
     visible = np.fmax(allowed, VISIBLE * np.fmax(np.fmax(size, line.largest), negligible))
     if tolerance.atol is None:  # else the tolerance is the caller's
         # Rounding explains what disappears where the same rule computes in float64.

@@ -51,6 +51,13 @@ class TestKinks:
         assert check_gradient(lambda x: tf.abs(x) ** 1.5, constant(0.0)).worst.verdict == "ok"
         assert check_gradient(tf.sin, constant(1e-300)).evaluations < 150
 
+    @pytest.mark.parametrize("f", [lambda x: x**3, lambda x: x * tf.sin(x) ** 2])
+    def test_value_and_slope_are_both_zero(self, f):
+        x = constant([0.0, 0.0])
+        assert check_gradient(lambda x: tf.reduce_sum(f(x)), x, order=2).passed
+        off = sgtrick.with_gradient(f, lambda x: 3 * x**2 + 1e-6)
+        assert report(off, constant(0.0)).worst.verdict == "wrong"
+
     def test_a_jump_cannot_be_told(self):
         with pytest.raises(sgtrick.GradientCheckError, match="could not be checked") as caught:
             check_gradient(tf.sign, constant(0.0))
