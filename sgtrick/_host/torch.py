@@ -88,6 +88,10 @@ _ADVICE = [
         "cannot map. Pass vmap=False, or use torch.where.",
     ),
     (
+        r"Expected tensors, got unsupported type",
+        "returns an auxiliary value that is not a torch.Tensor. Return torch.as_tensor(value).",
+    ),
+    (
         r"Can't call numpy\(\)|__array__",
         "calls NumPy on a tensor, which loses the gradient. Use PyTorch's own functions, or "
         "from_numpy with a gradient that you supply.",

@@ -125,6 +125,9 @@ class TestTorch:
             TypeError, match=r"f must return a value with derivatives, got float\. A torch"
         ):
             h(X)
+        h = sgtrick.from_torch(lambda x: (x.sum(), 2.0), has_aux=True, name="f")
+        with pytest.raises(TypeError, match=r"^f returns an auxiliary value.*torch\.as_tensor"):
+            h(X)
 
 
 class TestJax:
