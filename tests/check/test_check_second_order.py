@@ -112,6 +112,7 @@ class TestRight:
 
 
 class TestWrong:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("by", "scale", "mode"),
         spread(["hx", "hx callable", "hess", "hessp"], [0.0, 1.02], ["full", "random"]),

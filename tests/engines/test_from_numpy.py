@@ -77,7 +77,9 @@ EVALUATIONS = {
 assert EVALUATIONS.keys() <= CELLS.keys() - CANNOT.keys()
 
 
-@pytest.mark.parametrize(("case", "cell"), [p for p in PAIRS if p[1].name not in CANNOT], **IDS)
+@pytest.mark.parametrize(
+    ("case", "cell"), [p for p in PAIRS if p.values[1].name not in CANNOT], **IDS
+)
 def test_matrix(case, cell):
     before = engine.calls
     assert judge(cell, case) in promised(cell, case)

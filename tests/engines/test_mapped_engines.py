@@ -294,6 +294,7 @@ def from_jax():
 
 
 class TestAutoBatchedModels:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "form", [lambda: sgtrick.from_numpy(likelihood, vectorized=True), from_torch, from_jax],
         ids=["from_numpy", "from_torch", "from_jax"],

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from typing import Any
 
-from matrix.cells import CELLS, Cell
+import pytest
+
+from matrix.cells import CELLS
 from matrix.problem import Case
 
 # One for each thing that TensorFlow does to a function: eager and compiled execution, shapes known
@@ -24,12 +26,22 @@ TELLING = {
     "nested tapes over a square in `tf.function`",
     "SavedModel without custom gradients",
 }
-assert CELLS.keys() >= TELLING
+# They take some seconds for each case.
+SLOW = {
+    "nested tapes through `tf.while_loop`",
+    "forward over forward",
+    "forward over forward in `tf.function`",
+    "`ForwardAccumulator` around `vectorized_map`",
+    "`ForwardAccumulator` around `vectorized_map` of unknown size",
+    "`MirroredStrategy` in eager",
+    "`MirroredStrategy` in `tf.function`",
+}
+assert CELLS.keys() >= TELLING | SLOW
 
 
 def pairs(
     cases: Iterable[Case], everywhere: Set[str], twice: Set[str] = frozenset()
-) -> list[tuple[Case, Cell]]:
+) -> list[Any]:  # a case and a cell each
     """The cases named in `everywhere` with every cell, the others with the telling ones.
 
     The others take the same way through the code as one of the former, with other shapes. Those in
@@ -38,7 +50,7 @@ def pairs(
     cases = list(cases)
     assert everywhere | twice <= {case.name for case in cases}
     return [
-        (case, cell)
+        pytest.param(case, cell, marks=[pytest.mark.long] * (cell.name in SLOW))
         for case in cases
         for cell in CELLS.values()
         if case.name in everywhere

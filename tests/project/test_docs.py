@@ -28,7 +28,7 @@ SHORT_OR_LONG = [
         page,
         id=page.name,
         marks=[pytest.mark.long]
-        if page.name in ("models.md", "keras.md", "forward_models.md", "engines.md")
+        if page.name in ("models.md", "keras.md", "forward_models.md", "engines.md", "long_runs.md")
         else [],
     )
     for page in PAGES

@@ -81,7 +81,7 @@ CASES = [
 
 
 # What is of second order, and `scalar` itself in the other cells, is in test_value_matrix.py.
-PAIRS = [p for p in pairs(CASES, everywhere=set()) if p[1].order == 1]
+PAIRS = [p for p in pairs(CASES, everywhere=set()) if p.values[1].order == 1]
 
 
 @pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
@@ -395,6 +395,7 @@ class TestVI:
         for a, b in zip(came, exact, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10)
 
+    @pytest.mark.long
     def test_fitted_surrogates(self):
         def fit(target):
             loc, log_scale = (tf.Variable(tf.zeros([2], tf.float64)) for _ in range(2))

@@ -53,11 +53,8 @@ CASES = [
 PAIRS = pairs(CASES, everywhere=set())
 
 
-@pytest.mark.parametrize(
-    ("case", "cell"),
-    [pytest.param(*pair, marks=[pytest.mark.long] * (pair[0] is CASES[0])) for pair in PAIRS],
-    ids=lambda of: of.name,
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
 def test_matrix(case, cell):
     # The equation's own rules within the rule reach for tensors of the mapped function.
     loud = {"raises", "NaN"} if cell.name == "nested tapes around `vectorized_map`" else set()
@@ -383,6 +380,7 @@ def conditional_cdfs(x, logits, loc, scale):
     return tf.stack([first, tf.reduce_sum(posterior * normals.cdf(x)[..., 1], -1)], -1)
 
 
+@pytest.mark.long
 def test_multivariate_mixture():
     params = [
         tf.constant([0.1, 0.5, -0.3], tf.float64),

@@ -104,7 +104,7 @@ class TestSolve:
         ids=["eager", "graph", "XLA"],
     )
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function, XLA], ids=["eager", "graph", "XLA"])
+    @EXECUTED
     @pytest.mark.parametrize(
         "n", [2_000, pytest.param(200_000, marks=pytest.mark.long)]
     )  # a matrix would take 320 GB
@@ -141,16 +141,14 @@ class TestSolve:
         expected = twice(explicit)(self.T)
         np.testing.assert_allclose(run(self.T), expected, rtol=1e-8, atol=1e-11)
 
-    @pytest.mark.parametrize(
-        "wrap",
-        [tf.function, *(pytest.param(f, marks=pytest.mark.long) for f in (lambda f: f, XLA))],
-        ids=["graph", "eager", "XLA"],
-    )
+    @pytest.mark.long
+    @EXECUTED
     def test_mapped(self, wrap):
         ts = tf.stack([self.T, 1.1 * self.T])
         came = wrap(lambda ts: grad(lambda ts: tf.vectorized_map(solved, ts), ts))(ts)
         np.testing.assert_allclose(came, [derivative(explicit)(t) for t in ts], rtol=1e-9)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
     def test_variables_and_what_the_residual_closes_over(self, wrap):
         """`x = sqrt(a v)`, entry by entry."""

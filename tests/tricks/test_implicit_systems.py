@@ -13,7 +13,7 @@ from shared import WRAPS
 @pytest.mark.parametrize(
     "options", [None, {}, {"jit_compile": True}], ids=["eager", "graph", "XLA"]
 )
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_singular_members_get_nan_and_harm_no_other(n, options):
     """At 0 a square has no slope, and with it the root no derivative."""
 
@@ -28,6 +28,7 @@ def test_singular_members_get_nan_and_harm_no_other(n, options):
     np.testing.assert_allclose(g, [[1 / 4] * n, [np.nan] * n, [1 / 6] * n])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slope", [0.0, np.inf, np.nan])
 @pytest.mark.parametrize("upstream", [0.0, 1.0])
 def test_second_derivatives_beside_singular_members(slope, upstream):

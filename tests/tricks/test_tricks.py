@@ -343,7 +343,7 @@ def sampled(log_p):
 AT = np.random.default_rng(3).normal(size=9)
 
 
-@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options", [None, {}, {"jit_compile": True}], ids=["eager", "graph", "XLA"]
 )
