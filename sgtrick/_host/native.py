@@ -248,7 +248,7 @@ class _OfTensors(NamedTuple):
         paths, ndims = [path for path, *_ in flat], [n for *_, n in flat]
         xs, _, value_dtype = tensors_of(flat, self.dtype)
         self._check(xs, paths)
-        with tf.name_scope("native"):
+        with tf.name_scope(_SCOPE):
             xs = [tf.cast(x, self.dtype) if x.dtype.is_floating else x for x in xs]
             operation, value, aux = self._operation(args[:own], args[own:], xs, ndims)
             # The others are the same for all members.
@@ -332,6 +332,10 @@ class _OfTensors(NamedTuple):
         if not receivers:  # those of a method would be kept for ever
             self.operations[key] = operation, value, aux
         return operation, value, aux
+
+
+# TensorFlow's error for a loaded model that is mapped names the operation, and nothing else.
+_SCOPE = "JAX.Map_a_loaded_model_by_tf.map_fn_not_tf.vectorized_map"
 
 
 def _without_empty(x: Tensor, batch: tf.TensorShape) -> Tensor:
