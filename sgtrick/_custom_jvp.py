@@ -106,6 +106,7 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
         called = ValueAtPoint.of(name, point, f)
         y = called.result
         if not point.xs:
+            point.check_numbers(name)
             return y
         ys = jvp_protocol.outputs_of(y, name)
 

@@ -119,7 +119,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
         (y, grad_fn), used = uses.call(lambda: _value_and_rule(f, at(converted(f))), point.tensors)
         variables = besides(used.variables, call.leaves)
         inputs = [*point.xs, *map(structures.as_tensor, variables)]
-        rule = _Rule(f, vjp_protocol.arguments_of(at, names, own), point, variables, inputs)
+        rule = _Rule(f, vjp_protocol.arguments_of(function, at, own), point, variables, inputs)
         rule.check(grad_fn)
         ys = list(map(numbers_of, tf.nest.flatten(y)))
 
@@ -144,8 +144,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
             of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)
         outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
-        if inputs:  # else the derivatives are those of y itself
-            outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
+        outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
         return tf.nest.pack_sequence_as(y, list(map(with_numbers, tf.nest.flatten(y), outputs)))
 
     form = autograph.form(call)
@@ -178,7 +177,10 @@ def _value_and_rule(f: Function, returned: Structure) -> tuple[Structure, Functi
     y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
 
     def tensor(leaf: TensorLike) -> Tensor:
-        return leaf if isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
+        is_ragged = isinstance(leaf, tf.RaggedTensor)
+        return (
+            leaf if is_ragged else structures.to_tensor(leaf, f"the result of {calls.name_of(f)}")
+        )
 
     return tf.nest.map_structure(tensor, y), grad_fn
 

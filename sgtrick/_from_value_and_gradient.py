@@ -16,7 +16,6 @@ from sgtrick._core.guard import message
 from sgtrick._core.value_at_point import (
     ValueAtPoint,
     as_tuple,
-    check_function,
     checked_value,
     pair_of,
     select,
@@ -95,7 +94,7 @@ def from_value_and_gradient(
             batch_ndims=batch_ndims,
             device=device,
         )
-    check_function(fn, "fn")
+    calls.check_function(fn, "fn")
     return calls.as_form(
         fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
     )

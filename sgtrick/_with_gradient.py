@@ -19,7 +19,6 @@ from sgtrick._core.selection import Selection
 from sgtrick._core.value_at_point import (
     ValueAtPoint,
     as_tuple,
-    check_function,
     checked_value,
     pair_of,
     select,
@@ -114,7 +113,6 @@ def with_gradient(
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
         return functools.partial(with_gradient, grad=grad, **options)
-    check_function(f, "f")
     return calls.as_form(f, lambda f: _with_gradient(f, grad, **options), "defgrad")
 
 
@@ -158,7 +156,7 @@ def _with_gradient(
     def defgrad(grad: Function) -> Function:
         """Sets the gradient function; a decorator."""
         nonlocal rule
-        check_function(grad, "grad")
+        calls.check_function(grad, "grad")
         rule = calls.Callee(calls.unbound(grad))
         return grad
 

@@ -273,10 +273,10 @@ class LogDensity(tfd.Distribution):  # type: ignore[misc]
             )
         floating = self.dtype.is_floating
         if y.dtype != self.dtype if floating else not y.dtype.is_floating:
+            event = f"{self.dtype.name} like the event (the value had {x.dtype.name})"
             raise TypeError(
                 f"log_prob_fn of {self.name!r} returned dtype {y.dtype.name}, expected "
-                f"{self.dtype.name + ' like the event' if floating else 'a floating dtype'}. "
-                "Cast it."
+                f"{event if floating else 'a floating dtype'}. Cast it."
             )
         return y
 

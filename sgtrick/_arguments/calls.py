@@ -55,6 +55,7 @@ class Callee:
     Attributes:
         f: The function itself.
         name: Its name in errors.
+        defaults: Those of its parameters.
         form: The function that is called in its place.
         is_held_by: Whether it is a method of a class.
     """
@@ -65,6 +66,7 @@ class Callee:
         self.form: Function | None = None
         self._signature = signature_of(f)
         self._parameters = list(self._signature.parameters.values()) if self._signature else []
+        self.defaults = {p.name: p.default for p in self._parameters if p.default is not p.empty}
         kinds = {parameter.kind for parameter in self._parameters}
         self._positional = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
         self._body = getattr(f, "__qualname__", "").rpartition(".")[0]
@@ -177,6 +179,7 @@ def imitate(form: Any, f: Function) -> Any:
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def as_form(f: Function, make: Callable[[Callee], Function], *attributes: str) -> Function:
     """Returns `make` of `f`, under a class method or static method if `f` is one."""
+    check_function(f, "f")
     if not isinstance(f, (classmethod, staticmethod)):
         function = Callee(f)
         form: Function = imitate(make(function), f)
@@ -189,6 +192,12 @@ def as_form(f: Function, make: Callable[[Callee], Function], *attributes: str) -
     for attribute in attributes:
         setattr(method, attribute, getattr(inside, attribute))
     return method
+
+
+def check_function(f: object, name: str) -> None:
+    """Checks that the argument called `name` can be called, perhaps as a method."""
+    if not callable(f) and not hasattr(f, "__get__"):
+        raise TypeError(f"{name} must be a function, got {type(f).__name__}.")
 
 
 def unbound(f: Function) -> Function:

@@ -97,8 +97,9 @@ def pair_hessian(
 
 
 def is_dense(leaf: object) -> bool:
-    """Whether a leaf is a dense tensor or a variable."""
-    return isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
+    """Whether a leaf is a dense tensor or a variable, or a module that stands for one in TFP."""
+    is_one = isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
+    return is_one or (isinstance(leaf, tf.Module) and hasattr(leaf, "shape"))
 
 
 def numbers_of(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ class Argument(NamedTuple):
         name: Its name in errors.
         places: Where its leaves are: `['a'][0]`.
         leaves: Its leaves.
-        is_default: Whether the caller left it out.
+        is_default: Whether it is the default of its parameter. `tf.function` fills defaults in.
     """
 
     name: str
@@ -28,13 +28,14 @@ class Argument(NamedTuple):
         return [self.name + place for place in self.places]
 
 
-def arguments_of(call: calls.Call, names: Sequence[str], own: int) -> list[Argument]:
-    """The arguments of a call, except the first `own` ones; `names` are those of all arguments."""
+def arguments_of(function: calls.Callee, call: calls.Call, own: int) -> list[Argument]:
+    """The arguments of a call, except the first `own` ones."""
     found = []
-    for name, value in zip(names[own:], call.values[own:], strict=True):
+    for name, value in zip(function.names(call)[own:], call.values[own:], strict=True):
         flat = list(structures.flatten(value))
         places, leaves = [place for place, _ in flat], [leaf for _, leaf in flat]
-        found.append(Argument(name, places, leaves, name in call.defaults))
+        is_same = name in function.defaults and function.defaults[name] is value
+        found.append(Argument(name, places, leaves, is_same or name in call.defaults))
     return found
 
 

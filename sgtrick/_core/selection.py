@@ -94,9 +94,10 @@ class Selection:
         leaves = self._selected()
         if leaves and not any(map(structures.is_number, leaves)):
             raise TypeError(
-                f"argnums selects {', '.join(self._names[k] for k in self._positions)} of {name}, "
-                f"for which there is no derivative: {', '.join(type(t).__name__ for t in leaves)}. "
-                "Select the arguments that the gradient is with respect to."
+                f"There is no derivative of {name} with respect to "
+                f"{', '.join(self._names[k] for k in self._positions)}: "
+                f"{', '.join(type(t).__name__ for t in leaves)}. Pass tensors, or structures of "
+                "them that tf.nest knows; argnums selects those that the gradient is for."
             )
 
     def _selected(self) -> list[Any]:

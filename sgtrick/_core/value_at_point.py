@@ -82,12 +82,6 @@ def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> Sel
     return point
 
 
-def check_function(f: object, name: str) -> None:
-    """Checks that the argument called `name` can be called, perhaps as a method."""
-    if not callable(f) and not hasattr(f, "__get__"):
-        raise TypeError(f"{name} must be a function, got {type(f).__name__}.")
-
-
 def checked_value(y: Structure, name: str) -> Tensor:
     """The value that the function `name` returned, checked to be one tensor with derivatives."""
     if isinstance(y, (tuple, list, dict)):  # converting would stack a list

@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tensorflow_probability as tfp
 
 from matrix import Case, judge, pairs, promised
 from matrix import functions as fn
@@ -361,3 +363,34 @@ def test_a_sparse_argument_counts_as_closed_over(wrap):
     np.testing.assert_array_equal(wrap(derivative(of, 1))(values, x), [0, 7])
     with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="closes over"):
         wrap(derivative(of))(values, x)
+
+
+WITHOUT_TENSORS = {
+    "no argument": lambda x: custom_vjp(lambda: (x**2, lambda u: ()))(),
+    "a number": lambda x: custom_vjp(lambda k: (x**k, lambda u: None))(2),
+    "an object": lambda x: custom_vjp(lambda p: (p.x**2, lambda u: None))(SimpleNamespace(x=x)),
+}
+
+
+@WRAPS
+@pytest.mark.parametrize("of", WITHOUT_TENSORS.values(), ids=WITHOUT_TENSORS)
+def test_without_tensors_among_the_arguments_it_closes_over_them(wrap, of):
+    with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="closes over"):
+        wrap(derivative(of))(X)
+    assert np.isnan(derivative(tf.function(of))(X)).all()
+
+
+@WRAPS
+def test_modules_that_stand_for_tensors(wrap):
+    h = custom_vjp(lambda x: (x * x, lambda u: 100 * u))
+    of = lambda x: h(tfp.util.DeferredTensor(x, tf.exp))  # noqa: E731
+    np.testing.assert_allclose(wrap(derivative(of))(X), 100 * tf.exp(X), rtol=1e-6)
+    v = tfp.util.TransformedVariable(2.0, tfp.bijectors.Exp())
+
+    @wrap
+    def run():
+        with tf.GradientTape() as tape:
+            y = h(v)
+        return tape.gradient(y, v.trainable_variables)
+
+    np.testing.assert_allclose(run(), [200], rtol=1e-6)

@@ -209,12 +209,14 @@ class TestDefaults:
         def f(a, b, option=default):
             return a * b, lambda u: (u * b, u * a)
 
-        by_a, by_b = gradients(custom_vjp(f), A, B)
-        np.testing.assert_allclose(by_a, B)
-        np.testing.assert_allclose(by_b, A)
-        passed = "option" if not isinstance(default, tuple) else r"option; or one for each leaf"
+        h, is_nested = custom_vjp(f), isinstance(default, tuple)
+        for of in (h, *([] if is_nested else [tf.function(h)])):  # which passes the default
+            by_a, by_b = gradients(of, A, B)
+            np.testing.assert_allclose(by_a, B)
+            np.testing.assert_allclose(by_b, A)
+        passed = r"option; or one for each leaf" if is_nested else "option"
         with pytest.raises(ValueError, match=f"returned 2 gradients.*: a, b, {passed}"):
-            gradients(lambda a, b: custom_vjp(f)(a, b, default), A, B)
+            gradients(lambda a, b: h(a, b, (3, 4) if is_nested else "sum"), A, B)
 
     @decorated
     def test_that_are_tensors_may_not(self, custom_vjp):

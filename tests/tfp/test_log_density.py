@@ -183,7 +183,7 @@ class TestLogDensity:
             (tf.reduce_sum, [5, 2], ValueError, r"returned the shape \[\] for .*, expected \[5\]"),
             (lambda x: x[..., 0], [5, 3], ValueError, r"event_shape \[2\], got \[5, 3\]"),
             (lambda x: x[..., 0], [], ValueError, r"event_shape \[2\], got \[\]"),
-            (lambda x: tf.cast(x[..., 0], tf.float64), [2], TypeError, "float64, expected float32 like the event"),
+            (lambda x: tf.cast(x[..., 0], tf.float64), [2], TypeError, r"float64, expected float32 like the event \(the value had float32\)"),
             (lambda x: 0.0, [2], TypeError, "must return a tensor, got float, which has no gradient.*sgtrick.from_numpy"),
         ],
     )  # fmt: skip
