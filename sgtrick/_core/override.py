@@ -142,6 +142,7 @@ def _outputs(
     meaning = overrides.Override(
         lambda *upstream: _pull_for_graph(rule, elsewhere, ys, upstream),
         lambda batch: _vectorized(elsewhere, len(ys), batch),
+        is_of_inputs=rule.batched is not None,
     )
     dropped = _DROPPED.format(rule.name)
     natural = natural or [
@@ -252,7 +253,8 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
         with unknown.not_raising() if is_of_function else contextlib.nullcontext():
             return pull(*upstream)
 
-    (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
+    meaning = overrides.Override(quietly, vectorized, is_of_inputs=True)
+    (output,) = overrides.override([part], [part, *xs], meaning)
     tapes.record_override([output], [part, *xs], pull, push)
     return output
 

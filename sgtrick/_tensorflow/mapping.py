@@ -1,10 +1,12 @@
 """How `tf.vectorized_map` converts operations that come with their own converter."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._tensorflow.graphs import as_used, captured_from, identity_of
@@ -29,6 +31,22 @@ class Vectorized(NamedTuple):
     stack: Callable[[Tensor], Tensor]
     graph: Graph
     outputs: Sequence[Tensor]
+
+
+def members() -> list[Tensor]:
+    """The index of the member, for each `tf.vectorized_map` whose function is being traced."""
+    found, graph = [], tf.compat.v1.get_default_graph()
+    while graph is not None:
+        scopes = graph.get_name_scope().split("/")
+        for depth, name in enumerate(scopes, 1):
+            if name.startswith("loop_body"):  # as TensorFlow calls it, and the index in it
+                index = "/".join([*scopes[:depth], "PlaceholderWithDefault:0"])
+                with contextlib.suppress(KeyError):
+                    found.append(graph.get_tensor_by_name(index))
+        # A function that is called there may be called elsewhere too.
+        is_part = isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
+        graph = graph.outer_graph if is_part else None
+    return found
 
 
 def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]) -> list[Any]:

@@ -15,7 +15,7 @@ from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.connections import VALUES
-from sgtrick._tensorflow.mapping import Vectorized, convert
+from sgtrick._tensorflow.mapping import Vectorized, convert, members
 from sgtrick._tensorflow.tapes import not_recording
 from sgtrick._tensorflow.tracing import Traced
 from sgtrick._types import Gradient, Graph, Operation, Pullback, Tensor
@@ -27,10 +27,12 @@ class Override(NamedTuple):
     Attributes:
         gradient: From upstream gradients of the outputs to gradients of the inputs.
         vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
+        is_of_inputs: Whether the gradient is linear, and depends on nothing but the inputs.
     """
 
     gradient: Pullback
     vectorize: Callable[[Vectorized], Sequence[Tensor]]
+    is_of_inputs: bool
 
 
 class _Overrides:
@@ -86,16 +88,24 @@ def override(
     made = _MADE.get()
     if made is not None:
         made.append(name)
-    overrides.by_name[name] = meaning
+    # tf.vectorized_map converts no operation whose inputs are the same for all members. But its
+    # gradients may differ, and their sum is not the gradient of the sum of what flows back.
+    indices = [] if meaning.is_of_inputs else members()
+
+    def vectorize(batch: Vectorized) -> Sequence[Tensor]:
+        own = batch.inputs[: len(batch.inputs) - len(indices)]
+        return meaning.vectorize(batch._replace(inputs=own))
+
+    overrides.by_name[name] = meaning._replace(vectorize=vectorize)
     overrides.names.append(name)
-    _register(name, len(natural), weakref.ref(overrides))
+    _register(name, len(natural), len(indices), weakref.ref(overrides))
     values = {VALUES: tf.compat.v1.AttrValue(i=len(natural))}
     with (
         not_recording(),
         graph.gradient_override_map({"IdentityN": name}),
         graph._attr_scope(values),
     ):
-        outputs = tf.identity_n([*natural, *inputs], name=_IF_LOST)
+        outputs = tf.identity_n([*natural, *inputs, *indices], name=_IF_LOST)
     overrides.operations[name] = outputs[0].op.name
     # tf.vectorized_map looks for this attribute before it looks into its registry.
     outputs[0].op.pfor_converter = _map
@@ -111,7 +121,7 @@ def _map(pfor_input: Any) -> list[Any]:
     return convert(pfor_input, overrides.by_name[name].vectorize)
 
 
-def _register(name: str, count: int, reference: Callable[[], _Overrides | None]) -> None:
+def _register(name: str, count: int, rest: int, reference: Callable[[], _Overrides | None]) -> None:
     @tf.RegisterGradient(name)  # type: ignore[untyped-decorator]
     @unconverted
     def gradient(op: Operation, *upstream: Tensor) -> list[Gradient]:
@@ -126,7 +136,7 @@ def _register(name: str, count: int, reference: Callable[[], _Overrides | None])
         gradients = pull(*upstream[:count])
         if graphs.is_out_of_reach():
             raise NotImplementedError(_IN_BRANCH)
-        return [*[None] * count, *gradients]
+        return [*[None] * count, *gradients, *[None] * rest]
 
 
 def _overrides_of(op: Operation) -> _Overrides | None:

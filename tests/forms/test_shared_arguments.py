@@ -1,0 +1,102 @@
+"""Rules under `tf.vectorized_map` with arguments that are the same for all members.
+
+TensorFlow maps no operation with such inputs alone. But what a rule returns may be another for each
+member, and need not be linear in the upstream gradient.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sgtrick
+from shared import WRAPS, WRAPS_AND_XLA, derivative
+
+W = np.array([1.0, -2.0, 0.3])
+MEMBERS = np.array([1.0, -2.0, 0.5, 3.0])
+
+
+def added(x):
+    return tf.reduce_sum(x)
+
+
+def by_jvp(w, e):
+    form = sgtrick.custom_jvp(added)
+    form.defjvp(lambda p, t: (None, e * tf.reduce_sum(p[0] * t[0])))
+    return form(w)
+
+
+def normalized(w, e):
+    return tf.reduce_sum(sgtrick.custom_vjp(lambda x: (x + 0.0, tf.math.l2_normalize))(w) * e)
+
+
+# Functions of what is shared and of the member, and the derivative of one by the former.
+FORMS = {
+    "with_gradient": (
+        lambda w, e: sgtrick.with_gradient(added, lambda x: x * e)(w),
+        lambda e: W * e,
+    ),
+    "custom_vjp": (
+        lambda w, e: sgtrick.custom_vjp(lambda x: (tf.reduce_sum(x), lambda u: u * x * e))(w),
+        lambda e: W * e,
+    ),
+    "custom_vjp, not linear": (normalized, lambda e: np.sign(e) * np.ones(3) / np.sqrt(3)),
+    "custom_jvp": (by_jvp, lambda e: W * e),
+    "custom_gradient": (
+        lambda w, e: sgtrick.custom_gradient(tf.reduce_sum(w), w * e, w, hx=lambda v: v * e),
+        lambda e: W * e,
+    ),
+    "clip_gradient": (
+        lambda w, e: tf.reduce_sum(sgtrick.clip_gradient(w, -1.0, 1.0) * e),
+        lambda e: np.clip(e, -1, 1) * np.ones(3),
+    ),
+}
+EACH = pytest.mark.parametrize(("f", "slope"), FORMS.values(), ids=FORMS)
+EXPECTED = {"atol": 1e-12, "rtol": 1e-12}
+
+
+def total(f):
+    return lambda w: tf.reduce_sum(tf.vectorized_map(lambda e: f(w, e), tf.constant(MEMBERS)))
+
+
+@WRAPS_AND_XLA
+@EACH
+def test_derivatives_are_sums_over_members(f, slope, wrap):
+    came = wrap(derivative(total(f)))(tf.constant(W))
+    np.testing.assert_allclose(came, sum(map(slope, MEMBERS)), **EXPECTED)
+
+
+@WRAPS
+@EACH
+def test_by_a_variable(f, slope, wrap):
+    v = tf.Variable(W)
+
+    @wrap
+    def run():
+        with tf.GradientTape() as tape:
+            y = total(f)(v)
+        return tape.gradient(y, v)
+
+    np.testing.assert_allclose(run(), sum(map(slope, MEMBERS)), **EXPECTED)
+
+
+AROUND = {
+    "map": lambda f: (
+        lambda w, e: tf.reduce_sum(
+            tf.vectorized_map(lambda k: k * f(w, e * k), tf.constant([1.0, 2.0], e.dtype))
+        )
+    ),
+    "branch": lambda f: lambda w, e: 5 * tf.cond(w[0] > 0, lambda: f(w, e), lambda: e),
+    "loop": lambda f: (
+        lambda w, e: tf.while_loop(
+            lambda i, _: i < 5, lambda i, y: (i + 1, y + f(w, e)), (0, tf.zeros([], e.dtype))
+        )[1]
+    ),
+}
+
+
+@WRAPS
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_within_what_is_mapped(around, wrap):
+    f, slope = FORMS["with_gradient"]
+    came = wrap(derivative(total(around(f))))(tf.constant(W))
+    np.testing.assert_allclose(came, 5 * sum(map(slope, MEMBERS)), **EXPECTED)
