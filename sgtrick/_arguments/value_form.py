@@ -88,8 +88,9 @@ class Blocks:
     def _mean(self, block: Leaf, other: Leaf, i: Ndims, j: Ndims) -> Leaf:
         """The mean of a block `B + R + D_i + D_j` and the transpose of one `B + R + D_j + D_i`."""
         swapped = self._backend.swap(other.gx, j, i)
-        gx = block.gx + self._backend.cast(swapped, self._backend.dtype_of(block.gx))
-        return block._replace(gx=gx / 2)
+        half = self._backend.cast(swapped, self._backend.dtype_of(block.gx)) / 2
+        # TensorFlow's optimizer loses a loop's c + transpose(c) if c does not change in the loop.
+        return block._replace(gx=block.gx / 2 + half)
 
 
 class Product:

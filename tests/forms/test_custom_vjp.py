@@ -368,6 +368,7 @@ def test_a_sparse_argument_counts_as_closed_over(wrap):
 WITHOUT_TENSORS = {
     "no argument": lambda x: custom_vjp(lambda: (x**2, lambda u: ()))(),
     "a number": lambda x: custom_vjp(lambda k: (x**k, lambda u: None))(2),
+    "an integer": lambda x: custom_vjp(lambda n: (x**2, lambda u: None))(tf.constant(3)),
     "an object": lambda x: custom_vjp(lambda p: (p.x**2, lambda u: None))(SimpleNamespace(x=x)),
 }
 

@@ -271,14 +271,3 @@ def test_an_argument_that_keeps_its_gradient_and_is_closed_over():
 
     with pytest.raises(LookupError, match="closes over"):
         reverse(f, 1)(X, W)
-
-
-@WRAPS
-def test_a_function_of_integers_alone(wrap):
-    """There is no rule in the way of the value's own derivatives."""
-
-    def run(w):
-        cube = sgtrick.custom_vjp(lambda n: (w ** tf.cast(n, w.dtype), lambda u: None))
-        return cube(tf.constant(3))
-
-    np.testing.assert_allclose(reverse(wrap(run))(W), 3 * W**2, rtol=1e-12)

@@ -1,6 +1,7 @@
 """Hessians that the value form and engines are given: exact second derivatives, loud third ones."""
 
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -146,6 +147,25 @@ def test_third_derivatives_are_refused(outer, middle, wrap, product):
         return
     with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="third derivative"):
         wrap(outer(second))(x)
+
+
+@WRAPS
+@pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
+def test_row_by_row_in_a_loop(shape, wrap):
+    """TensorFlow's optimizer loses the sum of a constant and its transpose in such a loop."""
+    x = constant(np.linspace(0.3, 0.7, math.prod(shape)).reshape(shape))
+
+    @wrap
+    def hessian(x):
+        with tf.GradientTape(persistent=True) as outer:
+            outer.watch(x)
+            g = derivative(
+                lambda x: sgtrick.custom_gradient(tf.sin(x), tf.cos(x), x, hx=-tf.sin(x))
+            )(x)
+        return outer.jacobian(g, x, experimental_use_pfor=False)
+
+    expected = np.diag(np.ravel(-np.sin(x))).reshape(2 * shape)
+    np.testing.assert_allclose(hessian(x), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, 2])
