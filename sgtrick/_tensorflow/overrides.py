@@ -200,6 +200,6 @@ _IN_BRANCH = (
 _COPIED = (
     "TensorFlow copied an operation of sgtrick without its gradient: by loading a SavedModel that "
     "was saved with experimental_custom_gradients=False, or by tf.vectorized_map over a "
-    "tf.function, loop or branch in which the function's arguments are the same for all members. "
-    "Save with experimental_custom_gradients=True, or call the function outside of the mapped one."
+    "tf.function whose arguments are the same for all members. Save with "
+    "experimental_custom_gradients=True, or call the function outside of the mapped one."
 )
