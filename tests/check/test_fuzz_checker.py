@@ -11,6 +11,7 @@ from fuzz.drawing import SETTINGS
 from fuzz.strategies import check_checker, checks
 
 
+@pytest.mark.long
 @given(checks())
 @settings(SETTINGS, max_examples=15, derandomize=True)
 def test_verdicts(drawn):

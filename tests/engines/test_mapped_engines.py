@@ -136,6 +136,7 @@ class TestCalls:
             close(run(x, data), value_and_gradients(native, x, data))
         assert calls(3, 14)
 
+    @pytest.mark.long
     @WRAPS
     def test_within_functions_and_loops(self, engine, wrap):
         h, calls, _ = engine

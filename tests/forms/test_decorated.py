@@ -224,6 +224,7 @@ class TestObjects:
 
         return Model
 
+    @pytest.mark.long
     def test_together_in_functions(self, of):
         """And as arguments of one: TensorFlow traces again for another object."""
         one, two = of(2.0), of(5.0)

@@ -141,6 +141,7 @@ def test_rules_that_give_all_derivatives_store_nothing(name, loop, body, call):
     insist_on_none_stored(form, body, call)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "loop", "body", "call"), spread(GIVE_SOME, LOOPS, BODIES, CALLS))
 def test_other_rules_store_nothing_that_is_not_differentiated(name, loop, body, call):
     reads_variable = body == "reads a variable"

@@ -111,6 +111,7 @@ class TestJointDistributions:
         assert list(tf.nest.flatten(jd.dtype)) == [dtype, dtype]
         assert tf.nest.flatten(pinned.event_shape) == [2]
 
+    @pytest.mark.long
     @EVERY_KIND
     @WRAPS
     def test_draws_are_the_prior_s(self, kind, wrap):
@@ -386,6 +387,7 @@ class TestVI:
 
         return run()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("samples", [1, 5])
     @pytest.mark.parametrize("kind", ["CoroutineAutoBatched", "Sequential"])
     @WRAPS

@@ -294,6 +294,7 @@ class TestHostCalls:
         "what it closes over": lambda a: implicit_root(lambda x: x**2 - same_on_host(a), 2.0),
     }
 
+    @pytest.mark.long
     @pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
     def test_raise(self, root):
         a = tf.constant(4.0)
@@ -492,6 +493,7 @@ def test_second_derivatives_by_unknown_numbers_of_roots():
     np.testing.assert_allclose(derivative(derivative(root))(theta), exact(theta))
 
 
+@pytest.mark.long
 @WRAPS
 @pytest.mark.parametrize("theta", [np.zeros([0]), 1.0], ids=["batch", "shared"])
 def test_no_roots(wrap, theta):
