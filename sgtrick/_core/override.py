@@ -142,7 +142,6 @@ def _outputs(
     meaning = overrides.Override(
         lambda *upstream: _pull_for_graph(rule, elsewhere, ys, upstream),
         lambda batch: _vectorized(elsewhere, len(ys), batch),
-        is_of_inputs=rule.batched is not None,
     )
     dropped = _DROPPED.format(rule.name)
     natural = natural or [
@@ -253,8 +252,7 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
         with unknown.not_raising() if is_of_function else contextlib.nullcontext():
             return pull(*upstream)
 
-    meaning = overrides.Override(quietly, vectorized, is_of_inputs=True)
-    (output,) = overrides.override([part], [part, *xs], meaning)
+    (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
     tapes.record_override([output], [part, *xs], pull, push)
     return output
 
@@ -262,6 +260,9 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
 def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tensor]:
     """The outputs for all members of a batch, as a kept override again."""
     if rule.batched is not None:
-        return list(rule.batched(batch.inputs[count:]))
+        inputs = batch.inputs[count:]
+        outputs = rule.batched(inputs)
+        is_stacked = any(is_stacked for _, is_stacked in inputs)
+        return list(outputs if is_stacked else map(batch.stack, outputs))
     ys, xs, rule = mapped.of_batch(rule, count, batch)
     return keep(ys, xs, rule, natural=ys)

@@ -27,12 +27,10 @@ class Override(NamedTuple):
     Attributes:
         gradient: From upstream gradients of the outputs to gradients of the inputs.
         vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
-        is_of_inputs: Whether the gradient is linear, and depends on nothing but the inputs.
     """
 
     gradient: Pullback
     vectorize: Callable[[Vectorized], Sequence[Tensor]]
-    is_of_inputs: bool
 
 
 class _Overrides:
@@ -88,9 +86,10 @@ def override(
     made = _MADE.get()
     if made is not None:
         made.append(name)
-    # tf.vectorized_map converts no operation whose inputs are the same for all members. But its
-    # gradients may differ, and their sum is not the gradient of the sum of what flows back.
-    indices = [] if meaning.is_of_inputs else members()
+    # tf.vectorized_map converts no operation whose inputs are the same for all members, and may
+    # copy it, so that tapes do not see it. But its gradients may differ by members, and their sum
+    # is not the gradient of the sum of what flows back.
+    indices = members()
 
     def vectorize(batch: Vectorized) -> Sequence[Tensor]:
         own = batch.inputs[: len(batch.inputs) - len(indices)]

@@ -100,3 +100,22 @@ def test_within_what_is_mapped(around, wrap):
     f, slope = FORMS["with_gradient"]
     came = wrap(derivative(total(around(f))))(tf.constant(W))
     np.testing.assert_allclose(came, 5 * sum(map(slope, MEMBERS)), **EXPECTED)
+
+
+def engine():
+    return sgtrick.from_numpy(lambda x: (x @ x / 2, x))
+
+
+def native():
+    pytest.importorskip("jax")
+    return sgtrick.from_jax(lambda x: x @ x / 2, native=True)
+
+
+@WRAPS
+@pytest.mark.parametrize("make", [engine, native])
+def test_engines_are_called_once(make, wrap):
+    """They say what they depend on: their gradients are linear, and the same for all members."""
+    h = make()
+    came = wrap(derivative(total(lambda w, e: h(w) * e)))(tf.constant(W))
+    np.testing.assert_allclose(came, W * MEMBERS.sum(), **EXPECTED)
+    assert make is native or h.calls == 1
