@@ -74,8 +74,8 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
 
     Raises:
         TypeError: `nondiff_argnums` holds neither ints nor names, the function is called before it
-            has a rule or with keyword-only arguments, or the rule does not return a pair, or
-            tangents of the dtypes of the output.
+            has a rule, with keyword-only arguments or with nothing numeric among its arguments, or
+            the rule does not return a pair, or tangents of the dtypes of the output.
         ValueError: `nondiff_argnums` does not name an argument, or the tangents do not have the
             structure and shapes of the output.
         LookupError: In reverse mode, if the rule is not linear in the tangents or passes them to

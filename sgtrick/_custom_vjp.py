@@ -62,16 +62,17 @@ def custom_vjp(f: Function | None = None) -> Function:
             or None, or one for each leaf of all arguments; a single argument's need not be in a
             tuple. Arguments are in the order in which `f` declares them, even if they are passed by
             keyword, keyword-only ones last; those of `**kwargs` are in the order of the call.
-            Defaults that the call leaves out are arguments too, but their gradients may be left out
-            unless they are tensors. What has no derivatives (int, bool, string, None) has the
-            gradient None. Gradients are cast to the dtype of their argument: numbers, arrays and
-            masks will do. If `f` reads trainable variables that are not among its arguments,
-            `grad_fn` must take a keyword `variables`, the list of these in the order in which they
-            were created, and return `(gradients, variable_gradients)`. `grad_fn` never runs in a
-            forward pass, and need not be linear; loops and host calls are allowed. Higher
-            derivatives are those of `grad_fn`, as TensorFlow differentiates it; in eager execution,
-            they trace `f`. Forward mode transposes `grad_fn`, by differentiating it with respect to
-            `upstream`, and tests the transpose at fixed pseudo-random upstream gradients.
+            Defaults that the call leaves out, or `tf.function` fills in, are arguments too, but
+            their gradients may be left out unless they are tensors. What has no derivatives (int,
+            bool, string, None) has the gradient None. Gradients are cast to the dtype of their
+            argument: numbers, arrays and masks will do. If `f` reads trainable variables that are
+            not among its arguments, `grad_fn` must take a keyword `variables`, the list of these in
+            the order in which they were created, and return `(gradients, variable_gradients)`.
+            `grad_fn` never runs in a forward pass, and need not be linear; loops and host calls are
+            allowed. Higher derivatives are those of `grad_fn`, as TensorFlow differentiates it; in
+            eager execution, they trace `f`. Forward mode transposes `grad_fn`, by differentiating
+            it with respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
+            gradients.
 
             A gradient with respect to another tensor that `f` closes over is an error, or None if
             `f` stops the tensor. But a tensor that was computed from an argument counts as the
@@ -177,10 +178,9 @@ def _value_and_rule(f: Function, returned: Structure) -> tuple[Structure, Functi
     y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
 
     def tensor(leaf: TensorLike) -> Tensor:
-        is_ragged = isinstance(leaf, tf.RaggedTensor)
-        return (
-            leaf if is_ragged else structures.to_tensor(leaf, f"the result of {calls.name_of(f)}")
-        )
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf
+        return structures.to_tensor(leaf, f"the result of {calls.name_of(f)}")
 
     return tf.nest.map_structure(tensor, y), grad_fn
 

@@ -19,12 +19,12 @@ class Call:
     Attributes:
         values: Those by position, followed by those by keyword.
         keywords: The names of the latter.
-        defaults: The names of those that the caller left out.
+        left_out: The names of those that the caller left out.
     """
 
     values: Sequence[Structure]
     keywords: Sequence[str] = ()
-    defaults: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
 
     @property
     def positional(self) -> int:

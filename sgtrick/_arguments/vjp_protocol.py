@@ -35,7 +35,7 @@ def arguments_of(function: calls.Callee, call: calls.Call, own: int) -> list[Arg
         flat = list(structures.flatten(value))
         places, leaves = [place for place, _ in flat], [leaf for _, leaf in flat]
         is_same = name in function.defaults and function.defaults[name] is value
-        found.append(Argument(name, places, leaves, is_same or name in call.defaults))
+        found.append(Argument(name, places, leaves, is_same or name in call.left_out))
     return found
 
 

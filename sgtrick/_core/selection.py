@@ -97,7 +97,7 @@ class Selection:
                 f"There is no derivative of {name} with respect to "
                 f"{', '.join(self._names[k] for k in self._positions)}: "
                 f"{', '.join(type(t).__name__ for t in leaves)}. Pass tensors, or structures of "
-                "them that tf.nest knows; argnums selects those that the gradient is for."
+                "them that tf.nest knows, or select other arguments."
             )
 
     def _selected(self) -> list[Any]:

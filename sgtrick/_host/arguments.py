@@ -36,17 +36,17 @@ def by_position(
             have no leaves.
     """
     call = function.bind(args, kwargs)
-    given = [key for key in call.keywords if key not in call.defaults]
+    given = [key for key in call.keywords if key not in call.left_out]
     if given:
         raise TypeError(
             f"{name} has keyword-only arguments {given}, but engines are called by position. Make "
             "them positional, or bind them with functools.partial."
         )
     names = function.names(call)[: call.positional]
-    while names and names[-1] in call.defaults:
+    while names and names[-1] in call.left_out:
         names.pop()
     for key, value in zip(names, call.values, strict=False):
-        if key in call.defaults and type(value) is not float:
+        if key in call.left_out and type(value) is not float:
             raise TypeError(
                 f"{name} is called with {names[-1]}, which comes after the default {key}="
                 f"{value!r}. All before it are sent as arrays, and that would be another value. "

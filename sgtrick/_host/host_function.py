@@ -59,6 +59,7 @@ class HostFunction:
         self._functions, self._options, self._derive = functions, options, derive
         self._bound_to, self._of_classes = bound_to, dict[type, HostFunction]()
         fn = functions.fn.__func__ if isinstance(functions.fn, classmethod) else functions.fn
+        calls.check_function(fn, "fn")
         calls.imitate(self, fn)
         self._attribute, self._owner = calls.name_of(fn), type(None)
         self._callee = calls.Callee(fn)

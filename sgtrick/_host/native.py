@@ -219,6 +219,7 @@ def as_operations(
         )
         return autograph.form(lambda _, args, kwargs: of_tensors(args, kwargs))
 
+    calls.check_function(fn, "fn")
     return calls.as_form(fn, make)
 
 

@@ -177,6 +177,12 @@ def test_a_thousand_calls(framework):
     assert living() - before < 100
 
 
+def test_what_is_no_function_is_refused_when_it_is_passed(framework):
+    for options in ({}, *([{"native": True}] if framework.form is sgtrick.from_jax else [])):
+        with pytest.raises(TypeError, match="fn must be a function, got int"):
+            framework.form(3, **options)
+
+
 def test_forward_mode_in_several_threads(framework):
     """PyTorch has one for all of them."""
 
