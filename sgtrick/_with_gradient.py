@@ -3,34 +3,18 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import tensorflow as tf
-
-from sgtrick._arguments import calls, devices, structures
+from sgtrick._arguments import calls, devices
 from sgtrick._arguments.structures import Leaf
-from sgtrick._arguments.tensors import TENSORFLOW
-from sgtrick._arguments.variables import besides, pull_variables
-from sgtrick._core import mixed, partial
-from sgtrick._core.guard import unknown_by_closure
-from sgtrick._core.override import keep
-from sgtrick._core.rule import Rule
-from sgtrick._core.selection import Selection
-from sgtrick._core.value_at_point import (
-    ValueAtPoint,
-    as_tuple,
-    checked_value,
-    pair_of,
-    select,
-)
-from sgtrick._tensorflow import autograph, tracing, uses
+from sgtrick._core.value_at_point import ValueAtPoint, as_tuple, checked_value, select
+from sgtrick._tensorflow import autograph
 from sgtrick._types import (
     Argnums,
     Args,
     Decorated,
     Device,
     Function,
-    Gradient,
     Kwargs,
     Structure,
     Tensor,
@@ -80,12 +64,7 @@ def with_gradient(
             argument, with None for leaves that get no gradient; or a tuple of these if `argnums` is
             a tuple. It is called when a derivative is requested, once in each backward pass and
             never in a forward pass, and sees variables among the arguments with the values that
-            they had when `f` was called. If `grad` takes a keyword `variables`, it receives the
-            trainable variables that `f` read other than as its arguments, each once, in the order
-            in which they were created, and returns `(gradients, variable_gradients)`: for each
-            variable a Jacobian, of the shape of the value followed by that of the variable. The
-            variables then get exactly these gradients. For other tensors that `f` closes over, what
-            `custom_vjp` says holds then.
+            they had when `f` was called. It cannot take `variables`: the rule of `custom_vjp` can.
         argnums: The arguments whose gradients `grad` returns: positions or parameter names.
         batch_ndims: As in `custom_gradient`: `len(B)`, or None to infer it.
         device: As in `custom_gradient`; `f` and `grad` run there too.
@@ -93,19 +72,19 @@ def with_gradient(
     Returns:
         The function, or the decorator if `f` is None. Its value is that of `f` to the last bit.
         Higher derivatives are those of `grad`, as TensorFlow differentiates it; in eager execution,
-        they trace `grad`. Mixed second derivatives, with respect to the point and to other
-        arguments, variables and tensors that `f` closes over, are right; mixed derivatives of
-        higher order are right or an error.
+        they trace `grad`. Mixed ones are right if the derivative with respect to `argnums` is taken
+        first. First with respect to another argument, a variable or a tensor that `f` closes over,
+        and then with respect to `argnums`, they are an error.
 
     Raises:
-        TypeError: `f` does not return one floating tensor, or is called before it has a `grad`.
+        TypeError: `f` does not return one floating tensor, or is called before it has a `grad`; or
+            `grad` takes `variables`.
         ValueError: `argnums` does not name an argument; or, when the gradient is requested, one is
-            missing or does not have the structure or shape of its argument or variable; or, when
-            called in a graph, `grad` takes variables and `f` closes over a `tf.TensorArray`.
+            missing or does not have the structure or shape of its argument.
         LookupError: When a higher derivative is taken and a gradient is connected to nothing with
             respect to which it could be differentiated (it is a constant, to which you can add
             `0 * x`, came from NumPy, or is stopped), or a host call computes it, or `grad` cannot
-            be traced. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
+            be traced; or for a mixed derivative as above. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
             function runs; around it and in XLA, where nothing can raise, the derivative is NaN. In
             eager execution, one by something that the argument was computed from is NaN with a
             warning.
@@ -140,8 +119,6 @@ def _with_gradient(
                 gradients = as_tuple(gradients, argnums, what)
                 return point.jacobians(gradients, y, batch_ndims)
 
-            if rule.takes("variables") and not function.takes("variables"):
-                return _with_variables(function.name, point, f, grad, jacobians)
             at = point.read()
             value = ValueAtPoint.of(function.name, point, f)
             y = checked_value(value.result, function.name)
@@ -157,64 +134,17 @@ def _with_gradient(
         """Sets the gradient function; a decorator."""
         nonlocal rule
         calls.check_function(grad, "grad")
-        rule = calls.Callee(calls.unbound(grad))
+        given = calls.Callee(calls.unbound(grad))
+        if given.takes("variables") and not function.takes("variables"):
+            raise TypeError(
+                f"grad of {function.name} takes `variables`, but the variables that "
+                f"{function.name} reads keep their autodiff gradient. Leave them out; or, to give "
+                "them other gradients, use sgtrick.custom_vjp, whose rule takes variables."
+            )
+        rule = given
         return grad
 
     if grad is not None:
         defgrad(grad)
     form.defgrad = defgrad  # type: ignore[attr-defined]
     return form
-
-
-def _with_variables(
-    name: str,
-    point: Selection,
-    f: Function,
-    grad: Function,
-    jacobians: Callable[[Structure, Tensor], list[Leaf | None]],
-) -> Tensor:
-    """The call where `grad` also returns the gradients with respect to the variables.
-
-    The variables count as part of the point. The other arguments keep the derivatives of `f`, by a
-    pullback, since there is no other way to stop the variables alone.
-    """
-    others, at = point.others(), point.read()
-    call = others.at(others.xs)
-    passed = [*others.xs, *point.stopped_xs]
-    with tracing.differentiated(others.xs) as pull_back:
-        y, used = uses.call(lambda: call(f), passed)
-    y = checked_value(y, name)
-    leaves = [leaf for leaf in call.leaves if structures.is_dense(leaf)]
-    variables = besides(used.variables, leaves)
-    values = [structures.as_tensor(v) for v in variables]
-    by_others = Rule(name, lambda u, y=y: pull_back([y], [u]))
-    (y,) = keep([tf.stop_gradient(y)], others.xs, by_others)
-
-    def pulled(call: calls.Call, upstream: Tensor) -> list[Gradient]:
-        gradients, by_variables = pair_of(
-            call(grad, variables=variables),
-            f"grad of {name} takes variables, so it must return (gradients, variable_gradients)",
-        )
-        leaves = jacobians(gradients, y)
-        return [
-            *(leaf and TENSORFLOW.transpose(leaf, upstream) for leaf in leaves),
-            *pull_variables(by_variables, variables, values, y, upstream, name),
-        ]
-
-    def gradients(
-        us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
-    ) -> list[Gradient]:
-        assert us[0] is not None
-        return pulled(others.at(passed, point.at(xs[: len(point.xs)], at)), us[0])
-
-    (kept,) = partial.embed(
-        name,
-        [y],
-        [*point.xs, *values],
-        mixed.Uncovered(others.xs),
-        gradients,
-        known=lambda u: pulled(at, u),
-        stopped=len(point.xs),
-    )
-    (kept,) = unknown_by_closure(name, "grad", [kept], used, point.tensors)
-    return kept

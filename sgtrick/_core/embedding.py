@@ -13,7 +13,7 @@ from sgtrick._arguments.nones import present
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
-from sgtrick._core.override import keep, pass_on
+from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, in_addition
 from sgtrick._tensorflow import graphs
 from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
@@ -62,7 +62,7 @@ def auxiliary(name: str, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
         return pull, push
 
-    return pass_on(tf.stop_gradient(result), inputs, derivatives)
+    return unknown.pass_on(tf.stop_gradient(result), inputs, derivatives)
 
 
 _AUXILIARY = (

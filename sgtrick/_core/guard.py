@@ -13,7 +13,6 @@ inputs of the rule as its inputs. Only when this operation is differentiated, th
 a graph that never runs. TensorFlow is asked there what the gradient is connected to.
 """
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -22,14 +21,13 @@ import tensorflow as tf
 from sgtrick._arguments import structures
 from sgtrick._arguments.nones import present
 from sgtrick._core import unknown
-from sgtrick._core.override import pass_on
 from sgtrick._core.rule import Rule
 from sgtrick._core.running import is_running, running
 from sgtrick._core.transposition import transposed, values_of, with_values
 from sgtrick._tensorflow import connections, graphs, tapes, tracing, uses
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.uses import Uses
-from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._types import Gradient, Tangent, Tensor
 
 # From upstream gradients and inputs to gradients, one or None for each of the first inputs; or from
 # tangents and inputs to tangents.
@@ -144,16 +142,20 @@ def guarded(
         us: Sequence[Tensor | None],
         missing: Callable[..., Missing],
     ) -> Sequence[Gradient]:
-        near = list(map(here, inputs))
-        found, used = uses.call(run, [*present(us), *near])
+        depends_on, live = list(map(here, inputs)), present(us)
+        found, used = uses.call(run, [*live, *depends_on])
         closed = [*inputs, *used.all_tensors]
-        near += [*used.all_tensors, *map(structures.as_tensor, used.variables)]
-        return [
-            None
-            if g is None
-            else _guard(g, functools.partial(missing, closed, i), present(us), near)
-            for i, g in enumerate(found)
-        ]
+        depends_on += [*used.all_tensors, *map(structures.as_tensor, used.variables)]
+
+        def one(i: int, gradient: Gradient) -> Gradient:
+            def messages() -> list[str | None]:
+                why = missing(closed, i)
+                return [*[why.by_inputs] * len(depends_on), *[why.by_upstream] * len(live)]
+
+            part = unknown.refuse(values_of(gradient), [*depends_on, *live], messages)
+            return with_values(gradient, part)
+
+        return [None if g is None else one(i, g) for i, g in enumerate(found)]
 
     def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
         if unknown.is_ignored() or (tf.executing_eagerly() and not tapes.somebody_records()):
@@ -179,81 +181,6 @@ def guarded(
     is_known = rule.push is not None
     push_ = rule.push if isinstance(rule.push, str) else push
     return Rule(rule.name, pull, push_, transposes=not is_known)
-
-
-def _guard(
-    gradient: Gradient,
-    missing: Callable[[], Missing],
-    us: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    *,
-    is_value: bool = False,
-) -> Gradient:
-    """A gradient or tangent as the output of an operation that adds errors.
-
-    Args:
-        gradient: What a rule has returned.
-        missing: Finds out which of its derivatives are.
-        us: The upstream gradients or tangents that the rule was called with.
-        inputs: All else that it depends on.
-        is_value: Whether it is a value instead, whose own derivatives come from a rule, and lack
-            nothing.
-    """
-    n = len(us)
-
-    def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
-        of = [*xs, part]  # what is unknown may depend on all that this depends on
-
-        def pull(z: Tensor) -> list[Gradient]:
-            found = missing()
-            by_us = _failures(xs[:n], found.by_upstream, z, of)
-            by_inputs = _failures(xs[n:], found.by_inputs, z, of)
-            if found.by_inputs and not is_value:  # what z becomes has unknown derivatives, too
-                z = _guard(z, missing, [], xs[n:])
-            return [z, *by_us, *by_inputs]
-
-        def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
-            found = tapes.in_thread(missing)
-            along = _unless_moving(found.by_upstream, part, along, tangents[:n], of)
-            along = _unless_moving(found.by_inputs, part, along, tangents[n:], of)
-            if along is None or is_value:
-                return [along]
-            # The tangent lacks the same derivatives as the gradient.
-            return [_guard(along, missing, [], xs[n:])]
-
-        return pull, push
-
-    part = values_of(gradient)
-    return with_values(gradient, pass_on(part, [*us, *inputs], derivatives))
-
-
-def _failures(
-    likes: Sequence[Tensor], why: str | None, z: Tensor, of: Sequence[Tensor]
-) -> list[Tensor | None]:
-    return unknown.failures(likes, why, [z], of) if why else [None] * len(likes)
-
-
-def _unless_moving(
-    why: str | None,
-    part: Tensor,
-    along: Tangent,
-    tangents: Sequence[Tangent],
-    of: Sequence[Tensor],
-) -> Tangent:
-    moving = present(tangents)
-    if not (why and moving):
-        return along
-    along = tf.zeros_like(part) if along is None else along
-    return unknown.unless_moving(why, [along], moving, of)[0]
-
-
-def unknown_by(y: Tensor, xs: Sequence[Tensor], message: str) -> Tensor:
-    """The same tensor, with an error with this message for its derivatives with respect to `xs`.
-
-    Its other derivatives are passed on, with derivatives of their own.
-    """
-    known = Missing(by_inputs=message)
-    return _guard(y, lambda: known, [], xs, is_value=True) if xs else y
 
 
 def unknown_by_closure(
@@ -283,15 +210,15 @@ def unknown_by_closure(
     if not closed:
         return list(ys)
     known = [*passed, *used.variables]
-    missing = Missing(by_inputs=_CLOSES_OVER.format(name, rule))
+    message = _CLOSES_OVER.format(name, rule)
 
-    def unless_accounted_for() -> Missing:
+    def messages() -> list[str | None]:
         # Nothing tells how an eager tensor was made. But who asks for arguments alone does not ask
         # for what else it was made of.
         is_known = tf.executing_eagerly() and tapes.asked_only_for(known)
-        return Missing() if is_known else missing
+        return [None if is_known else message] * len(closed)
 
-    return [_guard(y, unless_accounted_for, [], closed, is_value=True) for y in ys]
+    return [unknown.refuse(y, closed, messages) for y in ys]
 
 
 LIST = (

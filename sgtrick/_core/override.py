@@ -8,8 +8,7 @@ The pullback runs only when a gradient is requested. It may be anything: nonline
 loop, stateful. TensorFlow differentiates what it returns like everything else.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 import tensorflow as tf
@@ -24,7 +23,7 @@ from sgtrick._core.transposition import checked, transposed
 from sgtrick._tensorflow import mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
-from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._types import Gradient, Pushforward, Tangent, Tensor
 
 
 @unconverted
@@ -200,7 +199,7 @@ def _pull_for_graph(
             gradients = list(elsewhere.pull(*us))
             if callable(rule.push) and not rule.transposes:
                 return gradients
-            return checked(elsewhere, gradients, us, pass_on)
+            return checked(elsewhere, gradients, us)
 
     return tapes.in_thread(pull) if tapes.tapes_are_silenced() else pull()
 
@@ -216,45 +215,6 @@ def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list
 
     with devices.of(ys[0]):
         return jvp_call.call(run, tangents)
-
-
-Derivatives = Callable[[Tensor, Sequence[Tensor]], tuple[Pullback, Pushforward]]
-
-
-def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Tensor:
-    """The same tensor, with derivatives with respect to itself and to `xs`.
-
-    Unlike those of `keep`, the derivatives are functions of `part` and `xs`. So for a batch they
-    are computed anew, and not by mapping a trace.
-
-    Args:
-        part: The tensor.
-        xs: Other tensors.
-        derivatives: Returns the pullback and the pushforward at `part` and `xs`, for all members
-            where these are of a batch.
-    """
-    if tf.executing_eagerly():
-        with tapes.not_recording():
-            output = tf.identity(part)
-        tapes.record_override([output], [part, *xs], *derivatives(part, xs))
-        return output
-    part, xs = here(part), [here(x) for x in xs]
-    pull, push = derivatives(part, xs)
-
-    def vectorized(batch: mapping.Vectorized) -> list[Tensor]:
-        (of_all, is_stacked), *others = batch.inputs[1:]
-        of_all = of_all if is_stacked else batch.stack(of_all)
-        return [pass_on(of_all, [x for x, _ in others], derivatives)]
-
-    def quietly(*upstream: Tensor) -> Sequence[Gradient]:
-        # The gradient of a function as a whole: nobody may have asked for all of it.
-        is_of_function = part.graph is not tf.compat.v1.get_default_graph()
-        with unknown.not_raising() if is_of_function else contextlib.nullcontext():
-            return pull(*upstream)
-
-    (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
-    tapes.record_override([output], [part, *xs], pull, push)
-    return output
 
 
 def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tensor]:

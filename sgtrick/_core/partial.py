@@ -7,32 +7,74 @@ as ever. The rule gives the gradient with respect to the point, as a function of
     G(u, x, w) = (df/dx)' u
 
 So the outputs are the values at the stopped point, whose own derivatives are passed on, overridden
-with the rule. One thing is missing, which `mixed` adds: what TensorFlow computes at the stopped
-point does not depend on the point.
+with the rule. What TensorFlow computes at the stopped point does not depend on the point. So to
+each first derivative by `w` a zero is added, whose derivative by `x` is an error.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from sgtrick._arguments.nones import present, spread
-from sgtrick._core import mixed
-from sgtrick._core.guard import Check, ExplicitRule, guarded, unknown_by
+from sgtrick._core.guard import Check, ExplicitRule, guarded
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, in_addition, plus
-from sgtrick._tensorflow import tapes
+from sgtrick._core.unknown import refuse
+from sgtrick._tensorflow import graphs, tapes
+from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import Gradient, Pushforward, Tangent, Tensor
+
+# `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
+PointGradients = Callable[
+    [Sequence[Tensor | None], Sequence[Tensor], Sequence[Tensor]], Sequence[Gradient]
+]
+
+
+class Uncovered(NamedTuple):
+    """`w`: what values depend on besides the point.
+
+    Attributes:
+        passed: Tensors that are passed to the gradients.
+        closed: Tensors that the values depend on besides, and the values of variables.
+        has_lists: Whether they depend on a list of tensors, too.
+        of_host: Tensors that only calls of the host got. The values have no derivatives by them.
+    """
+
+    passed: Sequence[Tensor]
+    closed: Sequence[Tensor] = ()
+    has_lists: bool = False
+    of_host: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(cls, passed: Sequence[Tensor], used: Uses) -> "Uncovered":
+        """What was passed to a function, and what else it used."""
+        # Of a table that is gathered from, the rows: its gradient is sparse, and a zero like the
+        # table would be dense.
+        tables = set(map(id, used.tables))
+        dense = [tf.convert_to_tensor(v) for v in used.variables if id(v) not in tables]
+        fixed = list(map(tapes.read, used.fixed))
+        closed = [*used.tensors, *dense, *fixed, *used.rows]
+        return cls(passed, closed, used.has_lists, used.of_host)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.passed or self.closed or self.has_lists)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are known."""
+        return [*self.passed, *self.closed]
 
 
 def embed(
     name: str,
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
-    others: mixed.Uncovered,
-    gradients: mixed.PointGradients,
+    others: Uncovered,
+    gradients: PointGradients,
     known: Callable[..., Sequence[Gradient]] | None = None,
     push: Pushforward | None = None,
-    stopped: int | None = None,
     tangents: ExplicitRule | None = None,
 ) -> list[Tensor]:
     """Returns `ys`, with their own derivatives and those with respect to a point.
@@ -45,8 +87,6 @@ def embed(
         gradients: `G`, for any arguments.
         known: The same for the arguments of this call, from upstream gradients alone.
         push: From tangents of the point to tangents of `ys`; None to transpose the gradients.
-        stopped: How many of `xs` were stopped where `ys` were computed; None for all. The others
-            have mixed derivatives already.
         tangents: `push` for any arguments, if the gradients are its transpose.
     """
     xs = list(xs)
@@ -67,42 +107,45 @@ def embed(
         if tf.executing_eagerly():  # something may be recorded all the same
             return keep(ys, [*ys, *xs], in_addition(rule, len(ys)))
         return keep(ys, xs, rule)
-    count = len(xs) if stopped is None else stopped
-    point = mixed.ByPoint(name, gradients, xs, others, check, count)
+    message = _MIXED.format(name)
 
     def pull(*us: Tensor | None) -> list[Gradient]:
         by_xs = rule.pull(*us)
         if tf.executing_eagerly() and not tapes.somebody_records():
-            return [*us, *by_xs, *[None] * (len(covered_and_not) - len(xs))]
+            return [*us, *by_xs, *[None] * len(others.tensors)]
         live = known_part(present(us))
-        zeros = mixed.zeros(point, others.tensors, live, lambda ts: (us, ts))
-        return [*spread(live, us), *by_xs, *zeros]
+        return [*spread(live, us), *by_xs, *refused_zeros(others.tensors, live)]
 
     def pushed(*tangents: Tangent) -> list[Tangent]:
+        n, m = len(ys), len(ys) + len(xs)
         # of_ys are the tangents along the others, which TensorFlow computed at the stopped point.
-        of_ys, of_xs = tangents[: len(ys)], tangents[len(ys) : len(ys) + len(xs)]
-        of_others = tangents[len(ys) + len(xs) :]
+        of_ys, of_xs, of_others = tangents[:n], tangents[n:m], present(tangents[m:])
         assert callable(rule.push)
         moved = plus(of_ys, rule.push(*of_xs))
-        if not present(of_others):
+        if not of_others:
             return moved
         live = known_part(present(moved))
-        zeros = mixed.zeros(
-            point, live, present(of_others), lambda us: (spread(us, moved), of_others)
-        )
+        zeros = refused_zeros(live, of_others)
         return spread([t + z for t, z in zip(live, zeros, strict=True)], moved)
+
+    def refused_zeros(likes: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
+        """Zeros, to be added to derivatives by the others, which are linear in some tensors."""
+        known = [*others.tensors, *along]
+        why = [*[message] * len(xs), *[None] * len(known)]
+        return [refuse(tf.zeros_like(t), [*xs, *known], lambda: why, len(along)) for t in likes]
 
     def known_part(tensors: Sequence[Tensor]) -> list[Tensor]:
         """Upstream gradients or tangents; an error if what is unknown of them is asked for."""
-        message = _ELSEWHERE.format(name)
-        return [t if others.is_complete else unknown_by(t, xs, message) for t in tensors]
+        # There is no zero like a list of tensors.
+        return [refuse(t, xs, message) if others.has_lists else t for t in tensors]
 
     rule_of_all = Rule(name, pull, pushed, transposes=rule.transposes)
     return keep(ys, [*ys, *covered_and_not], rule_of_all)
 
 
-_ELSEWHERE = (
-    "A mixed derivative of {0} is unknown: its derivative with respect to something that it closes "
-    "over was differentiated with respect to its arguments. Pass what it closes over as an "
-    "argument; or differentiate with respect to the arguments first."
+_MIXED = (
+    "A mixed derivative of {0} is unknown: its derivative with respect to something that its rule "
+    "does not cover (another argument, or what it closes over) was differentiated with respect to "
+    "the arguments that the rule covers. Let the rule cover both: pass the former as an argument "
+    "that is among argnums. Or differentiate with respect to the covered arguments first."
 )

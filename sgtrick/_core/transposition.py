@@ -58,7 +58,6 @@ def checked(
     rule: Rule,
     gradients: Sequence[Gradient],
     upstream: Sequence[Tensor | None],
-    pass_on: Callable[..., Tensor],
 ) -> list[Gradient]:
     """The gradients of a function as a whole, with an error if they are transposed and cannot be.
 
@@ -68,7 +67,6 @@ def checked(
         rule: The rule.
         gradients: What its pullback returned, in the graph being traced.
         upstream: The upstream gradients that they were computed from.
-        pass_on: `override.pass_on`.
     """
     us = present(upstream)
 
@@ -84,7 +82,7 @@ def checked(
 
             return pull, lambda along, *_: [along]
 
-        return with_values(g, pass_on(values_of(g), us, derivatives))
+        return with_values(g, unknown.pass_on(values_of(g), us, derivatives))
 
     return [None if g is None else guarded(i, g) for i, g in enumerate(gradients)]
 

@@ -1,4 +1,8 @@
-"""Errors for unknown derivatives: raised when they are computed, not when they are traced."""
+"""Errors for unknown derivatives: raised when they are computed, not when they are traced.
+
+What is not known at all is refused by `refuse`: derivatives of a tensor by others are errors. What
+is tested at run time is an error if the test fails, by `known_if`.
+"""
 
 import contextlib
 import dataclasses
@@ -8,9 +12,11 @@ from contextvars import ContextVar
 import tensorflow as tf
 
 from sgtrick._arguments import structures
+from sgtrick._arguments.nones import present
 from sgtrick._arguments.scopes import scope
-from sgtrick._tensorflow import tapes, tracing
-from sgtrick._types import DType, Gradient, Tangent, Tensor
+from sgtrick._tensorflow import mapping, overrides, tapes, tracing
+from sgtrick._tensorflow.graphs import here
+from sgtrick._types import DType, Gradient, Pullback, Pushforward, Tangent, Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
 _IS_IGNORED: ContextVar[bool] = ContextVar("_IS_IGNORED", default=False)
@@ -45,6 +51,68 @@ def ignored() -> contextlib.AbstractContextManager[None]:
 def is_ignored() -> bool:
     """Whether this is such a scope."""
     return _IS_IGNORED.get()
+
+
+# One for all, or what returns one for each, None where the derivative is known.
+Messages = str | Callable[[], Sequence[str | None]]
+
+
+def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) -> Tensor:
+    """The same tensor, whose derivatives by other tensors are errors.
+
+    Those by which the derivative is known keep it, and it is refused by the others again: a zero is
+    added to it. The cotangent of that zero is the one that the derivative itself gets, so the error
+    is there even where the derivative happens to be zero.
+
+    Args:
+        t: The tensor.
+        by: The others.
+        message: That of the error; or a function that returns one for each of `by`, None for those
+            by which it is known, and is called when a derivative is taken.
+        linear: In how many of these, the last ones, `t` is linear: its derivatives are zero where
+            these are.
+    """
+    if not by or (tf.executing_eagerly() and not tapes.somebody_records()):
+        return t
+
+    def messages() -> Sequence[str | None]:
+        return [message] * len(by) if isinstance(message, str) else message()
+
+    def derivatives(part: Tensor, inputs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
+        of = [*inputs, part]  # what is unknown may depend on all that this depends on
+
+        def again(known: Tensor, along: Sequence[Tensor]) -> Tensor:
+            more = [None] * len(along)
+            return refuse(known, [*inputs, *along], lambda: [*messages(), *more], len(along))
+
+        def pull(z: Tensor) -> list[Gradient]:
+            why, u = messages(), z
+            if not any(why):
+                return [z, *[None] * len(inputs)]
+            if linear:
+                u = tf.where(are_zero(inputs[-linear:]), tf.zeros_like(z), z)
+
+            def by_one(x: Tensor, why: str | None) -> Gradient:
+                if not structures.is_differentiable(x.dtype):
+                    return None
+                return failure(x, why, [u], of) if why else again(tf.zeros_like(x), [z])
+
+            return [z, *map(by_one, inputs, why)]
+
+        def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
+            whys = tapes.in_thread(messages)
+            for why in filter(None, dict.fromkeys(whys)):
+                moving = present([t for t, w in zip(tangents, whys, strict=True) if w == why])
+                if moving:
+                    along = tf.zeros_like(part) if along is None else along
+                    (along,) = unless_moving(why, [along], moving, of)
+            if along is None or all(whys) or not any(whys):
+                return [along]
+            return [again(along, present(tangents))]
+
+        return pull, push
+
+    return pass_on(t, by, derivatives)
 
 
 def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()) -> Tensor:
@@ -206,3 +274,42 @@ def _note(message: str) -> None:
     messages = _NOTED.get()
     if messages is not None and message not in messages:
         messages.append(message)
+
+
+Derivatives = Callable[[Tensor, Sequence[Tensor]], tuple[Pullback, Pushforward]]
+
+
+def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Tensor:
+    """The same tensor, with derivatives with respect to itself and to `xs`.
+
+    Unlike those of `override.keep`, the derivatives are functions of `part` and `xs`. So for a
+    batch they are computed anew, and not by mapping a trace.
+
+    Args:
+        part: The tensor.
+        xs: Other tensors.
+        derivatives: Returns the pullback and the pushforward at `part` and `xs`, for all members
+            where these are of a batch.
+    """
+    if tf.executing_eagerly():
+        with tapes.not_recording():
+            output = tf.identity(part)
+        tapes.record_override([output], [part, *xs], *derivatives(part, xs))
+        return output
+    part, xs = here(part), [here(x) for x in xs]
+    pull, push = derivatives(part, xs)
+
+    def vectorized(batch: mapping.Vectorized) -> list[Tensor]:
+        (of_all, is_stacked), *others = batch.inputs[1:]
+        of_all = of_all if is_stacked else batch.stack(of_all)
+        return [pass_on(of_all, [x for x, _ in others], derivatives)]
+
+    def quietly(*upstream: Tensor) -> Sequence[Gradient]:
+        # The gradient of a function as a whole: nobody may have asked for all of it.
+        is_of_function = part.graph is not tf.compat.v1.get_default_graph()
+        with not_raising() if is_of_function else contextlib.nullcontext():
+            return pull(*upstream)
+
+    (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
+    tapes.record_override([output], [part, *xs], pull, push)
+    return output

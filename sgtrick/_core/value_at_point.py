@@ -6,7 +6,7 @@ from typing import NamedTuple
 from sgtrick._arguments import calls, structures
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
-from sgtrick._core import embedding, mixed, partial
+from sgtrick._core import embedding, partial
 from sgtrick._core.selection import Selection
 from sgtrick._tensorflow import uses
 from sgtrick._types import Argnums, Args, Function, Gradient, Kwargs, Structure, Tensor
@@ -27,14 +27,14 @@ class ValueAtPoint(NamedTuple):
     point: Selection
     passed: Selection
     result: Structure
-    others: mixed.Uncovered
+    others: partial.Uncovered
 
     @classmethod
     def of(cls, name: str, point: Selection, f: Function) -> "ValueAtPoint":
         """Calls a function."""
         passed = point.others()
         result, used = uses.call(lambda: passed.with_copies(f), [*passed.xs, *point.stopped_xs])
-        return cls(name, point, passed, result, mixed.Uncovered.of(passed.xs, used))
+        return cls(name, point, passed, result, partial.Uncovered.of(passed.xs, used))
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
         """A call at another point and with other tensors as the other arguments."""

@@ -120,8 +120,7 @@ def outside(t: Tensor) -> Tensor:
 
 def read(handle: Tensor) -> Tensor:
     """The value of the variable with this handle, as tapes know it."""
-    data = handle._handle_data.shape_and_type[0]
-    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(data.dtype))
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_held(handle))
     if tf.executing_eagerly():
         setattr(value, ORIGIN, handle)
     return value

@@ -1,6 +1,6 @@
 """What a call uses besides its arguments: the tensors and variables that a function closes over."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -21,9 +21,10 @@ class Uses(NamedTuple):
     Attributes:
         tensors: Tensors that have derivatives.
         variables: Trainable variables, in the order in which they were created.
-        tables: Those of the variables that were gathered from.
+        tables: Those of the variables that were gathered from, and not read otherwise.
+        rows: What was gathered.
         has_lists: Whether there is a list of tensors, as of a `tf.TensorArray`.
-        has_fixed: Whether there is a variable that is not trainable.
+        fixed: The handles of variables that are not trainable.
         of_host: Tensors that have derivatives, and that only calls of the host use. In eager
             execution these are not told from NumPy.
     """
@@ -31,8 +32,9 @@ class Uses(NamedTuple):
     tensors: Sequence[Tensor] = ()
     variables: Sequence[Variable] = ()
     tables: Sequence[Variable] = ()
+    rows: Sequence[Tensor] = ()
     has_lists: bool = False
-    has_fixed: bool = False
+    fixed: Sequence[Tensor] = ()
     of_host: Sequence[Tensor] = ()
 
     @property
@@ -56,7 +58,6 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
         result = f()
     variables = _with_derivatives(variables_read())
     operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
-    gathered = {id(t) for op in operations if _gathers(op.type) for t in op.inputs}
     needed = _needed(result, operations, passed)
     # What is new, and no output, is a constant or was read from a variable.
     older = [t for t in needed if ops.tensor_id(t) < age and tapes.is_recorded([t])]
@@ -64,8 +65,8 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     return result, Uses(
         [t for t in older if is_differentiable(t.dtype)],
         variables,
-        [v for key, v in handles.items() if key in gathered],
-        has_fixed=any(t.dtype == tf.resource and id(t) not in handles for t in older),
+        *_gathered(handles, operations),
+        fixed=[t for t in older if t.dtype == tf.resource and id(t) not in handles],
     )
 
 
@@ -94,19 +95,19 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     of_host = older_of([list(op.inputs) for op in operations if op.type in graphs.HOST_CALLS])
     if not tf.compat.v1.executing_eagerly_outside_functions():
         _refuses([*older, *(t for op in operations for t in op.inputs)])
-    gathered = {identity_of(op.inputs[0]) for op in made if _gathers(op.type)}
     variables = {
         identity_of(graphs.as_used(v.handle)): v for v in _with_derivatives(variables_read())
     }
     return result, Uses(
         [t for t in older if is_differentiable(t.dtype)],
         list(variables.values()),
-        [v for key, v in variables.items() if key in gathered],
+        *_gathered(variables, made),
         any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in older),
-        any(
-            t.dtype == tf.resource and graphs.holds_floats(t) and identity_of(t) not in variables
+        [
+            t
             for t in older
-        ),
+            if t.dtype == tf.resource and graphs.holds_floats(t) and identity_of(t) not in variables
+        ],
         [t for t in of_host if is_differentiable(t.dtype)],
     )
 
@@ -136,8 +137,16 @@ def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor])
     return [t for key, t in found.items() if key not in known]
 
 
-def _gathers(type_: str) -> bool:
-    return type_.startswith("ResourceGather")
+def _gathered(
+    variables: Mapping[Hashable, Variable], operations: Sequence[Any]
+) -> tuple[list[Variable], list[Tensor]]:
+    """The variables, given by their handles, of which operations only gather rows, and these."""
+    gathers = [op for op in operations if op.type.startswith("ResourceGather")]
+    others = [op for op in operations if not op.type.startswith("ResourceGather")]
+    gathered = {identity_of(op.inputs[0]) for op in gathers}
+    tables = gathered.difference(identity_of(t) for op in others for t in op.inputs)
+    rows = [op.outputs[0] for op in gathers if identity_of(op.inputs[0]) in variables]
+    return [v for key, v in variables.items() if key in tables], rows
 
 
 def _with_derivatives(variables: Iterable[Variable]) -> list[Variable]:
