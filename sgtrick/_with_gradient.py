@@ -84,10 +84,10 @@ def with_gradient(
         LookupError: When a higher derivative is taken and a gradient is connected to nothing with
             respect to which it could be differentiated (it is a constant, to which you can add
             `0 * x`, came from NumPy, or is stopped), or a host call computes it, or `grad` cannot
-            be traced; or for a mixed derivative as above. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError` when the
-            function runs; around it and in XLA, where nothing can raise, the derivative is NaN. In
-            eager execution, one by something that the argument was computed from is NaN with a
-            warning.
+            be traced; or for a mixed derivative as above. Inside a `tf.function` this is a
+            `tf.errors.InvalidArgumentError` when the function runs; around it and in XLA, where
+            nothing can raise, the derivative is NaN. In eager execution, one by something that the
+            argument was computed from is NaN with a warning.
     """
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:

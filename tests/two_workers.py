@@ -56,15 +56,6 @@ def reads_b(w, b, a, t):
     return h(w)
 
 
-def takes_variables(w, b, a, t):
-    def grad(w, variables):
-        assert len(variables) == 1
-        by_w, by_b = gradients(w, b, a, t)
-        return by_w, [by_b]
-
-    return sgtrick.with_gradient(lambda w: stopped(w, tf.identity(b), a, t), grad)(w)
-
-
 def custom_vjp(w, b, a, t):
     @sgtrick.custom_vjp
     def h(w, b):
@@ -106,7 +97,6 @@ FORMS = {
     "custom_gradient, hx": with_hessian,
     "with_gradient": sgtrick.with_gradient(stopped, gradients, argnums=(0, 1)),
     "with_gradient, reads a variable": reads_b,
-    "with_gradient, takes variables": takes_variables,
     "from_value_and_gradient": sgtrick.from_value_and_gradient(
         lambda *args: (stopped(*args), gradients(*args)), argnums=(0, 1)
     ),

@@ -1,11 +1,9 @@
-"""The variables that a function reads, and their gradients."""
+"""The variables that a function reads."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from sgtrick._arguments import shapes, structures
-from sgtrick._arguments.tensors import TENSORFLOW
-from sgtrick._types import Gradient, Structure, Tensor, Variable
+from sgtrick._types import Tensor, Variable
 
 
 def besides(variables: Sequence[Variable], passed: Sequence[Any]) -> list[Variable]:
@@ -21,41 +19,3 @@ def _handle(variable: object) -> Tensor | None:
         return getattr(variable, "handle", None)
     except ValueError:  # a variable of many replicas, read outside of them
         return None
-
-
-def pull_variables(
-    jacobians: Structure,
-    variables: list[Variable],
-    reads: list[Tensor],
-    y: Tensor,
-    upstream: Tensor,
-    name: str,
-) -> list[Gradient]:
-    """Returns the gradient of each variable, from the Jacobians that a gradient function returned.
-
-    Args:
-        jacobians: Of `y` with respect to each of them.
-        variables: The variables that the function read.
-        reads: Their values.
-        y: The value of the function.
-        upstream: The gradient with respect to `y`.
-        name: The function's name in errors.
-    """
-    names = [v.name for v in variables]
-    what = f"grad of {name} must return a gradient for each of the variables"
-    if not isinstance(jacobians, (list, tuple)) or len(jacobians) != len(names):
-        raise ValueError(
-            f"{what} {names}, in a list in this order, got {structures.kind_of(jacobians)}."
-        )
-    missing = [v for v, g in zip(names, jacobians, strict=True) if g is None]
-    if missing:
-        raise ValueError(f"{what}, but returned None for {missing}. If it is zero, return zeros.")
-    return [
-        _pull_one(g, x, y, upstream, v) for g, x, v in zip(jacobians, reads, names, strict=True)
-    ]
-
-
-def _pull_one(gx: Tensor, x: Tensor, y: Tensor, upstream: Tensor, variable: str) -> Gradient:
-    what = f"the gradient with respect to the variable {variable}"
-    names = shapes.Names("the value", what, f"the variable {variable}")
-    return TENSORFLOW.transpose(TENSORFLOW.leaf("", x, gx, y, 0, names), upstream)

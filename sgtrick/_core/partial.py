@@ -21,7 +21,7 @@ from sgtrick._core.guard import Check, ExplicitRule, guarded
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, in_addition, plus
 from sgtrick._core.unknown import refuse
-from sgtrick._tensorflow import graphs, tapes
+from sgtrick._tensorflow import tapes
 from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import Gradient, Pushforward, Tangent, Tensor
 

@@ -61,7 +61,7 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     needed = _needed(result, operations, passed)
     # What is new, and no output, is a constant or was read from a variable.
     older = [t for t in needed if ops.tensor_id(t) < age and tapes.is_recorded([t])]
-    handles = {id(v.handle): v for v in variables}
+    handles: dict[Hashable, Variable] = {id(v.handle): v for v in variables}
     return result, Uses(
         [t for t in older if is_differentiable(t.dtype)],
         variables,

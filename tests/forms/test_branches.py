@@ -38,16 +38,8 @@ def by_vjp(f, slope):
     return sgtrick.custom_vjp(form)
 
 
-def with_variables(f, slope):
-    def grad(x, variables):
-        return slope(x), [tf.linalg.diag(tf.sin(x)) for _ in variables]
-
-    return sgtrick.with_gradient(f, grad, batch_ndims=1)
-
-
 FORMS = {
     "with_gradient": lambda f, slope: sgtrick.with_gradient(f, slope, batch_ndims=1),
-    "with_gradient, variables": with_variables,
     "from_value_and_gradient": lambda f, slope: sgtrick.from_value_and_gradient(
         lambda x: (f(x), slope(x)), batch_ndims=1
     ),
@@ -112,7 +104,7 @@ LONG = pytest.param("implicit_root", marks=pytest.mark.long)
 )
 def test_second_derivatives(name, place, way):
     run = RUN_IN[way](lambda f: derivative(derivative(f)), form_of(name, "tensor", place))
-    if name in ("custom_vjp", "with_gradient, variables") and place == "cond":
+    if name == "custom_vjp" and place == "cond":
         # The test of the transpose uses what the rule closes over.
         with pytest.raises(NotImplementedError, match="Pass it to the function with the rule"):
             run(X)

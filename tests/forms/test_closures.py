@@ -1,8 +1,9 @@
-"""Derivatives with respect to what a function closes over, and then with respect to its arguments.
+"""Derivatives with respect to what a function closes over and to its arguments, in either order.
 
 The function and its rule are those of `a**3 x**3 + sin(a)`, and what is differentiated is the
 square of it, so that each second derivative has a part that does not depend on how the function's
-own derivative moves. The oracle is autodiff of the true function.
+own derivative moves. The oracle is autodiff of the true function. What a rule does not cover, and
+then the point, is refused.
 """
 
 import functools
@@ -121,6 +122,11 @@ def in_words(part):
     return " then ".join(mode.__name__ for mode in part)
 
 
+def is_loud(run, *args):
+    y = came(run, *args)
+    return y != "None" if isinstance(y, str) else bool(np.isnan(y))
+
+
 MODES = list(itertools.product([reverse, forward], repeat=2))
 ORDERS = [(1, 0), (0, 1)]
 
@@ -141,7 +147,10 @@ def test_by_tapes(given, name, way, by):
     """What an operation used and did not make is known, in graphs and in eager execution."""
     f, a = GIVEN[given](name)
     run = WAYS[way](squared(f), (reverse,) * len(by), by)
-    np.testing.assert_allclose(run(X, a), expected(by), rtol=1e-12)
+    if by == (1, 0):
+        assert is_loud(run, X, a)
+    else:
+        np.testing.assert_allclose(run(X, a), expected(by), rtol=1e-12)
 
 
 def is_run(given, name, way, modes, by):
@@ -172,7 +181,9 @@ def test_with_forward_mode(given, name, way, modes, by):
     f, a = GIVEN[given](name)
     run = WAYS[way](squared(f), modes, by)
     y = came(run, X, a)
-    if given == "tensor":
+    if by == (1, 0):
+        assert is_loud(run, X, a)
+    elif given == "tensor":
         assert is_right_or_loud(run, expected(by), X, a)
     elif isinstance(y, str):  # TensorFlow has no forward mode around functions for variables
         assert given == "variable"
@@ -198,15 +209,18 @@ class TestPassed:
                 ),
             }[name](x, a)
 
-        exact = chain([reverse] * 2, (1, 0))(lambda x, a: a * true(x, a))(X, A)
-        run = WAYS[way](f, (reverse, reverse), (1, 0))
+        exact = chain([reverse] * 2, (0, 1))(lambda x, a: a * true(x, a))(X, A)
+        run = WAYS[way](f, (reverse, reverse), (0, 1))
         np.testing.assert_allclose(run(X, A), exact, rtol=1e-12)
+        assert is_loud(WAYS[way](f, (reverse, reverse), (1, 0)), X, A)
 
     @pytest.mark.parametrize("name", PASSED)
     def test_the_same_tensor_twice(self, name):
-        run = chain([reverse] * 2, (0, 0))(lambda x: PASSED[name](x, x) ** 2)
-        exact = chain([reverse] * 2, (0, 0))(lambda x: true(x, x) ** 2)
-        np.testing.assert_allclose(run(X), exact(X), rtol=1e-12)
+        twice = lambda x: PASSED[name](x, x) ** 2  # noqa: E731
+        exact = reverse(lambda x: true(x, x) ** 2)
+        np.testing.assert_allclose(reverse(twice)(X), exact(X), rtol=1e-12)
+        with pytest.raises(LookupError, match="mixed derivative"):
+            reverse(reverse(twice))(X)
 
 
 class TestTensors:
@@ -220,9 +234,10 @@ class TestTensors:
         def f(x, a):
             return FORMS[name](lambda x: one * hidden(x, a), lambda x: one * slope(x, a))(x) ** 2
 
-        for by in ((1,), (0, 0), (0, 1), (1, 0)):
+        for by in ((1,), (0, 0), (0, 1)):
             run = chain([reverse] * len(by), by)(f)
             np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
+        assert is_loud(chain([reverse] * 2, (1, 0))(f), X, A)
 
     @pytest.mark.parametrize(
         ("name", "way", "modes"),
@@ -278,6 +293,8 @@ class TestLists:
         run = WAYS[way](squared(f), (reverse,) * len(by), by)
         if len(by) == 1:
             np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
+        elif by == (1, 0):
+            assert is_loud(run, X, A)
         else:
             assert is_right_or_loud(run, expected(by), X, A)
 
@@ -288,7 +305,7 @@ class TestLists:
 
 
 class TestTables:
-    """Gathered rows have sparse gradients, which stay so; errors where it would cost that."""
+    """Gathered rows have sparse gradients, which stay so."""
 
     @staticmethod
     def form(table):
@@ -304,17 +321,13 @@ class TestTables:
     @pytest.mark.parametrize("wrap", EXECUTED.values(), ids=EXECUTED)
     def test_first_derivatives(self, table, wrap):
         form = self.form(table)
-        by_x, by_table = wrap(lambda x: gradients(form, x, by=[x, table]))(X)
+        with tf.GradientTape():  # by which they may be differentiated again
+            by_x, by_table = wrap(lambda x: gradients(form, x, by=[x, table]))(X)
         assert isinstance(by_table, tf.IndexedSlices)
         assert tf.reduce_all(by_table.indices == [2, 0])
         np.testing.assert_allclose(by_x, 42 * 3 * X**2)
 
-    def test_second_derivatives_are_right_or_loud(self, table):
+    def test_second_derivatives_by_the_point(self, table):
         form = self.form(table)
-        run = reverse(lambda x: tf.reduce_sum(gradients(form, x, by=table)))
-        assert is_right_or_loud(run, 3 * X**2 * 2 * (4 + 5 + 0 + 1), X)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="closes over"):
-            tf.function(run)(X)
-        # That with respect to x alone is none of it.
         for second in (tf.function(reverse(reverse(form))), reverse(reverse(tf.function(form)))):
             np.testing.assert_allclose(second(X), 42 * 6 * X, rtol=1e-12)

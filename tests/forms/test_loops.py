@@ -10,7 +10,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import OF_SLOPE
 from matrix import spread, traced
-from shared import WRAPS, derivative, gradients
+from shared import derivative
 
 W = tf.Variable(tf.ones([3], tf.float64))
 X = tf.constant([0.1, 0.2, 0.3], tf.float64)
@@ -78,18 +78,11 @@ def with_vjp(f, reads_variable):
     return sgtrick.custom_vjp(value_and_rule_of_variable if reads_variable else value_and_rule)
 
 
-def with_variables(f, reads_variable):
-    def slopes(x, variables):
-        return twice(x), [tf.eye(3, dtype=x.dtype) for _ in variables]
-
-    return sgtrick.with_gradient(f, slopes)
-
-
 def root_form(f, reads_variable):
     return lambda x: sgtrick.implicit_root(lambda y, a: y - 2 * a, f(x), x, batch_ndims=1)
 
 
-GIVE_ALL = {"custom_vjp": with_vjp, "with_gradient, variables": with_variables}
+GIVE_ALL = {"custom_vjp": with_vjp}
 GIVE_SOME = {"implicit_root": root_form} | {
     name: lambda f, reads_variable, make=make: make(f, twice)
     for name, make in OF_SLOPE.items()
@@ -153,41 +146,6 @@ def test_other_rules_store_nothing_that_is_not_differentiated(name, loop, body, 
 
 def test_the_test_sees_what_is_stored():
     assert stored(tf.function(gradient(while_loop(draws)))) > 0
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_over_another_argument_stores_nothing_forward(loop):
-    """Its gradient by that argument is that of autodiff, if it is asked for."""
-
-    def f(x, b):
-        return x * W * LOOPS[loop](draws)(b)
-
-    def slopes(x, b, variables):
-        return 2 * tf.ones_like(x), [tf.eye(3, dtype=x.dtype) for _ in variables]
-
-    form = sgtrick.with_gradient(f, slopes)
-    insist_on_none_stored(lambda x: form(x, X), "draws", "forward")
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@WRAPS
-def test_other_arguments_of_a_loop_keep_autodiff(loop, wrap):
-    """Where the rule takes the variables too, and the loop reads one."""
-    looped = LOOPS[loop](reads)
-
-    def f(x, b):
-        return x * looped(b)
-
-    def slopes(x, b, variables):
-        return 2 * tf.ones_like(x), [3 * tf.eye(3, dtype=x.dtype) for _ in variables]
-
-    def found(f):
-        return wrap(lambda x, b: gradients(f, x, b, by=[x, b, W]))(X, 2 * X)
-
-    by_x, by_b, by_w = found(sgtrick.with_gradient(f, slopes))
-    np.testing.assert_array_equal(by_x, 2 * np.ones(3))
-    np.testing.assert_array_equal(by_w, 3 * np.ones(3))
-    np.testing.assert_allclose(by_b, found(f)[1], rtol=1e-14)
 
 
 @pytest.mark.parametrize("name", GIVE_ALL | GIVE_SOME)

@@ -1,7 +1,7 @@
 """Derivatives that a rule leaves out: with respect to tensors that the function closes over.
 
-`custom_vjp`, and `with_gradient` where the rule also gives the gradients of variables, have no
-derivatives but those of the rule. The oracle of the others is autodiff of the true function.
+`custom_vjp` has no derivatives but those of the rule. The oracle of the others is autodiff of the
+true function.
 """
 
 import contextlib
@@ -49,14 +49,6 @@ def by_vjp_with_a_variable(x, w):
     return sgtrick.custom_vjp(f)(x) / 2
 
 
-def by_gradient_with_a_variable(x, w):
-    def grad(x, variables):
-        assert len(variables) == 1
-        return slope(x) * w * SCALE, [true(x) * w]
-
-    return sgtrick.with_gradient(lambda x: hidden(x) * w * SCALE, grad)(x) / 2
-
-
 def by_vjp_around_another_form(x, w):
     host = sgtrick.from_numpy(lambda w: (w, np.ones_like(w)), vectorized=True, event_ndims=0)
     return sgtrick.custom_vjp(lambda x: (hidden(x) * host(w), lambda u: u * slope(x) * w))(x)
@@ -66,7 +58,6 @@ FORMS = [
     by_vjp,
     by_vjp_of_two_outputs,
     by_vjp_with_a_variable,
-    by_gradient_with_a_variable,
     by_vjp_around_another_form,
 ]
 
@@ -102,9 +93,8 @@ def values(y):
 CASES = [
     (form, way)
     for form, way in itertools.product(FORMS, WAYS)
-    # XLA calls no host. The gradients of loops and branches read no variables, natively neither.
+    # XLA calls no host.
     if not (form is by_vjp_around_another_form and way == "tape in XLA")
-    and not (form is by_gradient_with_a_variable and way in ("a branch", "a loop"))
 ]
 
 
@@ -260,14 +250,3 @@ class TestWhatWasComputedFromAnArgument:
         if form is not of_an_argument_that_was_computed:
             with pytest.raises(LookupError, match="closes over"):
                 forward(form)(X)
-
-
-def test_an_argument_that_keeps_its_gradient_and_is_closed_over():
-    """A rule that takes variables gives all derivatives but those by other arguments."""
-
-    def f(x, w):
-        grad = lambda x, w_, variables: (slope(x) * w * w_ * SCALE, [true(x) * w * w_])  # noqa: E731
-        return sgtrick.with_gradient(lambda x, w_: hidden(x) * w * w_ * SCALE, grad)(x, w)
-
-    with pytest.raises(LookupError, match="closes over"):
-        reverse(f, 1)(X, W)

@@ -46,11 +46,6 @@ def manually_stopped(x, **options):
     return sgtrick.custom_gradient(value(s), gradient(s), x, True, **options)
 
 
-def with_variables(x):
-    scale = tf.constant(1.0)
-    return sgtrick.with_gradient(value, lambda x, variables: (gradient(x) * scale, []))(x)
-
-
 @sgtrick.custom_vjp
 def custom_vjp(x):
     return value(x), lambda u: u[:, None] * gradient(x)
@@ -102,7 +97,6 @@ FORMS = {
         takes_device=True,
         pullback=True,
     ),
-    "with_gradient, variables": Form(with_variables, pullback=True),
     "from_value_and_gradient": Form(
         lambda x, **options: sgtrick.from_value_and_gradient(
             lambda x: (value(x), gradient(x)), **options
@@ -256,10 +250,9 @@ class TestOverrides:
         ("h", "op"),
         [
             (custom_vjp, "Cos"),
-            (with_variables, "MulNoNan"),
             (lambda x: tf.reduce_sum(sgtrick.clip_gradient(x, -1, 1), -1), "Maximum"),
         ],
-        ids=["custom_vjp", "with_gradient, variables", "clip_gradient"],
+        ids=["custom_vjp", "clip_gradient"],
     )
     def test_stay_pullbacks_under_a_tape_around_a_graph(self, h, op):
         x, run = tf.constant(X), tf.function(in_scope(Form(h), "CPU:1"))

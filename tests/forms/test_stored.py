@@ -37,10 +37,6 @@ FORMS = {name: ALL[name] for name in ALL if name not in CALLS_HOST} | {
     "with_gradient, variable": sgtrick.with_gradient(
         lambda x: hidden(x) * VARIABLE / 2, lambda x: slope(x) * VARIABLE / 2
     ),
-    "with_gradient, takes variables": sgtrick.with_gradient(
-        lambda x: hidden(x) * VARIABLE / 2,
-        lambda x, variables: (slope(x), [hidden(x) / v for v in variables]),
-    ),
 }
 FORMS["nested"] = sgtrick.with_gradient(
     lambda x: FORMS["custom_vjp"](x), lambda x: 0 * FORMS["custom_jvp"](x) + slope(x)

@@ -1,4 +1,4 @@
-"""Gradient functions that also serve the variables which a function reads."""
+"""Rules that also serve the variables which a function reads."""
 
 import functools
 import gc
@@ -13,16 +13,7 @@ import tf_keras
 import sgtrick
 import two_workers
 from asinh_forms import OF_SLOPE
-from shared import (
-    WRAPS,
-    WRAPS_AND_XLA,
-    derivative,
-    forward_derivative,
-    gradients,
-    mapped,
-)
-
-with_gradient = sgtrick.with_gradient
+from shared import WRAPS, WRAPS_AND_XLA, derivative, gradients
 
 # What reads d, b and then c, of which d was made last.
 WAYS_TO_READ = {
@@ -71,13 +62,15 @@ class TestOrder:
 
         def f(x):
             calls.append(1)
-            return read(x, *variables)
 
-        def grad(x, variables):
-            seen.add("".join(v.name[0] for v in variables))
-            return x, [tf.ones(v.shape) for v in variables]
+            def grad_fn(u, variables=()):
+                seen.add("".join(v.name[0] for v in variables))
+                by_x = u * x
+                return (by_x, [tf.ones(v.shape) for v in variables]) if variables else by_x
 
-        run = derivative(with_gradient(f, grad))
+            return read(x, *variables), grad_fn
+
+        run = derivative(sgtrick.custom_vjp(f))
         in_function = tf.function(run)
         for x in (1.0, 2.0):
             run(tf.constant(x))
@@ -104,91 +97,43 @@ class TestOrder:
         assert not any(v() for v in read)
 
 
-W, PAIR, KERAS = tf.Variable(3.0), tf.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])
+PAIR, KERAS = tf.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])
 TABLE, ROWS = tf.Variable(tf.reshape(tf.range(8.0), [4, 2])), tf.constant([2, 0, 2])
-MATRIX = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
-
-read_beside = with_gradient(
-    lambda x, p: W * x * p, lambda x, p, variables: (10 * W * p, [100 * x * p])
-)
-of_two_others = with_gradient(
-    lambda x, p, q: W * tf.stop_gradient(x) ** 3 * p * q,
-    lambda x, p, q, variables: (3 * W * x**2 * p * q, [x**3 * p * q]),
-)
-none_read = with_gradient(
-    lambda x, p, q: x**3 * p * q, lambda x, p, q, variables: (3 * x**2 * p * q, [])
-)
-beside_autodiff = with_gradient(
-    lambda x, y: tf.reduce_sum(PAIR * x) * y**2,
-    lambda x, y, variables: (tf.fill([2], 100.0), [tf.constant([7.0, 8.0])]),
-)
 
 
-def gathering(make_gradient):
-    return with_gradient(
-        lambda x: x * tf.reduce_sum(tf.gather(TABLE, ROWS)),
-        lambda x, variables: (x, [make_gradient(tf.fill([3, 2], 7.0))]),
+def of_a_table(make_gradient):
+    return sgtrick.custom_vjp(
+        lambda x: (
+            x * tf.reduce_sum(tf.gather(TABLE, ROWS)),
+            lambda u, variables: (u * x, [make_gradient(tf.fill([3, 2], 7 * u))]),
+        )
     )
 
 
 BY_TABLE = 7 * np.array([[1, 1], [0, 0], [2, 2], [0, 0]])
 
-# A call of a form, its arguments, the variables that it reads, and the gradients by all of these.
+# A form, its argument, the variables that it reads, and the gradients by all of these.
 RETURNED = {
     "of TensorFlow's and Keras's": (
-        with_gradient(
-            lambda x: tf.reduce_sum(PAIR * x * KERAS.value),
-            lambda x, variables: (PAIR * KERAS.value, [[5.0, 6.0], [7.0, 8.0]]),
+        sgtrick.custom_vjp(
+            lambda x: (
+                tf.reduce_sum(PAIR * x * KERAS.value),
+                lambda u, variables: (u * PAIR * KERAS.value, [[5 * u, 6 * u], [7 * u, 8 * u]]),
+            )
         ),
-        ([1.0, 1.0],),
+        [1.0, 1.0],
         (PAIR, KERAS.value),
         ([3, 8], [5, 6], [7, 8]),
     ),
-    "beside autodiff of another argument": (
-        beside_autodiff,
-        ([1.0, 2.0], 3.0),
-        (PAIR,),
-        ([100, 100], 2 * 3 * 5, [7, 8]),
-    ),
-    "beside autodiff of another argument, mapped": (
-        mapped(beside_autodiff),
-        (MATRIX, [1.0, 2.0, 3.0]),
-        (PAIR,),
-        (np.full([3, 2], 100), [2 * 5, 4 * 11, 6 * 17], [21, 24]),
-    ),
-    # Each has its own derivative.
-    "that is another argument too": (lambda x: read_beside(x, W), (2.0,), (W,), (90, 600 + 6)),
-    "that is the point too": (lambda p: read_beside(W, p), (2.0,), (W,), (9, 600 + 60)),
-    "beside one argument twice": (
-        lambda x, b: of_two_others(x, b, b),
-        (2.0, 5.0),
-        (W,),
-        (3 * 3 * 4 * 25, 3 * 8 * 2 * 5, 8 * 25),
-    ),
-    "beside one variable twice": (
-        lambda x: none_read(x, W, W),
-        (2.0,),
-        (W,),
-        (3 * 4 * 9, 8 * 2 * 3),
-    ),
-    "for each entry of a batch": (
-        with_gradient(
-            lambda x: tf.linalg.matvec(x, PAIR),
-            lambda x, variables: (tf.broadcast_to(PAIR, x.shape), [x]),
-        ),
-        (MATRIX,),
-        (PAIR,),
-        (np.tile([1.0, 2.0], (3, 1)), MATRIX.sum(0)),
-    ),
     "of a gathered table": (
-        gathering(lambda rows: tf.scatter_nd(ROWS[:, None], rows, TABLE.shape)),
-        (1.0,),
+        of_a_table(lambda rows: tf.scatter_nd(ROWS[:, None], rows, TABLE.shape)),
+        1.0,
         (TABLE,),
         (1, BY_TABLE),
     ),
     "of a gathered table, sparse": (
-        gathering(lambda rows: tf.IndexedSlices(rows, ROWS, tf.constant([4, 2]))),
-        (1.0,),
+        of_a_table(lambda rows: tf.IndexedSlices(rows, tf.identity(ROWS), tf.constant([4, 2]))),
+        1.0,
         (TABLE,),
         (1, BY_TABLE),
     ),
@@ -196,31 +141,21 @@ RETURNED = {
 
 
 class TestGradients:
-    """Exactly what the rule returns, times the upstream gradient."""
+    """Exactly what the rule returns."""
 
     @WRAPS_AND_XLA
     @pytest.mark.parametrize("case", RETURNED)
     def test_are_what_is_returned(self, case, wrap):
-        h, args, by, expected = RETURNED[case]
+        h, x, by, expected = RETURNED[case]
 
-        def run(h, *args):
-            found = gradients(lambda *a: 2 * h(*a), *args, by=[*args, *by])
+        def run(h, x):
+            found = gradients(lambda x: 2 * h(x), x, by=[x, *by])
             return [tf.convert_to_tensor(g) for g in found]
 
-        args = [tf.constant(a) for a in args]
-        for found in (wrap(lambda *args: run(h, *args))(*args), run(wrap(h), *args)):
+        x = tf.constant(x)
+        for found in (wrap(lambda x: run(h, x))(x), run(wrap(h), x)):
             for g, e in zip(found, expected, strict=True):
                 np.testing.assert_allclose(g, 2 * np.asarray(e))
-
-    @WRAPS
-    def test_in_forward_mode(self, wrap):
-        def run(x, y):
-            with tf.autodiff.ForwardAccumulator([x, y], [tf.constant([1.0, 2.0]), 1.0]) as forward:
-                z = beside_autodiff(x, y)
-            return forward.jvp(z)
-
-        x, y = tf.constant([1.0, 2.0]), tf.constant(3.0)
-        np.testing.assert_allclose(wrap(run)(x, y), 300 + 2 * 3 * 5)
 
     @WRAPS
     @pytest.mark.parametrize("takes_variables", [False, True])
@@ -232,8 +167,11 @@ class TestGradients:
                 made.append(tf.Variable(3.0))
             return tf.stop_gradient(x) * made[0]
 
-        rule = (lambda x, variables: (5.0, [10 * x])) if takes_variables else lambda x: 5.0
-        h, x = wrap(with_gradient(f, rule)), tf.constant(2.0)
+        if takes_variables:
+            form = sgtrick.custom_vjp(lambda x: (f(x), lambda u, variables: (5 * u, [10 * x * u])))
+        else:
+            form = sgtrick.with_gradient(f, lambda x: 5.0)
+        h, x = wrap(form), tf.constant(2.0)
         h(x)
         assert gradients(h, x, by=[x, made[0]]) == [5, 20 if takes_variables else 2]
 
@@ -255,106 +193,18 @@ class TestGradients:
             np.testing.assert_allclose(found, [[10, 20], [20, 40]])
 
 
-class TestSecondDerivatives:
-    @pytest.mark.parametrize("by", ["px", "pv", "xp", "vp", "xx", "xv", "vx", "vv"])
-    def test_are_those_of_the_function(self, by):
-        """Of a rule that is right, in either order."""
-        v = tf.Variable(1.5, dtype=tf.float64)
-        f = lambda x, p, q: v**2 * x**3 * p**2 * q  # noqa: E731
-        h = with_gradient(
-            lambda x, p, q: f(tf.stop_gradient(x), p, q),
-            lambda x, p, q, variables: (3 * x**2 * p**2 * q * v**2, [2 * v * x**3 * p**2 * q]),
-        )
+def test_a_rule_of_with_gradient_takes_no_variables():
+    message = "(?s)grad of f takes `variables`.*use sgtrick.custom_vjp"
 
-        def derivatives(f, *args):
-            """By every source, after each step."""
-            sources = dict(zip("xpq", args, strict=True)) | {"v": v}
-            with tf.GradientTape() as outer:
-                outer.watch(args)
-                with tf.GradientTape() as inner:
-                    inner.watch(args)
-                    y = f(*args)
-                first = inner.gradient(y, sources, unconnected_gradients="zero")
-            second = outer.gradient(first[by[1]], sources, unconnected_gradients="zero")
-            return [*first.values(), *second.values()]
+    def f(x):
+        return x * PAIR
 
-        args = [tf.constant(a, tf.float64) for a in (2.0, 3.0, 5.0)]
-        expected = derivatives(f, *args)
-        np.testing.assert_allclose(derivatives(h, *args), expected)
-        if by in ("px", "vv"):
-            np.testing.assert_allclose(derivatives(tf.function(h), *args), expected)
-            np.testing.assert_allclose(tf.function(derivatives)(h, *args), expected)
-
-    @WRAPS
-    def test_an_argument_beside_the_point_that_is_closed_over(self, wrap):
-        """Its derivative is unknown; that of an argument that the rule covers is known."""
-        x, b = tf.constant(2.0, tf.float64), tf.constant(3.0, tf.float64)
-
-        def h(x, b):
-            f = lambda x, p: tf.stop_gradient(x) ** 3 * p**2 * b  # noqa: E731
-            return with_gradient(f, lambda x, p, variables: (3 * x**2 * p**2 * b, []))(x, b)
-
-        def run(by):
-            first = derivative(h, by)
-            return first(x, b), derivative(first)(x, b)
-
-        # Of x**3 b**3.
-        np.testing.assert_allclose(wrap(lambda: run(0))(), [3 * 4 * 27, 6 * 2 * 27])
-        message = "(?s)a tensor that it closes over.* but its grad only gives"
-        for unknown in (lambda: run(1), lambda: derivative(derivative(h, 1))(x, b)):
-            with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
-                wrap(unknown)()
-        assert np.isnan(derivative(derivative(tf.function(h), 1))(x, b))
-
-    @WRAPS_AND_XLA
-    def test_what_is_closed_over_and_was_computed_from_the_point(self, wrap):
-        """The rule accounts for it."""
-
-        def h(x):
-            square = x**2
-            f = lambda x: square * tf.stop_gradient(x)  # noqa: E731
-            return with_gradient(f, lambda x, variables: (3 * x**2, []))(x)
-
-        first = derivative(h)
-        for run in (first, derivative(first)):
-            np.testing.assert_allclose(wrap(run)(tf.constant(2.0)), 12)
-
-    @WRAPS_AND_XLA
-    def test_mixed_ones_in_forward_mode(self, wrap):
-        """The tangent of a gradient by an argument beside the point, along the point."""
-        first = derivative(lambda x, p: of_two_others(x, p, p), 1)
-        x, p = tf.constant(2.0), tf.constant(5.0)
-        np.testing.assert_allclose(wrap(first)(x, p), 3 * 8 * 10)
-        np.testing.assert_allclose(wrap(forward_derivative(first))(x, p), 3 * 12 * 10)
-
-    @WRAPS_AND_XLA
-    def test_by_what_has_no_rule_where_the_point_has_no_derivatives(self, wrap):
-        h = with_gradient(
-            lambda n, p: tf.cast(n, p.dtype) * p**2, lambda n, p, variables: (None, [])
-        )
-        first = derivative(lambda p: h(tf.constant(5), p))
-        np.testing.assert_allclose(wrap(first)(tf.constant(3.0)), 30)
-        np.testing.assert_allclose(wrap(forward_derivative(first))(tf.constant(3.0)), 10)
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda x: x, r"takes variables, so it must return \(gradients, variable_gradients\)"),
-        (lambda x: (x, []), r"each of the variables \['weights:0'\].* got list of 0"),
-        (lambda x: (x, [x, x]), r"each of the variables \['weights:0'\].* got list of 2"),
-        (lambda x: (x, tf.ones([2])), r"each of the variables \['weights:0'\]"),
-        (lambda x: (x, [None]), r"returned None for \['weights:0'\].*return zeros"),
-        (lambda x: (x, [tf.ones([3])]), r"(?s)the gradient with respect to the variable weights:0.*\[3\].*\[2\]"),
-        (lambda x: (x, [tf.constant("a")]), r"the gradient with respect to the variable weights:0 has dtype string"),
-    ],
-)  # fmt: skip
-@WRAPS_AND_XLA
-def test_a_wrong_return(wrap, returned, message):
-    v = tf.Variable([1.0, 2.0], name="weights")
-    h = with_gradient(lambda x: x * tf.reduce_sum(v), lambda x, variables: returned(x))
-    with pytest.raises((TypeError, ValueError), match=message):
-        wrap(derivative(h))(tf.constant(1.0))
+    with pytest.raises(TypeError, match=message):
+        sgtrick.with_gradient(f, lambda x, variables: (x, [x]))
+    with pytest.raises(TypeError, match=message):
+        sgtrick.with_gradient(f).defgrad(lambda x, *, variables=None: x)
+    h = sgtrick.with_gradient(lambda x, variables: x * variables, lambda x, variables: variables)
+    np.testing.assert_array_equal(derivative(h)(tf.constant(2.0), tf.constant(3.0)), 3.0)
 
 
 def layer_that(of, policy, call):
@@ -408,15 +258,18 @@ class TestWeights:
             np.testing.assert_allclose(g, expected, atol=0.02 if "mixed" in policy else 1e-5)
 
     def test_that_are_read_under_mixed_float16(self, wrap):
-        """`grad` is given the variable itself."""
+        """The rule is given the variable itself."""
         seen = []
 
         def call(x, w, b):
-            def grad(x, variables):
-                seen[:] = variables
-                return w, [x]
+            def value_and_rule(x):
+                def grad_fn(u, variables):
+                    seen[:] = variables
+                    return u * tf.cast(w, u.dtype), [u * x]
 
-            return with_gradient(lambda x: tf.reduce_sum(x * w), grad)(x)
+                return tf.reduce_sum(x * w), grad_fn
+
+            return sgtrick.custom_vjp(value_and_rule)(x)
 
         layer, x = layer_that(tf_keras, "mixed_float16", call), tf.constant([1.0, 2.0, 3.0])
         layer(x)
@@ -426,9 +279,6 @@ class TestWeights:
 
 
 FORMS = OF_SLOPE | {
-    "with_gradient, variables": lambda f, slope: with_gradient(
-        f, lambda x, variables: (slope(x), [x for _ in variables])
-    ),
     "custom_vjp, variables": lambda f, slope: sgtrick.custom_vjp(
         lambda x: (f(x), lambda u, variables=(): (u * slope(x), [u * x for _ in variables]))
     ),

@@ -9,7 +9,7 @@ import tensorflow as tf
 import sgtrick
 from matrix import spread, traced
 from matrix.problem import SLIPS
-from shared import RUN_IN, WRAPS_AND_XLA, compiled, derivative, gradient, looped, pushed
+from shared import RUN_IN, derivative, gradient, looped, pushed
 
 X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
 ALONG = np.array([[0.7, -1.1, 0.4], [-0.3, 0.8, 1.9]])  # tangents, or upstream gradients
@@ -259,33 +259,6 @@ class TestRulesInRules:
 
     RIGHT = staticmethod(_scaled(lambda u: 2 * u))
     WRONG = staticmethod(_scaled(lambda u: 2 * tf.abs(u)))
-
-    @staticmethod
-    def mixed(inner, way):
-        """`d/dx` of `d/dw` of `sin(x) w`, whose gradient by x says `2 w cos(x)` by `inner`."""
-        form = sgtrick.with_gradient(
-            lambda x, w: 2 * tf.sin(x) * w, lambda x, w: tf.cos(x) * inner(w)
-        )
-
-        def run(x, w):
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as tape:
-                    tape.watch(w)
-                    y = form(x, w)
-                first = tape.gradient(y, w)
-            return outer.gradient(first, x)
-
-        return way(run)(tf.constant(X), tf.constant(ALONG))
-
-    @WRAPS_AND_XLA
-    def test_mixed_derivatives(self, wrap):
-        np.testing.assert_allclose(self.mixed(self.RIGHT, wrap), 2 * np.cos(X), rtol=1e-12)
-        assert is_loud(lambda: self.mixed(self.WRONG, wrap))
-        if wrap is not compiled:
-            errors = (LookupError, tf.errors.InvalidArgumentError)
-            with pytest.raises(errors, match=r"mixed derivative.*not linear"):
-                self.mixed(self.WRONG, wrap)
 
     @pytest.mark.parametrize("way", ["eager", "in tf.function", "in XLA"])
     def test_forward_over_reverse(self, way):

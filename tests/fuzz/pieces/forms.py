@@ -228,15 +228,6 @@ def custom_vjp_of_a_variable(function, rule):
     return form
 
 
-def with_gradient_of_a_variable(function, rule):
-    def grad(x, variables):
-        y = tf.cast(function.true(x), tf.float32)
-        by_others = [y if v is SCALE else None for v in variables]
-        return rule(function, x) * tf.cast(SCALE, x.dtype), by_others
-
-    return sgtrick.with_gradient(lambda x: misled(function, x) * tf.cast(SCALE, x.dtype), grad)
-
-
 # Roots and tricks.
 
 
@@ -278,7 +269,6 @@ FORMS = (
     with_gradient_of_one_tensor_twice,
     with_gradient_closing_over_a_scale,
     with_gradient_only_in_eager,
-    with_gradient_of_a_variable,
     from_value_and_gradient, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_jvp, custom_vjp, custom_vjp_on_host,
     custom_jvp_on_host, custom_vjp_of_a_variable,
@@ -294,14 +284,14 @@ ENGINES = (from_numpy, from_numpy_with_hessp)
 # Which there are not of complex numbers.
 OF_REAL = (
     *ENGINES,
-    with_gradient_of_a_variable, implicit_root,
+    implicit_root,
     clip_gradient, magic_box,
 )  # fmt: skip
 # Whose gradient has another connection: beside it, a Jacobian that is stopped is meant to be so.
 CONNECTED = (
     with_gradient_in_part, with_gradient_of_one_tensor_twice,
     with_gradient_closing_over_a_scale,
-    with_gradient_only_in_eager, with_gradient_of_a_variable, from_value_and_gradient_with_aux,
+    with_gradient_only_in_eager, from_value_and_gradient_with_aux,
     from_value_and_gradient_closing_over_a_scale, custom_vjp_closing_over_a_scale,
     custom_vjp_of_a_variable, custom_gradient_stopped_by_hand, with_gradient_in_a_branch,
 )  # fmt: skip
