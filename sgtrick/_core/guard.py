@@ -10,7 +10,8 @@ finds no derivative, and says None or zero without a word:
 
 So each gradient passes through an operation that passes derivatives on, and that also has the
 inputs of the rule as its inputs. Only when this operation is differentiated, the rule is traced in
-a graph that never runs. TensorFlow is asked there what the gradient is connected to.
+a graph that never runs. TensorFlow is asked there what the gradient is connected to. A form that
+the rule calls counts as connected to all its inputs: it has a guard of its own.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -85,11 +86,12 @@ class Check:
         n, count = len(present(self._us)), len(self._us)
 
         def values(*ts: Tensor | None) -> list[Tensor | None]:
-            gradients = self._rule(ts[:count], present(ts[count:]))
-            return [None if g is None else values_of(g) for g in gradients]
+            with graphs.thrown_away():
+                gradients = self._rule(ts[:count], present(ts[count:]))
+                return [None if g is None else values_of(g) for g in gradients]
 
         def trace() -> tracing.Traced:
-            with running("tapes"), unknown.ignored():
+            with running("tapes"):
                 return tracing.Traced(values, [*self._us, *self._inputs])
 
         try:
@@ -158,7 +160,7 @@ def guarded(
         return [None if g is None else one(i, g) for i, g in enumerate(found)]
 
     def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
-        if unknown.is_ignored() or (tf.executing_eagerly() and not tapes.somebody_records()):
+        if graphs.is_thrown_away() or (tf.executing_eagerly() and not tapes.somebody_records()):
             return rule.pull(*upstream)
         us = [None if u is None else tf.identity(u) for u in upstream]  # not equal to an input
 
@@ -173,7 +175,7 @@ def guarded(
         def run() -> Sequence[Tangent]:
             return rule.push(*tangents) if callable(rule.push) else transposed(rule, ys, tangents)
 
-        if unknown.is_ignored():
+        if graphs.is_thrown_away():
             return run()
         found_by = of_jvp or check
         return all_guarded(run, tangents, lambda closed, _: found_by.missing(closed))

@@ -20,7 +20,7 @@ from sgtrick._core import jvp_call, mapped, unknown
 from sgtrick._core.rule import Rule, in_addition
 from sgtrick._core.running import is_for_graph, running
 from sgtrick._core.transposition import checked, transposed
-from sgtrick._tensorflow import mapping, overrides, tapes, tracing
+from sgtrick._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Pushforward, Tangent, Tensor
@@ -60,21 +60,22 @@ def keep(
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
         elsewhere = rule
-        if _DEPTH.get() < 2 and (tracing.is_soon_closed() or is_for_graph()):
+        is_differentiated_elsewhere = tracing.is_soon_closed() or is_for_graph()
+        if is_differentiated_elsewhere and not (_IS_CARRYING.get() or graphs.is_thrown_away()):
             elsewhere = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, elsewhere, natural, in_graph)
     tapes.record_override(
         outputs,
         xs,
-        lambda *upstream: _pull(rule, ys, upstream),
+        lambda *upstream: _pull(rule, ys, xs, upstream),
         lambda *tangents: _push(rule, ys, tangents),
     )
     return outputs
 
 
-# How many pullbacks are being carried, one called by the other. Two are enough for third
-# derivatives. Rules that call each other would be traced for ever.
-_DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
+# Whether a pullback is being carried. Those that it calls are not carried in turn: rules that call
+# each other would be traced for ever.
+_IS_CARRYING: ContextVar[bool] = ContextVar("_IS_CARRYING", default=False)
 
 
 def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
@@ -111,7 +112,7 @@ def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     """The same rule, whose pullback captures nothing more when it is called."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    with scope(_DEPTH, _DEPTH.get() + 1), unknown.not_raising():
+    with scope(_IS_CARRYING, True), unknown.not_raising():
         pull = tracing.carried(rule.pull, live)
 
     def pulled(*us: Tensor | None) -> list[Gradient]:
@@ -139,7 +140,7 @@ def _outputs(
         with tapes.not_recording():
             return [tf.identity(y) for y in natural or ys]
     meaning = overrides.Override(
-        lambda *upstream: _pull_for_graph(rule, elsewhere, ys, upstream),
+        lambda *upstream: _pull_for_graph(rule, elsewhere, ys, xs, upstream),
         lambda batch: _vectorized(elsewhere, len(ys), batch),
     )
     dropped = _DROPPED.format(rule.name)
@@ -160,10 +161,25 @@ _DROPPED = (
 )
 
 
-def _pull(rule: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Gradient]:
+def _pull(
+    rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], upstream: Sequence[Gradient]
+) -> list[Gradient]:
     """Calls the pullback on the device of the outputs."""
+    if graphs.is_thrown_away():
+        return _connected(xs, _dense(ys, upstream))
     with running("tapes"), devices.of(ys[0]):
         return list(rule.pull(*_dense(ys, upstream)))
+
+
+def _connected(xs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Gradient]:
+    """Gradients that are connected to all that they may depend on, in a graph that never runs."""
+    number = unknown.depending_on([*xs, *present(us)])
+    return [
+        tf.fill(tf.shape(x), tf.cast(number, x.dtype))
+        if structures.is_differentiable(x.dtype)
+        else None
+        for x in xs
+    ]
 
 
 def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | None]:
@@ -183,15 +199,19 @@ def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | 
 
 
 def _pull_for_graph(
-    rule: Rule, elsewhere: Rule, ys: Sequence[Tensor], upstream: Sequence[Gradient]
+    rule: Rule,
+    elsewhere: Rule,
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    upstream: Sequence[Gradient],
 ) -> list[Gradient]:
     """The same for `tf.gradients`, and for the gradient of a function, a branch or a loop.
 
     The latter is of all arguments, whether or not somebody asked for it, so it raises no errors.
     TensorFlow may transpose it.
     """
-    if ys[0].graph is tf.compat.v1.get_default_graph():
-        return _pull(rule, ys, upstream)
+    if graphs.is_thrown_away() or ys[0].graph is tf.compat.v1.get_default_graph():
+        return _pull(rule, ys, xs, upstream)
 
     def pull() -> list[Gradient]:
         with running("graph"), unknown.not_raising(), devices.of(ys[0]):
@@ -224,5 +244,9 @@ def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tenso
         outputs = rule.batched(inputs)
         is_stacked = any(is_stacked for _, is_stacked in inputs)
         return list(outputs if is_stacked else map(batch.stack, outputs))
-    ys, xs, rule = mapped.of_batch(rule, count, batch)
+    if graphs.is_thrown_away():
+        ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
+        xs = [x for x, _ in batch.inputs[count:]]
+    else:
+        ys, xs, rule = mapped.of_batch(rule, count, batch)
     return keep(ys, xs, rule, natural=ys)

@@ -15,11 +15,10 @@ from sgtrick._arguments import structures
 from sgtrick._arguments.nones import present
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow import mapping, overrides, tapes, tracing
-from sgtrick._tensorflow.graphs import here
+from sgtrick._tensorflow.graphs import here, is_thrown_away
 from sgtrick._types import DType, Gradient, Pullback, Pushforward, Tangent, Tensor
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
-_IS_IGNORED: ContextVar[bool] = ContextVar("_IS_IGNORED", default=False)
 _NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
 
 
@@ -41,16 +40,6 @@ def noted() -> Iterator[list[str]]:
     messages: list[str] = []
     with scope(_NOTED, messages), not_raising():
         yield messages
-
-
-def ignored() -> contextlib.AbstractContextManager[None]:
-    """A scope without guards and tests: for a trace that only shows what is connected."""
-    return scope(_IS_IGNORED, True)
-
-
-def is_ignored() -> bool:
-    """Whether this is such a scope."""
-    return _IS_IGNORED.get()
 
 
 # One for all, or what returns one for each, None where the derivative is known.
@@ -147,7 +136,7 @@ def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tenso
     if tf.executing_eagerly() and not still:
         _note(message)
     may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
-    wave = _wave([like, *zs, *of])
+    wave = depending_on([like, *zs, *of])
     value = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), still)
     # Where the value is an error, its derivatives are: they may be all that is computed.
     slope = tf.where(still, tf.constant(float("nan"), wave.dtype), value)
@@ -236,19 +225,19 @@ def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:
         LookupError: In eager execution.
     """
     may_raise = _MAY_RAISE.get()
-    if is_ignored() or (tf.executing_eagerly() and may_raise and holds):
+    if is_thrown_away() or (tf.executing_eagerly() and may_raise and holds):
         return tf.constant(0.0)
     if tf.executing_eagerly() and may_raise:
         raise LookupError(message)
     if tf.executing_eagerly() and not holds:
         _note(message)
-    wave = _wave(of)
+    wave = depending_on(of)
     zero = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), holds)
     # Its derivatives are NaN where it is, and else zero, even where the wave is not finite.
     return tf.math.multiply_no_nan(wave, zero)
 
 
-def _wave(of: Sequence[Tensor]) -> Tensor:
+def depending_on(of: Sequence[Tensor]) -> Tensor:
     """A number that depends on all these tensors, with derivatives of every order."""
     parts = [structures.wide(tf.math.real(t)) for t in of if structures.is_differentiable(t.dtype)]
     if not parts:

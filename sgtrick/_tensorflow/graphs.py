@@ -1,6 +1,8 @@
 """Properties of graphs, their operations and their tensors."""
 
+import contextlib
 from collections.abc import Hashable
+from contextvars import ContextVar
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
@@ -10,6 +12,7 @@ from tensorflow.python.ops import (
     handle_data_util,
 )
 
+from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
 from sgtrick._types import DType, Graph, Operation, Tensor, Variable
 
@@ -155,6 +158,29 @@ def _dtype_held(handle: Tensor) -> DType | None:
     if data is None or not data.is_set or not data.shape_and_type:
         return None
     return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+_THROWN_AWAY: ContextVar[Graph | None] = ContextVar("_THROWN_AWAY", default=None)
+
+
+def thrown_away() -> contextlib.AbstractContextManager[None]:
+    """A scope for the graph being traced, which only shows what is connected and never runs."""
+    return scope(_THROWN_AWAY, tf.compat.v1.get_default_graph())
+
+
+def is_thrown_away() -> bool:
+    """Whether what is being traced belongs to such a graph alone.
+
+    Branches and loops do. A `tf.function` that is called there does not, nor does its gradient:
+    TensorFlow keeps the traces of both for other calls.
+    """
+    thrown_away = _THROWN_AWAY.get()
+    if thrown_away is None:
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph is thrown_away
 
 
 def in_xla(graph: Graph) -> bool:

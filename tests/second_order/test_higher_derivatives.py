@@ -199,6 +199,8 @@ class TestRulesThatCallFunctions:
     """Their derivatives are found in each call."""
 
     RULES = {
+        "a form": tf.function(sgtrick.with_gradient(slope, lambda x: -x * (1 + x**2) ** -1.5)),
+        "the gradient of a form": derivative(tf.function(EVERY_ORDER["with_gradient"])),
         "with a constant first": lambda x: (_one_more(0 * POINTS[0]) * _one_more(x**2)) ** -0.5,
         "with a constant second": lambda x: (_one_more(x**2) * _one_more(0 * POINTS[0])) ** -0.5,
         "in a tape": derivative(_true),
