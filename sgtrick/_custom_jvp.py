@@ -70,7 +70,8 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
         those of the rule, as TensorFlow differentiates it; in eager execution, they trace the rule.
         The rule may call the function itself, in a `tf.function`, branch or loop too; there, a
         derivative of the result is an error or NaN. Variables that `f` reads, and tensors that it
-        closes over, keep their autodiff gradient, and mixed second derivatives are right.
+        closes over, keep their autodiff gradient; a derivative with respect to these that is
+        differentiated with respect to the point is an error, and the other order is right.
 
     Raises:
         TypeError: `nondiff_argnums` holds neither ints nor names, the function is called before it
