@@ -76,9 +76,9 @@ def from_value_and_gradient(
     Returns:
         A function with the arguments of `fn` that returns the value, or `(value, aux)`, and whose
         gradient is the one that `fn` returned. A second derivative evaluates `fn` once more and
-        differentiates the gradient that it returns; in eager execution it also traces `fn`. A derivative
-        with respect to another argument, or to what `fn` closes over, that is differentiated with
-        respect to `argnums` is an error.
+        differentiates the gradient that it returns; in eager execution it also traces `fn`. A
+        derivative with respect to another argument, or to what `fn` closes over, that is
+        differentiated with respect to `argnums` is an error.
 
     Raises:
         TypeError: `fn` does not return such a pair. (If it returns a function from the upstream
