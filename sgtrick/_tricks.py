@@ -6,8 +6,6 @@ all leaves, or are structures like `x`.
 
 from __future__ import annotations  # signatures that show the names of types
 
-from typing import Any
-
 import tensorflow as tf
 
 from sgtrick._arguments import dtypes, shapes, structures
@@ -29,31 +27,25 @@ def stop_gradient(x: Structure, where: Structure = None) -> Structure:
         >>> import tensorflow as tf
         >>> import sgtrick
         >>> x = tf.constant([1.0, 2.0, 3.0])
-        >>> with tf.GradientTape(persistent=True) as tape:
+        >>> with tf.GradientTape() as tape:
         ...     tape.watch(x)
-        ...     by_mask = tf.reduce_sum(sgtrick.stop_gradient(x, where=x > 1.5) ** 2)
-        ...     by_index = tf.reduce_sum(sgtrick.stop_gradient(x, where=0) ** 2)
-        >>> tape.gradient(by_mask, x).numpy()
+        ...     y = tf.reduce_sum(sgtrick.stop_gradient(x, where=x > 1.5) ** 2)
+        >>> tape.gradient(y, x).numpy()
         array([2., 0., 0.], dtype=float32)
-        >>> tape.gradient(by_index, x).numpy()
-        array([0., 4., 6.], dtype=float32)
 
     Args:
         x: Tensor, variable, array or number of any dtype, or a structure of these.
-        where: The entries to stop: a bool mask that broadcasts to `x`; an index as in `x[where]`,
-            that is an int, a slice, `...` or a tuple of these; an int tensor, array or list of
-            positions along the first axis; or None for all entries. If `x` is a structure, one of
-            these for all leaves, or a structure of them like `x`; lists and tuples then count as
-            structure.
+        where: The entries to stop: a bool mask that broadcasts to `x`, or None for all entries. If
+            `x` is a structure, one mask for all leaves, or a structure of masks like `x`; lists and
+            tuples then count as structure.
 
     Returns:
         The structure, dtypes and values of `x`, with exact derivatives of every order. For
         `where=None` the result is unconnected, like that of `tf.stop_gradient`.
 
     Raises:
-        TypeError: `where` is neither a mask nor an index.
-        ValueError: The mask does not broadcast to `x`, the index is out of bounds, or the structure
-            is not that of `x`.
+        TypeError: `where` is not a bool mask, but an index, for example.
+        ValueError: The mask does not broadcast to `x`, or the structure is not that of `x`.
         tf.errors.InvalidArgumentError: The same at run time, for shapes that were unknown while
             tracing.
     """
@@ -327,42 +319,19 @@ def _real(value: TensorLike, name: str) -> Tensor:
 
 
 def _mask(where: Structure, x: Tensor, name: str) -> Tensor:
-    """A mask or an index as a bool mask of the shape of `x`."""
-    if type(where) is int or isinstance(where, (slice, tuple, type(...))):
-        return _mask_of_index(where, x, name)
+    """A bool mask of the shape of `x`."""
+    if isinstance(where, (slice, type(...))):
+        raise TypeError(_NO_MASK.format(repr(where)))
     where = structures.to_tensor(where, "where")
-    if where.dtype == tf.bool:
-        return _like(where, x, "where", name)
-    if where.dtype.is_integer:
-        return _mask_of_index(where, x, name)
-    raise TypeError(
-        f"where has dtype {where.dtype.name}. Pass a bool mask, or an index: an int, a slice, ... "
-        "or a tuple of these, or a tensor of ints."
-    )
+    if where.dtype != tf.bool:
+        raise TypeError(_NO_MASK.format(f"dtype {where.dtype.name}"))
+    return _like(where, x, "where", name)
 
 
-def _mask_of_index(index: Any, x: Tensor, name: str) -> Tensor:
-    if isinstance(index, tuple) and any(isinstance(i, bool) for i in index):
-        raise TypeError("where is a tuple with bools in it. Pass a mask as a list or tensor.")
-    positions = tf.reshape(tf.range(tf.size(x)), tf.shape(x))
-    try:
-        if tf.is_tensor(index):
-            n = tf.cast(tf.shape(x)[0], index.dtype)
-            there = tf.reduce_all((-n <= index) & (index < n))
-            message = f"where is out of bounds for {name}. The shapes of the two:"
-            index = structures.checked(there, index, message, x)
-            chosen = tf.gather(positions, tf.where(index < 0, index + n, index))
-        else:
-            chosen = positions[index]
-    except (TypeError, ValueError, IndexError, tf.errors.InvalidArgumentError) as error:
-        shape = shapes.show(structures.static_shape(x))
-        raise ValueError(
-            f"where is not an index into {name}, of shape {shape}. Pass an index that fits, or a "
-            f"bool mask. ({error})"
-        ) from error
-    chosen = tf.reshape(chosen, [-1, 1])
-    nowhere, true = tf.fill([tf.size(x)], False), tf.fill([tf.size(chosen)], True)
-    return tf.reshape(tf.tensor_scatter_nd_update(nowhere, chosen, true), tf.shape(x))
+_NO_MASK = (
+    "where must be a bool mask that broadcasts to x, got {}. For an index i, build the mask: "
+    "mask = np.zeros(x.shape, bool); mask[i] = True."
+)
 
 
 def _cast_like(value: TensorLike, x: Tensor, name: str, x_name: str) -> Tensor:
