@@ -93,8 +93,9 @@ def from_numpy(
             dict, list or tuple of shapes.
         event_ndims: The number of trailing dimensions of an argument that form one point: an int
             for all arguments, or a tuple with one entry for each, which is an int or, for an
-            argument that is a structure, a structure of ints. All leading dimensions are batch. The
-            batch shapes of the arguments are broadcast against each other.
+            argument that is a structure, a structure of ints. A list, dict or named tuple is the
+            structure of the only argument. All leading dimensions are batch. The batch shapes of
+            the arguments are broadcast against each other.
         vectorized: Whether the engine takes all members of a batch in one call: arguments
             `[batch..., event...]`, a value `[batch..., value...]`, and gradients like the arguments
             or Jacobians `[batch..., value..., event...]`. An argument that all members share is a
