@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._arguments import calls
+from sgtrick._arguments import calls, structures
 from sgtrick._host import reticulate
 from sgtrick._host.contract import Parts, Shape
 from sgtrick._host.executors import MainThreadExecutor
@@ -398,7 +398,8 @@ def _own(returned: Structure) -> Structure:
         return returned
     if isinstance(returned, np.ndarray):
         return returned.copy()
-    if tf.nest.is_nested(returned):
+    is_structure = isinstance(returned, (tuple, list, Mapping)) or structures.is_object(returned)
+    if is_structure:  # for tf.nest, buffers such as memoryview are structures too
         return tf.nest.map_structure(_own, returned)
     with contextlib.suppress(Exception):  # what is no array will be refused
         array = np.array(returned)

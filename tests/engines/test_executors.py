@@ -1,5 +1,6 @@
 """Batch members evaluated at once: threads, processes and a cluster"""
 
+import ctypes
 import multiprocessing
 import threading
 from concurrent import futures
@@ -193,6 +194,41 @@ def test_one_thread_may_return_the_same_array_each_time(law, given, name, serial
     rtol = 1e-6 if "point" in given else 1e-12
     for a, b in zip(came, law(several(model.true)), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+BUFFERS = {
+    "array": lambda a: a,
+    "masked": lambda a: np.ma.masked_array(a, mask=[False, False, True]),
+    "memoryview": memoryview,
+    "ctypes": lambda a: (ctypes.c_double * 3).from_buffer(a.data),
+    "list of arrays": lambda a: [a[:1], a[1:2], a[2:]],
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("apart", [True, False], ids=["grad", "executor"])
+def test_a_buffer_of_any_kind(kind, apart):
+    work = np.zeros(3)
+
+    def value(x):
+        work[...] = x**2
+        return BUFFERS[kind](work)
+
+    def jacobian(x):
+        work[...] = 0  # before its value is used
+        rows = np.diag(2 * x)
+        return list(rows[:, np.newaxis]) if kind == "list of arrays" else rows
+
+    shape = [(1,)] * 3 if kind == "list of arrays" else (3,)
+    with futures.ThreadPoolExecutor(1) as one:
+        if apart:
+            h = sgtrick.from_numpy(value, grad=jacobian, value_shape=shape)
+        else:
+            h = sgtrick.from_numpy(value, grad=False, value_shape=shape, executor=one)
+        y = h(tf.constant(POINTS))
+    y = tf.concat(y, -1) if isinstance(y, list) else y
+    want = np.where([False, False, kind == "masked"], np.nan, POINTS**2)
+    np.testing.assert_array_equal(y, want)
 
 
 @WRAPS
