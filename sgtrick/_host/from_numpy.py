@@ -54,7 +54,7 @@ def from_numpy(
 
     Args:
         fn: The engine, `fn(*arrays) -> (value, gradient)`. It gets writable copies, which it may
-            modify and keep. Floating arguments are arrays of `dtype`; others keep their own dtype.
+            modify and keep, and may return the same arrays each time. Floating arguments are arrays of `dtype`; others keep their own dtype.
             `value` is one number, perhaps as `[value]`, or as `value_shape` says. `gradient` has
             the shape and structure of the argument; for several arguments it is a tuple with one
             gradient for each. For a value that is an array it is the Jacobian, with the shape of
