@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -53,7 +53,7 @@ def by_position(
                 f"Bind {key} with functools.partial, or pass it."
             )
     given_args = tuple(call.values[: len(names)])
-    by_argument = _event_ndims_of(event_ndims, names[own:], call.positional - own)
+    by_argument = _event_ndims_of(event_ndims, names[own:], given_args[own:], call.positional - own)
     flat = []
     for key, arg, ndims in zip(names[own:], given_args[own:], by_argument, strict=True):
         foreign.refuse_tensors(name, key, arg)
@@ -61,17 +61,40 @@ def by_position(
     return given_args, flat
 
 
-def _event_ndims_of(stated: Structure, names: Sequence[str], count: int) -> Sequence[Structure]:
+def _event_ndims_of(
+    stated: Structure, names: Sequence[str], args: Args, count: int
+) -> Sequence[Structure]:
     """`event_ndims`, one for each argument; `count` includes those that the call leaves out."""
-    if not isinstance(stated, (tuple, list)):
+    if not is_by_argument(stated):
+        if tf.nest.is_nested(stated) and len(names) > 1:
+            raise ValueError(
+                f"event_ndims={stated} is the structure of one argument, but there are "
+                f"{len(names)} ({', '.join(names)}). Pass a tuple with one entry for each."
+            )
         return [stated] * len(names)
-    left_out = len(names) < len(stated) <= count
-    if len(stated) != len(names) and not left_out:
+    if len(stated) != len(names) and not len(names) < len(stated) <= count:
         raise ValueError(
-            f"event_ndims must be an int, or have one entry for each of the {len(names)} "
+            f"event_ndims must be an int, or a tuple with one entry for each of the {len(names)} "
             f"arguments ({', '.join(names)}), got {stated}."
+            + f" For the parts of {names[0]}, pass a list."
+            * (len(names) == 1)
+        )
+    if len(names) == 1 < len(stated) and _paths(args[0]) == _paths(stated):
+        raise ValueError(
+            f"event_ndims={stated} is a tuple, with one entry for each argument. But {names[0]} "
+            "has as many parts, and the others are left out, so it may be meant for these: then "
+            f"pass a list, {[*stated]}. If not, state each part of {names[0]} in the first entry."
         )
     return stated[: len(names)]
+
+
+def is_by_argument(event_ndims: Structure) -> TypeGuard[tuple[Structure, ...]]:
+    """Whether there is an entry for each argument; a list or a dict is the structure of one."""
+    return isinstance(event_ndims, tuple) and not hasattr(event_ndims, "_fields")
+
+
+def _paths(structure: Structure) -> list[str]:
+    return [path for path, _ in structures.flatten(structure)]
 
 
 def _with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple[str, Any, int]]:

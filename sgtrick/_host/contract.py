@@ -177,6 +177,8 @@ class CallSpec:
 
         Given `events`, the shapes of the leaves, errors name the likely cause of a wrong shape.
         """
+        if isinstance(value, (list, tuple)) and any(map(np.ma.isMaskedArray, value)):
+            value = np.ma.array(value)  # np.asarray would drop the masks
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import shapes, structures
+from sgtrick._host.arguments import is_by_argument
 from sgtrick._host.engine import Functions, WrongUseError
 from sgtrick._types import Args, Function, Structure
 
@@ -290,8 +291,10 @@ class Derived:
 
     def _mapped(self, split: _Split, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
         """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
-        first = groups[0 if 0 in split.places else 1][0]
-        count = first.ndim - tf.nest.flatten(self._event_ndims)[0]
+        first, ndims = groups[0 if 0 in split.places else 1][0], self._event_ndims
+        if is_by_argument(ndims):  # of the first argument with leaves
+            ndims = ndims[next(k for k, arg in enumerate(split.args) if tf.nest.flatten(arg))]
+        count = first.ndim - tf.nest.flatten(ndims)[0]
         fronts = [[leaf.shape[:count] for leaf in group] for group in groups]
         batch = np.broadcast_shapes(*(front for group in fronts for front in group))
         dims = tuple(

@@ -32,7 +32,7 @@ def evaluate(engine: Engine, spec: CallSpec, *arrays: Array | bytes) -> Parts:
     blocks = np.split(np.eye(sum(sizes)), np.cumsum(sizes)[:-1], 1)
     axis = xs[0].ndim - len(events[0])  # of the points, after the batch
     vs = [
-        block.reshape((*[1] * axis, -1, *event))
+        block.reshape((*[1] * axis, sum(sizes), *event))
         for block, event in zip(blocks, events, strict=True)
     ]
     points, far = _around(engine, spec, scheme, arrays, vs, with_itself=True)

@@ -8,19 +8,20 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import tensorflow as tf
 
-from sgtrick._arguments import calls
+from sgtrick._arguments import calls, structures
 from sgtrick._host import reticulate
 from sgtrick._host.contract import Parts, Shape
 from sgtrick._host.executors import MainThreadExecutor
 from sgtrick._host.replies import Evaluation, Product, Reply
-from sgtrick._types import Array, DTypeLike, Function, Structure
+from sgtrick._types import Args, Array, DTypeLike, Function, Structure
 
 # Returns what an engine returned, perhaps after waiting for it.
 Result: TypeAlias = Callable[[], Structure]
@@ -116,7 +117,7 @@ class Engine:
         self._turn: contextlib.AbstractContextManager[object] = (
             threading.RLock() if executor is None else contextlib.nullcontext()
         )
-        # A serial executor gets one call at a time, as the engine may reuse its result buffer.
+        # A serial executor gets one call at a time: after a failure, the rest is not wanted.
         self._concurrent = executor is not None and not isinstance(executor, MainThreadExecutor)
 
     def evaluate(
@@ -330,7 +331,7 @@ class Engine:
         copies = [a.copy() if a.flags.writeable else a for a in leaves]
         f, grad = asked.functions
         value, gradient = self._call(asked, f, leaves), self._call(asked, grad, copies)
-        return lambda: (value(), gradient())
+        return lambda: (_own(value()), gradient())
 
     def _call(self, asked: "_Asked", f: Function, leaves: Sequence[Array]) -> Result:
         arguments = asked.reply.arguments(leaves)
@@ -347,7 +348,7 @@ class Engine:
     ) -> futures.Future[Structure]:
         assert self._executor is not None
         try:
-            return self._executor.submit(f, *arguments)
+            return self._executor.submit(_Owning(f), *arguments)
         except Exception as error:
             raise RuntimeError(_lost(name, error)) from error
 
@@ -372,6 +373,38 @@ class _EngineError(Exception):
 
 
 _REPLACES = "on_error replaces the first failure. All are counted, in `failures`."
+
+
+class _Owning:
+    """A function whose results are copied by its worker, before that makes the next call.
+
+    The function may return the same array each time. A worker in another process gets the function
+    itself: its results are copied on the way here, and it need not have this library.
+    """
+
+    def __init__(self, f: Function) -> None:
+        self._f, self.__name__ = f, calls.name_of(f)  # the name is shown by clusters
+
+    def __call__(self, *arguments: Structure) -> Structure:
+        return _own(self._f(*arguments))
+
+    def __reduce__(self) -> Args:
+        return partial, (self._f,)
+
+
+def _own(returned: Structure) -> Structure:
+    """The same numbers in memory of our own, as far as these are numbers."""
+    if returned is None or isinstance(returned, (float, int)):
+        return returned
+    if isinstance(returned, np.ndarray):
+        return returned.copy()
+    is_structure = isinstance(returned, (tuple, list, Mapping)) or structures.is_object(returned)
+    if is_structure:  # for tf.nest, buffers such as memoryview are structures too
+        return tf.nest.map_structure(_own, returned)
+    with contextlib.suppress(Exception):  # what is no array will be refused
+        array = np.array(returned)
+        return array if array.dtype.kind in "fiu" else returned
+    return returned
 
 
 def _check_arguments(asked: _Asked, f: Function, arguments: Sequence[Structure]) -> None:

@@ -54,15 +54,16 @@ def from_numpy(
 
     Args:
         fn: The engine, `fn(*arrays) -> (value, gradient)`. It gets writable copies, which it may
-            modify and keep. Floating arguments are arrays of `dtype`; others keep their own dtype.
-            `value` is one number, perhaps as `[value]`, or as `value_shape` says. `gradient` has
-            the shape and structure of the argument; for several arguments it is a tuple with one
-            gradient for each. For a value that is an array it is the Jacobian, with the shape of
-            the value in front, and for a structure a structure of Jacobians, as `jax.jacobian`
-            returns them. It is None for arguments that have no derivatives (int, bool, string).
-            None for a floating argument means that its gradient is unknown, and it becomes NaN if
-            it is requested. Masked entries count as NaN. Without `fn`, `from_numpy` returns a
-            decorator: `@sgtrick.from_numpy(event_ndims=0)`. Functions in a class become methods.
+            modify and keep, and may return the same arrays each time. Floating arguments are arrays
+            of `dtype`; others keep their own dtype. `value` is one number, perhaps as `[value]`, or
+            as `value_shape` says. `gradient` has the shape and structure of the argument; for
+            several arguments it is a tuple with one gradient for each. For a value that is an array
+            it is the Jacobian, with the shape of the value in front, and for a structure a
+            structure of Jacobians, as `jax.jacobian` returns them. It is None for arguments that
+            have no derivatives (int, bool, string). None for a floating argument means that its
+            gradient is unknown, and it becomes NaN if it is requested. Masked entries count as NaN.
+            Without `fn`, `from_numpy` returns a decorator: `@sgtrick.from_numpy(event_ndims=0)`.
+            Functions in a class become methods.
         grad: The gradient or Jacobian, as a separate function of the same arguments; `fn` then
             returns only the value. Both are called in each evaluation, whether or not the gradient
             is used. Or finite differences by their names in SciPy, with its relative steps:
@@ -93,8 +94,9 @@ def from_numpy(
             dict, list or tuple of shapes.
         event_ndims: The number of trailing dimensions of an argument that form one point: an int
             for all arguments, or a tuple with one entry for each, which is an int or, for an
-            argument that is a structure, a structure of ints. All leading dimensions are batch. The
-            batch shapes of the arguments are broadcast against each other.
+            argument that is a structure, a structure of ints. A list, dict or named tuple is the
+            structure of the only argument. All leading dimensions are batch. The batch shapes of
+            the arguments are broadcast against each other.
         vectorized: Whether the engine takes all members of a batch in one call: arguments
             `[batch..., event...]`, a value `[batch..., value...]`, and gradients like the arguments
             or Jacobians `[batch..., value..., event...]`. An argument that all members share is a

@@ -232,7 +232,8 @@ class _OfTensors(NamedTuple):
         event_ndims: See `from_jax`.
         has_aux: See `from_jax`.
         dtype: That of floating arguments in JAX.
-        operations: The operation, and the structures of value and aux, by that of the arguments.
+        operations: The operation, and the structures of value and aux, by that of the arguments
+            and by their shapes and dtypes, on all of which they may depend.
     """
 
     function: calls.Callee
@@ -300,9 +301,15 @@ class _OfTensors(NamedTuple):
         ndims: Sequence[int],
     ) -> tuple[Operation, Structure, Structure]:
         """The operation of one member, and the structures of its value and aux."""
-        like = tf.nest.map_structure(lambda _: None, arguments)
-        places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
-        key = repr(like), *places
+        like = _structure(arguments)
+        leaves = tuple(
+            (
+                tuple(12 if n is None else n for n in x.shape[x.shape.rank - ndim :]),
+                x.dtype.as_numpy_dtype,
+            )
+            for x, ndim in zip(xs, ndims, strict=True)
+        )
+        key = repr(like), leaves
         if key in self.operations:
             return self.operations[key]
 
@@ -311,28 +318,35 @@ class _OfTensors(NamedTuple):
             return checked(returned, _JAX, self.name, has_aux=self.has_aux)
 
         def flat(*leaves: Any) -> tuple[Any, ...]:
-            return tuple(tf.nest.flatten(list(member(*leaves))))
+            found = member(*leaves)
+            if _structure(found) != structure:
+                raise WrongUseError(
+                    f"{self.name} returned the structure {_structure(found)}, and {structure} for "
+                    "other sizes. It depends on a dimension that is unknown while TensorFlow "
+                    "traces: set it, for example by tf.ensure_shape, or leave native=True out."
+                )
+            return tuple(tf.nest.flatten(found))
 
-        specs = [
-            jax.ShapeDtypeStruct(
-                tuple(12 if n is None else n for n in x.shape[x.shape.rank - ndim :]),
-                x.dtype.as_numpy_dtype,
-            )
-            for x, ndim in zip(xs, ndims, strict=True)
-        ]
+        specs = [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]
         try:
             with wide(spec.dtype for spec in specs):
-                value, *others = jax.eval_shape(member, *specs)
+                structure = _structure(jax.eval_shape(member, *specs))
         except WrongUseError:
             raise
         except Exception as error:
             raise untraceable(self.name, [spec.shape for spec in specs], error) from error
+        value, aux = structure[0], structure[1:]
         outs = [()] * len(tf.nest.flatten(value))
+        places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
         operation = Operation(self.name, flat, places, [()] * len(xs), outs)
-        value, aux = (tf.nest.map_structure(lambda _: None, t) for t in (value, tuple(others)))
         if not receivers:  # those of a method would be kept for ever
             self.operations[key] = operation, value, aux
         return operation, value, aux
+
+
+def _structure(structure: Structure) -> Structure:
+    """The structure, with None as its leaves."""
+    return tf.nest.map_structure(lambda _: None, structure)
 
 
 # TensorFlow's error for a loaded model that is mapped names the operation, and nothing else.

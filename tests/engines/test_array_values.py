@@ -148,6 +148,13 @@ class TestDifferences:
         h = sgtrick.from_numpy(lambda n: float(n) ** 2, grad=scheme, event_ndims=0)
         np.testing.assert_array_equal(h(tf.constant([2, 3])), [4, 9])
 
+    @SCHEMES
+    def test_of_no_entries(self, scheme):
+        h = sgtrick.from_numpy(lambda x, a: np.sum(x) + a**2, grad=scheme, event_ndims=(1, 0))
+        check(gradients(h, (X[:, :0], A), None), [A**2, X[:, :0], 2 * A], scheme)
+        h = sgtrick.from_numpy(lambda x: 1.0 + np.sum(x), grad=scheme)
+        check(gradients(h, (X[:, :0],), None), [np.ones(4), X[:, :0]], scheme)
+
     def test_of_methods_with_aux(self):
         class Model:
             factor = 3.0

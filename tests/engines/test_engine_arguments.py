@@ -1,5 +1,7 @@
 """The arguments of engines: shapes, structures, dtypes, defaults, and how they are passed."""
 
+from typing import Any, NamedTuple
+
 import keras
 import numpy as np
 import pytest
@@ -61,6 +63,74 @@ class TestShapes:
     def test_event_ndims_of_numpy(self):
         h = sgtrick.from_numpy(engines.normal, event_ndims=np.int64(1))
         np.testing.assert_array_equal(h(tf.ones([3, 2])), [-1, -1, -1])
+
+
+class Parts(NamedTuple):
+    """A vector and a number for each member."""
+
+    x: Any
+    a: Any
+
+
+class TestEventNdims:
+    X, A = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([10.0, 20.0])
+
+    @staticmethod
+    def f(p, scale=3.0):
+        """Also of a vector `a`, so that only the value tells whether it is one."""
+        x, a = (p["x"], p["a"]) if isinstance(p, dict) else p
+        by_x, by_a = scale * np.sum(a) * np.ones_like(x), scale * np.sum(x) * np.ones_like(a)
+        gradient = {"x": by_x, "a": by_a} if isinstance(p, dict) else (by_x, by_a)
+        return scale * np.sum(x) * np.sum(a), gradient
+
+    STRUCTURES = {
+        "list": (list, [1, 0]),
+        "tuple": (tuple, [1, 0]),
+        "named tuple": (Parts._make, Parts(1, 0)),
+        "dict": (lambda parts: dict(zip("xa", parts, strict=True)), {"x": 1, "a": 0}),
+    }
+
+    @WRAPS
+    @pytest.mark.parametrize("stated", ["alone", "in a tuple"])
+    @pytest.mark.parametrize("name", STRUCTURES)
+    def test_of_the_parts_of_one_argument(self, name, stated, wrap):
+        """Beside a default that is left out, and with a batch as large as an event."""
+        make, ndims = self.STRUCTURES[name]
+        h = sgtrick.from_numpy(self.f, event_ndims=ndims if stated == "alone" else (ndims, 0))
+        y, (by,) = wrap(value_and_gradients)(h, make([self.X, self.A]))
+        np.testing.assert_allclose(y, [90, 420])
+        by_x, by_a = (by["x"], by["a"]) if name == "dict" else by
+        np.testing.assert_allclose(by_x, [[30, 30], [60, 60]])
+        np.testing.assert_allclose(by_a, [9, 21])
+
+    @pytest.mark.parametrize(
+        ("stated", "args", "message"),
+        [
+            ([1, 0], [X, A], r"\[1, 0\] is the structure of one argument, but there are 2 \(p, s"),
+            (
+                {"x": 1},
+                [{"x": X}, A],
+                "one argument, but there are 2 .*Pass a tuple with one entry",
+            ),
+            (Parts(1, 0), [X, A], "is the structure of one argument, but there are 2"),
+            ((1, 0), [[X, A]], r"p has as many parts, .* for these: then pass a list, \[1, 0\]"),
+            ((1, 0), [(X, A)], "p has as many parts, and the others are left out"),
+            ([1, 0, 0], [[X, A]], "the event_ndims of p must have the structure of p"),
+            ((1, 0, 0), [[X, A]], r"for each of the 1 arguments \(p\), got .*of p, pass a list"),
+        ],
+    )
+    def test_what_is_not_clear_is_an_error(self, stated, args, message):
+        with pytest.raises(ValueError, match=message):
+            sgtrick.from_numpy(self.f, event_ndims=stated)(*args)
+
+    def test_one_entry_for_all_parts_of_an_argument(self):
+        def f(p, scale=3.0):
+            return scale * sum(map(np.sum, p)), [scale * np.ones_like(x) for x in p]
+
+        h = sgtrick.from_numpy(f, event_ndims=(1, 0))
+        np.testing.assert_allclose(h([self.X, self.X, self.X]), [27, 63])
+        h = sgtrick.from_numpy(f, event_ndims=([1, 1], 0))
+        np.testing.assert_allclose(h([self.X, self.X]), [18, 42])
 
 
 class TestPassing:

@@ -449,3 +449,9 @@ class TestNonfinite:
     def test_masked_replies(self, value, gradient, want):
         y, (g,) = value_and_gradients(sgtrick.from_numpy(lambda x: (value, gradient)), tf.ones([2]))
         np.testing.assert_array_equal([y, *g], want)
+
+    def test_masked_rows(self):
+        rows = [np.ma.array([1.0, 2.0], mask=[False, True]), np.array([3.0, 4.0])]
+        h = sgtrick.from_numpy(lambda x: (3.0, rows), event_ndims=2)
+        _, (g,) = value_and_gradients(h, tf.ones([2, 2]))
+        np.testing.assert_array_equal(g, [[1, np.nan], [3, 4]])

@@ -1,5 +1,6 @@
 """Batch members evaluated at once: threads, processes and a cluster"""
 
+import ctypes
 import multiprocessing
 import threading
 from concurrent import futures
@@ -11,7 +12,9 @@ import tensorflow_probability as tfp
 
 import engine_functions as engines
 import sgtrick
+from array_model import GIVEN, MODELS, WAYS, by_forward_mode, gradients, reverse_over_reverse
 from hanging import HANGS
+from matrix import spread
 from shared import WRAPS, derivative, mapped_with_loops
 
 RAISED = (RuntimeError, tf.errors.UnknownError)
@@ -132,28 +135,100 @@ def test_functions_do_not_see_what_the_other_did_to_its_arguments(executor, vect
     np.testing.assert_array_equal(derivative(h)(x), 2 * x)
 
 
-# Outside of run, TensorFlow would call the engine of a graph from a thread that nobody serves.
-@pytest.mark.parametrize(
-    ("run", "wrap"),
-    [
-        (lambda executor, f: f(), lambda f: f),
-        (sgtrick.MainThreadExecutor.run, lambda f: f),
-        (sgtrick.MainThreadExecutor.run, tf.function),
-    ],
-    ids=["eager", "run-eager", "run-tf.function"],
-)
-def test_one_thread_may_return_the_same_buffer_each_time(run, wrap):
-    buffer = np.zeros(3)
+def in_one_array(f, work):
+    """`f`, which returns its results in one work array, as compiled solvers do."""
 
-    def frugal(x):
-        np.multiply(x, 2, out=buffer)
-        return np.sum(x**2), buffer
+    def frugal(*args):
+        begin = 0
 
-    executor = sgtrick.MainThreadExecutor()
-    h = sgtrick.from_numpy(frugal, executor=executor)
-    x = tf.constant(POINTS)
-    found = run(executor, lambda: wrap(derivative(h))(x))
-    np.testing.assert_array_equal(found, 2 * POINTS)
+        def moved(part):
+            nonlocal begin
+            own = work[begin : begin + np.size(part)].reshape(np.shape(part))
+            own[...], begin = part, begin + own.size
+            return own
+
+        return tf.nest.map_structure(moved, f(*args))
+
+    return frugal
+
+
+SERIAL = ["no executor", "one worker", "main thread", "main thread in run"]
+
+
+def has_what_it_needs(law, given, name, serial, vectorized, way):
+    # Outside of run, nobody serves the threads from which TensorFlow calls the engine of a graph,
+    # and in forward mode.
+    is_served = serial != "main thread" or (way == "eager" and law is not by_forward_mode)
+    return is_served and (law is not reverse_over_reverse or "point" not in given)
+
+
+CASES = spread(
+    [gradients, by_forward_mode, reverse_over_reverse],
+    GIVEN, MODELS, SERIAL, [True, False], ["eager", "in tf.function"],
+    together=3, valid=has_what_it_needs,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "given", "name", "serial", "vectorized", "way"), CASES)
+def test_one_thread_may_return_the_same_array_each_time(law, given, name, serial, vectorized, way):
+    """For all that it returns, also if a graph makes several calls at the same time."""
+    work, model = np.zeros(1000), MODELS[name]
+    functions = GIVEN[given](model)
+    if law is reverse_over_reverse:
+        functions["hessp"] = model.hessp
+    frugal = {k: in_one_array(f, work) if callable(f) else f for k, f in functions.items()}
+    main = sgtrick.MainThreadExecutor()
+    run = main.run if serial == "main thread in run" else lambda f: f()
+    with futures.ThreadPoolExecutor(1) as one:
+        executor = {"no executor": None, "one worker": one}.get(serial, main)
+        h = sgtrick.from_numpy(
+            **frugal, event_ndims=(1, 0), value_shape=model.value_shape,
+            vectorized=vectorized, executor=executor,
+        )  # fmt: skip
+
+        def several(f):
+            f = model.spread(f)
+            return lambda x, a: f(x, a) - f(2 * x, a) + f(3 * x, a)
+
+        came = run(lambda: WAYS[way](law, several(h)))
+    rtol = 1e-6 if "point" in given else 1e-12
+    for a, b in zip(came, law(several(model.true)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+BUFFERS = {
+    "array": lambda a: a,
+    "masked": lambda a: np.ma.masked_array(a, mask=[False, False, True]),
+    "memoryview": memoryview,
+    "ctypes": lambda a: (ctypes.c_double * 3).from_buffer(a.data),
+    "list of arrays": lambda a: [a[:1], a[1:2], a[2:]],
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("apart", [True, False], ids=["grad", "executor"])
+def test_a_buffer_of_any_kind(kind, apart):
+    work = np.zeros(3)
+
+    def value(x):
+        work[...] = x**2
+        return BUFFERS[kind](work)
+
+    def jacobian(x):
+        work[...] = 0  # before its value is used
+        rows = np.diag(2 * x)
+        return list(rows[:, np.newaxis]) if kind == "list of arrays" else rows
+
+    shape = [(1,)] * 3 if kind == "list of arrays" else (3,)
+    with futures.ThreadPoolExecutor(1) as one:
+        if apart:
+            h = sgtrick.from_numpy(value, grad=jacobian, value_shape=shape)
+        else:
+            h = sgtrick.from_numpy(value, grad=False, value_shape=shape, executor=one)
+        y = h(tf.constant(POINTS))
+    y = tf.concat(y, -1) if isinstance(y, list) else y
+    want = np.where([False, False, kind == "masked"], np.nan, POINTS**2)
+    np.testing.assert_array_equal(y, want)
 
 
 @WRAPS

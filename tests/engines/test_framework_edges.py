@@ -248,6 +248,14 @@ class TestBoth:
         assert h.calls == (1 if vmap else 40)
         assert {tuple(map(tuple, shapes)) for shapes in seen} == {((3,), (3,))}
 
+    @VMAP
+    @pytest.mark.parametrize("nothing", [{}, []])
+    def test_a_first_argument_without_leaves(self, nothing, vmap):
+        h = self.form(lambda p, x: x / x.sum(), event_ndims=(0, 1), vmap=vmap, value_shape=(2,))
+        y, (_, by_x) = value_and_gradients(h, nothing, X)
+        np.testing.assert_allclose(y, X / tf.reduce_sum(X, -1, keepdims=True))
+        np.testing.assert_allclose(by_x, np.zeros([2, 2]), atol=1e-15)
+
     def test_one_bad_member_does_not_reject_the_batch(self):
         h = self.form(lambda x: (x**2).sum(), on_error=-np.inf)
         engine = h._engine

@@ -225,6 +225,43 @@ def test_aux_structures_keywords_defaults_and_methods():
         h(X, k=2)
 
 
+class TestStructureByShape:
+    """A value whose structure depends on the shapes and dtypes of the arguments."""
+
+    FUNCTIONS = {
+        "entries": lambda x, n: [n * v**2 for v in x],
+        "name": lambda x, n: {"odd" if x.shape[0] % 2 else "even": n * (x**2).sum()},
+        "dtype": lambda x, n: {str(n.dtype): n * (x**2).sum(), "all": 0 * (x**2).sum()},
+    }
+
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "in XLA"])
+    @pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
+    def test_known(self, f, way):
+        h = native(f, event_ndims=(1, 0))
+
+        def law(x, n):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = h(x, n)
+            return y, tape.gradient(y, x)
+
+        cases = [(2, np.int64), (3, np.int64), (2, np.int32), (1, np.int32), (3, np.int64)]
+        for size, dtype in cases:
+            x, n = np.linspace(1, 2, size), np.array(3, dtype)
+            y, by_x = WAYS[way](lambda h, x=x, n=n: h(tf.constant(x), tf.constant(n)), law)
+            tf.nest.map_structure(np.testing.assert_allclose, y, f(x, n))
+            np.testing.assert_allclose(by_x, 6 * x)
+
+    @pytest.mark.usefixtures("takes_unknown_dimensions")
+    def test_unknown(self):
+        """JAX takes an unknown dimension for unequal to all numbers."""
+        h = native(lambda x: self.FUNCTIONS["name"](x, np.array(3)))
+        spec = tf.TensorSpec([None], tf.float64)
+        graph = tf.function(h, input_signature=[spec], autograph=False)
+        with pytest.raises(TypeError, match=r"\{'odd': .* depends on a dimension that is unknown"):
+            graph(np.ones(3))
+
+
 def test_a_derivative_of_aux_raises():
     h = native(lambda x: (x.sum(), x), has_aux=True)
     x = tf.constant(X)

@@ -49,7 +49,7 @@ case("integers from R", function(x) list(5L, c(2L, 4L)), list(vector(1, 2)))
 case("integers for R", function(x, n) list(sum(x^n), list(n * x^(n - 1), NULL)),
   list(vector(1, 2), vector(2L, 3L)))
 case("one integer for R", function(x, n) list(sum(x^n), list(n * x^(n - 1), NULL)),
-  list(vector(1, 2), tf$constant(2L)), event_ndims = list(1L, 0L))
+  list(vector(1, 2), tf$constant(2L)), event_ndims = tuple(1L, 0L))
 case("a gradient beside the value", function(x) sum(x^2), list(vector(1, 2)),
   grad = function(x) 2 * x)
 case("a matrix, as a list of its rows",
@@ -64,7 +64,7 @@ case("a named list",
     list(sum(p$slopes^2) * p$scale, list(slopes = 2 * p$slopes * p$scale, scale = sum(p$slopes^2)))
   },
   list(dict(scale = tf$constant(3), slopes = vector(1, 2))),
-  event_ndims = list(dict(scale = 0L, slopes = 1L)))
+  event_ndims = dict(scale = 0L, slopes = 1L))
 case("named vectors, whose names are dropped", function(x) list(5, c(a = 2, b = 4)),
   list(vector(1, 2)))
 case("numbers that are not finite", function(x) list(-Inf, c(NA_real_, Inf)), list(vector(1, 2)))
