@@ -76,7 +76,8 @@ def with_gradient(
         f: The function. It takes any arguments, structures included, and returns one tensor
             `B + R`. On methods, `self` does not count as an argument, and `grad` is a method too.
         grad: Called with the arguments of `f`, with defaults filled in and keywords turned into
-            positions where possible. It returns a Jacobian `B + R + D` in the structure of the
+            positions where possible; arguments that have their default may be missing among its
+            parameters. It returns a Jacobian `B + R + D` in the structure of the
             argument, with None for leaves that get no gradient; or a tuple of these if `argnums` is
             a tuple. It is called when a derivative is requested, once in each backward pass and
             never in a forward pass, and sees variables among the arguments with the values that
@@ -133,7 +134,11 @@ def _with_gradient(
             )
         with devices.scope(device):
             point = select(function, argnums, args, kwargs)
-            f, grad = converted(function.f), converted(rule.f)
+            f, converted_grad, to = converted(function.f), converted(rule.f), rule
+
+            def grad(call: calls.Call, **more: object) -> Structure:
+                defaulted = function.defaulted(point.call)
+                return function.for_rule(to, call, defaulted)(converted_grad, **more)
 
             def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
                 what = f"grad of {function.name}"
@@ -147,7 +152,7 @@ def _with_gradient(
             y = checked_value(value.result, function.name)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
-                return jacobians(call(grad), y)
+                return jacobians(grad(call), y)
 
             return value.embed(y, at, evaluated)
 
@@ -170,7 +175,7 @@ def _with_variables(
     name: str,
     point: Selection,
     f: Function,
-    grad: Function,
+    grad: Callable[..., Structure],
     jacobians: Callable[[Structure, Tensor], list[Leaf | None]],
 ) -> Tensor:
     """The call where `grad` also returns the gradients with respect to the variables.
@@ -192,7 +197,7 @@ def _with_variables(
 
     def pulled(call: calls.Call, upstream: Tensor) -> list[Gradient]:
         gradients, by_variables = pair_of(
-            call(grad, variables=variables),
+            grad(call, variables=variables),
             f"grad of {name} takes variables, so it must return (gradients, variable_gradients)",
         )
         leaves = jacobians(gradients, y)
