@@ -18,16 +18,23 @@ class Leaf(NamedTuple):
     batch_ndims: Ndims  # len(B)
 
 
-def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look the same."""
+def flatten(
+    structure: Structure, path: str = "", whole: Container[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look the same.
+
+    Lists of numbers at the paths `whole` are leaves.
+    """
     if isinstance(structure, Mapping):
         for key in sorted(structure):
-            yield from flatten(structure[key], f"{path}[{key!r}]")
+            yield from flatten(structure[key], f"{path}[{key!r}]", whole)
+    elif path in whole and is_list_of_numbers(structure):
+        yield path, structure
     elif isinstance(structure, (list, tuple)):
         for i, child in enumerate(structure):
-            yield from flatten(child, f"{path}[{i}]")
+            yield from flatten(child, f"{path}[{i}]", whole)
     elif is_object(structure):
-        yield from flatten(tf.nest.flatten(structure), path)
+        yield from flatten(tf.nest.flatten(structure), path, whole)
     else:
         yield path, structure
 
@@ -42,13 +49,17 @@ def pair(
 ) -> list[tuple[str, Any, Any]]:
     """Returns `(path, leaf of x, leaf of gx)` for every leaf.
 
-    As in TFP, a leaf and a list that holds only this leaf are interchangeable.
+    As in TFP, a leaf and a list that holds only this leaf are interchangeable, and a leaf in a list
+    may meet a nested list of numbers.
     """
-    xs, gxs = list(flatten(x)), list(flatten(gx))
-    if [path for path, _ in xs] == [path for path, _ in gxs]:
+    xs = list(flatten(x))
+    paths = [path for path, _ in xs]
+    gxs = list(flatten(gx, whole={*paths, "[0]"} - {""}))
+    if [path for path, _ in gxs] == paths:
         return [(path, x, gx) for (path, x), (_, gx) in zip(xs, gxs, strict=True)]
     if len(xs) == len(gxs) == 1 and {xs[0][0], gxs[0][0]} == {"", "[0]"}:
         return [(*xs[0], gxs[0][1])]
+    gxs = list(flatten(gx))
     hint = "\nA list is a structure of its entries: for a vector, pass an array."
     raise ValueError(
         f"{gx_name} must have the structure of {x_name}.\n"
@@ -142,6 +153,20 @@ def is_number(leaf: object) -> bool:
 def may_be_recorded(leaf: object) -> bool:
     """Whether a tape may have recorded a dense leaf, which it cannot for numbers and arrays."""
     return has_derivatives(leaf) and is_dense(leaf)
+
+
+def is_list_of_numbers(value: object) -> bool:
+    """Whether this is a list, perhaps of lists, of numbers and tensors alone."""
+    if isinstance(value, (list, tuple)):
+        return all(is_list_of_numbers(v) or (is_number(v) and v is not None) for v in value)
+    return False
+
+
+def is_python_number(value: object) -> bool:
+    """Whether this is a number without a dtype, or a list of such, perhaps of lists."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_python_number, value))
+    return type(value) in (int, float)
 
 
 def is_pair(returned: object) -> bool:
