@@ -113,6 +113,14 @@ def is_dense(leaf: object) -> bool:
     return is_one or (isinstance(leaf, tf.Module) and hasattr(leaf, "shape"))
 
 
+def holds_tensors(leaf: object) -> bool:
+    """Whether a leaf is an object made of tensors: ragged or sparse, a distribution, a layer."""
+    if is_dense(leaf):
+        return False
+    is_composite = all(t is not leaf for t in tf.nest.flatten(leaf, expand_composites=True))
+    return is_composite or hasattr(leaf, "trainable_variables")
+
+
 def numbers_of(leaf: Any) -> Any:
     """The tensor with the numbers of a ragged tensor; others are their own."""
     return leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
@@ -228,7 +236,14 @@ def refuse(value: object, name: str) -> None:
 def no_tensor(value: object, name: str, error: Exception) -> TypeError:
     """The error for a `value` that cannot be converted."""
     reason = f": {error}"
-    if callable(value):
+    if holds_tensors(value):
+        parts = {tf.RaggedTensor: "its flat_values", tf.SparseTensor: "its values"}
+        reason = (
+            ", an object that holds tensors. Only tensors have gradients: pass "
+            f"{parts.get(type(value), 'those that it holds')}, and make the object of them where "
+            "it is used."
+        )
+    elif callable(value):
         reason = ". To give a function a gradient, use sgtrick.with_gradient or sgtrick.custom_vjp."
     return TypeError(
         f"{name} must be a tensor, variable, array or number, got {type(value).__name__}{reason}"

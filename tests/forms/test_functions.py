@@ -8,14 +8,16 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import OF_SLOPE, tangent_form
 from matrix import functions as fn
-from shared import WRAPS, WRAPS_AND_XLA, constant, derivative, forward_derivative, gradients, mapped
-
-
-def with_jvp(rule, f=lambda x: x, **options):
-    form = sgtrick.custom_jvp(f, **options)
-    form.defjvp(rule)
-    return form
-
+from shared import (
+    WRAPS,
+    WRAPS_AND_XLA,
+    constant,
+    derivative,
+    forward_derivative,
+    gradients,
+    mapped,
+    with_jvp,
+)
 
 MODES = pytest.mark.parametrize("derivative", [derivative, forward_derivative])
 
@@ -407,43 +409,6 @@ MISUSE = [
 def test_misuse(wrap, call, error, message):
     with pytest.raises(error, match=message):
         wrap(derivative(call))(constant([1.0, 2.0]))
-
-
-RAGGED = {
-    "ragged": lambda v: tf.RaggedTensor.from_row_lengths(v, [1, 2]),
-    "sparse": lambda v: tf.SparseTensor([[0, 0], [1, 0], [1, 1]], v, [2, 2]),
-}
-
-
-@WRAPS
-@pytest.mark.parametrize("form", ["with_gradient", "from_value_and_gradient", "custom_jvp"])
-@pytest.mark.parametrize("kind", RAGGED)
-def test_ragged_and_sparse_arguments(kind, form, wrap):
-    """Their components keep autodiff; a mixed derivative is right or refused."""
-
-    def f(x, a):
-        return tf.stop_gradient(x) ** 2 * tf.reduce_sum(a.values**2)
-
-    def rule(x, a):
-        return 2 * x * tf.reduce_sum(a.values**2)
-
-    h = {
-        "with_gradient": sgtrick.with_gradient(f, rule),
-        "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda *a: (f(*a), rule(*a))),
-        "custom_jvp": with_jvp(lambda a, p, t: (None, rule(*p, a) * t[0]), f, nondiff_argnums=1),
-    }[form]
-    run = lambda x, v: h(x, RAGGED[kind](v))  # noqa: E731
-    x, values = constant(3.0), constant([1.0, 2.0, 3.0])
-    by_x, by_values = derivative(run), derivative(run, 1)
-    np.testing.assert_allclose(wrap(by_x)(x, values), 2 * 3 * 14)
-    np.testing.assert_allclose(wrap(by_values)(x, values), 9 * 2 * values)
-    np.testing.assert_allclose(wrap(derivative(by_x, 1))(x, values), 2 * 3 * 2 * values)
-    try:
-        found = wrap(derivative(by_values))(x, values)
-    except (LookupError, tf.errors.InvalidArgumentError) as error:
-        assert "mixed derivative" in str(error)  # noqa: PT017
-    else:
-        np.testing.assert_allclose(found, 2 * 3 * 2 * 6)
 
 
 @pytest.mark.parametrize("name", ["with_gradient", "custom_jvp", "custom_vjp"])
