@@ -47,8 +47,8 @@ def custom_gradient(
     If `gx` has the shape of `x`, it is the gradient of each batch member (`B` is the shape of
     `fx`); if its shape is that of `fx` followed by that of `x`, it is a full Jacobian (`B` is
     empty). If `fx` has both batch and range dimensions, pass the number of batch dimensions as
-    `batch_ndims`. If `fx` and `gx` are both scalars, `gx` is the partial derivative with respect to
-    every entry of `x`.
+    `batch_ndims`. An `fx` of one entry, such as `[1]`, may also have the `gx` of a scalar: with the
+    shape of `x`, or a single number, the partial derivative with respect to every entry of `x`.
 
     Four chains at once, with an engine that knows nothing about TensorFlow:
 
@@ -74,9 +74,9 @@ def custom_gradient(
         fx: The value at `x`: tensor, variable, array or number, floating or complex. It is stopped,
             so that nothing it was computed from gets a gradient, except through `x`.
         gx: The Jacobian at `x`, in the structure of `x`. None instead of a leaf: no gradient
-            there. Cast to the dtype of its leaf. Complex: the derivative in `df = gx dx`, so that
-            the tape returns `u * conj(gx)` as for native code; for a real `fx` of a complex `x`,
-            `df = Re(gx dx)`.
+            there. For a leaf in a list it may be a nested list of numbers. Cast to the dtype of its
+            leaf. Complex: the derivative in `df = gx dx`, so that the tape returns `u * conj(gx)`
+            as for native code; for a real `fx` of a complex `x`, `df = Re(gx dx)`.
         x: The point: tensor, `tf.Variable`, Keras variable, array or number, or any structure of
             these. Leaves of int, bool or string dtype are allowed where `gx` is None.
         fx_gx_manually_stopped: Does not stop `fx`, `gx` and `hx`: other tensors that they depend on
@@ -115,7 +115,7 @@ def custom_gradient(
         tf.errors.InvalidArgumentError: At run time, for dimensions that were unknown while tracing.
 
     The name and the trick are those of `tfp.math.custom_gradient`, and every call that works
-    correctly there gives the same result here.
+    correctly there, with gradients that have the shapes of `x`, gives the same result here.
     """
     with devices.scope(device):
         fx, leaves = value_form.at_point(TENSORFLOW, fx, gx, x, batch_ndims)

@@ -56,7 +56,8 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
         f: The function, with positional arguments and outputs of any structure. On methods, `self`
             does not count as an argument, and the rule is a method too.
         nondiff_argnums: The arguments that have no derivatives: positions or parameter names. The
-            rule gets them first, in the order in which `f` declares them.
+            rule gets them first, in the order in which `f` declares them. One is the `name` of
+            TensorFlow's functions: `custom_jvp(tf.sin, nondiff_argnums="name")`.
 
     Returns:
         The function, with the decorator `defjvp` for its rule

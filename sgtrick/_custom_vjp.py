@@ -62,8 +62,8 @@ def custom_vjp(f: Function | None = None) -> Function:
             or None, or one for each leaf of all arguments; a single argument's need not be in a
             tuple. Arguments are in the order in which `f` declares them, even if they are passed by
             keyword, keyword-only ones last; those of `**kwargs` are in the order of the call.
-            Defaults that the call leaves out, or `tf.function` fills in, are arguments too, but
-            their gradients may be left out unless they are tensors. What has no derivatives (int,
+            Those that have their default are arguments too, passed or not, but their gradients may
+            be left out unless they are tensors. What has no derivatives (int,
             bool, string, None) has the gradient None. Gradients are cast to the dtype of their
             argument: numbers, arrays and masks will do. If `f` reads trainable variables that are
             not among its arguments, `grad_fn` must take a keyword `variables`, the list of these in
@@ -120,7 +120,8 @@ def _custom_vjp(function: calls.Callee) -> Function:
         (y, grad_fn), used = uses.call(lambda: _value_and_rule(f, at(converted(f))), point.tensors)
         variables = besides(used.variables, call.leaves)
         inputs = [*point.xs, *map(structures.as_tensor, variables)]
-        rule = _Rule(f, vjp_protocol.arguments_of(function, at, own), point, variables, inputs)
+        arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
+        rule = _Rule(f, arguments, point, variables, inputs)
         rule.check(grad_fn)
         ys = list(map(numbers_of, tf.nest.flatten(y)))
 

@@ -76,7 +76,9 @@ def implicit_root(
             and must not be `x`.
         x_star: The root: a floating tensor or a structure of these, all of one dtype. It is
             stopped. The derivatives are as accurate as the root.
-        *theta: Arguments with respect to which the root is differentiated, of any structure.
+        *theta: Arguments with respect to which the root is differentiated, of any structure. They
+            may also be objects that hold tensors, such as ragged and sparse tensors, distributions
+            and Keras layers.
         batch_ndims: The number of leading dimensions of `x_star` over which roots are independent:
             the residual of each depends on no other root. 0 is always correct, and solves one
             system for all; with a batch there is a small system for each root.
@@ -113,7 +115,7 @@ def implicit_root(
         )
     residual = autograph.as_caller(residual)
     solve = None if solve is None else autograph.as_caller(solve)
-    return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star"), solve)
+    return _root(residual, x_star, theta, batch_ndims, ("residual", "x_star", "theta"), solve)
 
 
 def implicit_reparameterize(
@@ -147,7 +149,8 @@ def implicit_reparameterize(
             on the parameters works too, such as the logarithm of the survival function far out in
             a tail, where the distribution function is flat.
         sample: A floating tensor, from any sampler. It is stopped.
-        *params: Parameters with respect to which the sample is differentiated, of any structure.
+        *params: Parameters with respect to which the sample is differentiated, as `theta` of
+            `implicit_root`.
         event_ndims: The number of trailing dimensions of `sample` that make up an event. Entries of
             an event may depend on each other; different events may not.
 
@@ -178,7 +181,7 @@ def _reparameterized(
         raise ValueError(
             f"sample has shape {shape}, fewer dimensions than event_ndims={event_ndims}."
         )
-    names = ("distribution_cdf", "sample")
+    names = ("distribution_cdf", "sample", "params")
     return _root(distribution_cdf, sample, params, rank - event_ndims, names)
 
 
@@ -188,13 +191,18 @@ def _root(
     x_star: Structure,
     theta: Structure,
     batch_ndims: Ndims,
-    names: tuple[str, str],
+    names: tuple[str, str, str],
     solve: Function | None = None,
 ) -> Structure:
-    name, x_name = names
+    name, x_name, theta_name = names
     rows = _Rows(x_star, batch_ndims, x_name)
     flat = tf.nest.flatten(theta)
-    places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
+    # What holds tensors is passed on: the residual closes over these.
+    places = [
+        i
+        for i, t in enumerate(flat)
+        if structures.has_derivatives(t) and not structures.holds_tensors(t)
+    ]
 
     def of_rows(x: Tensor, *thetas: Tensor) -> list[Tensor]:
         others = list(flat)
@@ -204,7 +212,8 @@ def _root(
         return [rows.checked(returned, f"the result of {name}")]
 
     x = rows.pack(rows.stars)
-    thetas = [graphs.here(structures.as_tensor(flat[i])) for i in places]
+    paths = [f"{theta_name}{path}" for path, _ in structures.flatten(theta)]
+    thetas = [graphs.here(structures.to_tensor(flat[i], paths[i])) for i in places]
     traced = tracing.Traced(of_rows, [x, *thetas])
     if not connections.are_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(

@@ -96,7 +96,7 @@ def straight_through(fx: Structure, x: Structure) -> Structure:
         ValueError: Structures or shapes differ.
     """
     leaves = []
-    for path, x_leaf, value in structures.pair(x, fx, gx_name="fx"):
+    for path, value, x_leaf in structures.pair(fx, x, "fx", "x"):
         point = _differentiable(x_leaf, f"x{path}")
         value = _differentiable(value, f"fx{path}", like=point)
         if value.dtype.is_complex != point.dtype.is_complex:

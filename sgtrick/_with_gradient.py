@@ -60,7 +60,8 @@ def with_gradient(
         f: The function. It takes any arguments, structures included, and returns one tensor
             `B + R`. On methods, `self` does not count as an argument, and `grad` is a method too.
         grad: Called with the arguments of `f`, with defaults filled in and keywords turned into
-            positions where possible. It returns a Jacobian `B + R + D` in the structure of the
+            positions where possible; arguments that have their default may be missing among its
+            parameters. It returns a Jacobian `B + R + D` in the structure of the
             argument, with None for leaves that get no gradient; or a tuple of these if `argnums` is
             a tuple. It is called when a derivative is requested, once in each backward pass and
             never in a forward pass, and sees variables among the arguments with the values that
@@ -112,7 +113,7 @@ def _with_gradient(
             )
         with devices.scope(device):
             point = select(function, argnums, args, kwargs)
-            f, grad = converted(function.f), converted(rule.f)
+            f, grad, to = converted(function.f), converted(rule.f), rule
 
             def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
                 what = f"grad of {function.name}"
@@ -124,7 +125,8 @@ def _with_gradient(
             y = checked_value(value.result, function.name)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
-                return jacobians(call(grad), y)
+                defaulted = function.defaulted(point.call)
+                return jacobians(function.for_rule(to, call, defaulted)(grad), y)
 
             return value.embed(y, at, evaluated)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+import sgtrick
 from matrix.problem import traced
 
 Form = Callable[[Any], Any]
@@ -18,6 +19,12 @@ LOUD = {"raises", "NaN"}  # the verdicts that say that something is unknown
 
 def constant(value: Any, dtype: Any = tf.float64) -> Any:
     return tf.constant(value, dtype)
+
+
+def with_jvp(rule: Callable[..., Any], f: Form = lambda x: x, **options: Any) -> Any:
+    form = sgtrick.custom_jvp(f, **options)
+    form.defjvp(rule)
+    return form
 
 
 def on_host(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -182,9 +182,21 @@ def strategy_of(task, addresses):
     return strategy
 
 
+def placed(device):
+    """Where the operations run for a choice of `device=`, None if it is said to be absent."""
+    try:
+        return sgtrick.custom_gradient(1.0, 2.0, tf.constant(3.0), device=device).device
+    except ValueError as error:
+        lists_present = "/job:worker/replica:0/task:1/device:CPU:0" in str(error)
+        return None if lists_present else str(error)
+
+
 def main(task, addresses):
     strategy = strategy_of(task, addresses)
     n = strategy.num_replicas_in_sync
+    own = f"/job:worker/replica:0/task:{task}/device:CPU:0"
+    assert placed("CPU:0") == placed(own) == placed(f"/task:{task}/CPU:0") == own
+    assert placed("/job:worker/task:3/CPU:0") is placed("/job:localhost/CPU:0") is None
     a, t = tf.constant(A[task::n]), tf.constant(T[task::n])
     with strategy.scope():
         w, b = tf.Variable(W), tf.Variable(B)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgtrick._arguments import dtypes, shapes
+from sgtrick._arguments import dtypes, shapes, structures
 from sgtrick._arguments.structures import Leaf
 from sgtrick._types import Ndims, Structure, Tensor, TensorLike
 
@@ -96,7 +96,8 @@ class Backend:
         `masks`, tensors of bools, are only numbers if that is said.
         """
         # Converting a Python number to float32 first would lose digits.
-        value = self.to_tensor(value, name, dtype=dtype if type(value) in (int, float) else None)
+        stated = dtype if structures.is_python_number(value) else None
+        value = self.to_tensor(value, name, dtype=stated)
         dtypes.check_cast(self.dtype_of(value), dtype, name, why, masks=masks)
         return self.as_dtype(value, dtype)
 
@@ -125,6 +126,9 @@ class Backend:
         if not (stated and shapes.is_known(*known)):
             return Leaf(path, x, *self.check_at_run_time(fx, gx, x, batch_ndims, names))
         batch_ndims = shapes.infer_batch_ndims(*known, batch_ndims, names)
-        if self.rank(gx) < self.rank(x):
-            gx = self.broadcast_to(gx, x.shape)  # rank 0: the same partial for every entry
-        return Leaf(path, x, gx, batch_ndims)
+        of_fx, of_gx, of_x = known
+        assert of_fx is not None
+        assert of_x is not None
+        full = (*of_fx, *of_x[batch_ndims:])
+        # Of rank 0: the same partial for every entry; of one value: without its dimensions.
+        return Leaf(path, x, gx if of_gx == full else self.broadcast_to(gx, full), batch_ndims)

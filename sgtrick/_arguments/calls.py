@@ -107,8 +107,7 @@ class Callee:
 
     def names(self, call: Call) -> list[str]:
         """The names of the arguments of a call, in errors: `x`, `args[0]`."""
-        single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        named = [p.name for p in self._parameters if p.kind in single]
+        named = [p.name for p in self._parameters if p.kind in _SINGLE]
         rest = next((p.name for p in self._parameters if p.kind is p.VAR_POSITIONAL), "args")
         named += [f"{rest}[{i}]" for i in range(call.positional - len(named))]
         return [*named[: call.positional], *call.keywords]
@@ -116,6 +115,61 @@ class Callee:
     def takes(self, keyword: str) -> bool:
         """Whether there is a parameter of this name that can be passed by keyword."""
         return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
+
+    def defaulted(self, call: Call) -> set[str]:
+        """The names of the arguments that have their default in a call, passed or not.
+
+        `tf.function` passes the defaults of what it calls, so that nobody can tell the two apart.
+        """
+        if not self.defaults:
+            return set()
+        pairs = zip(self.names(call), call.values, strict=True)
+        same = {k for k, v in pairs if k in self.defaults and _are_same(v, self.defaults[k])}
+        return same | call.left_out
+
+    def for_rule(self, rule: "Callee", call: Call, defaulted: set[str]) -> Call:
+        """A call of this function as a call of its `rule`, without the defaults it cannot take.
+
+        Args:
+            rule: Is called like the function. A parameter that is called like another parameter of
+                the function, or that is for the names of operations, gets no default by position.
+            call: The call.
+            defaulted: The names of the arguments that have their default.
+
+        Raises:
+            TypeError: The rule cannot take another argument.
+        """
+        single = [p for p in rule._parameters if p.kind in _SINGLE]
+        names, n = self.names(call), call.positional
+        if rule._signature is None or [p.name for p in single] == names:
+            return call
+        kinds = {p.kind for p in rule._parameters}
+
+        def fits(i: int) -> bool:
+            if i < len(single):  # TensorFlow's functions end in `name=None`, for nothing but names
+                return single[i].name == names[i] or single[i].name not in (*names, "name")
+            return inspect.Parameter.VAR_POSITIONAL in kinds
+
+        while n and names[n - 1] in defaulted and not fits(n - 1):
+            n -= 1
+        filled, takes_all = {p.name for p in single[:n]}, inspect.Parameter.VAR_KEYWORD in kinds
+        taken = {k for k in names[n:] if takes_all or (rule.takes(k) and k not in filled)}
+        keywords = [k for k in names[n:] if k in taken or k not in defaulted]
+        by_name = dict(zip(names, call.values, strict=True))
+        values = [*call.values[:n], *(by_name[k] for k in keywords)]
+        misplaced = [k for i, k in enumerate(names[:n]) if not fits(i)]
+        try:
+            if misplaced and len(values) < len(names):
+                raise TypeError(f"no place for {misplaced[0]}")
+            rule._signature.bind_partial(*values[:n], **{k: by_name[k] for k in keywords})
+        except TypeError as error:
+            raise TypeError(
+                f"The gradient function of {self.name} is called with the same arguments, "
+                f"{', '.join(names)}, but cannot take them: {error}. It may leave out those that "
+                f"have their default ({', '.join(k for k in names if k in defaulted) or 'none'}); "
+                "tf.function passes a default that is a tensor or an array like any other tensor."
+            ) from None
+        return Call(values, keywords)
 
     def positions(self, argnums: Argnums, call: Call, option: str = "argnums") -> list[int]:
         """Where the arguments of a call are that `argnums`, ints or parameter names, select.
@@ -145,6 +199,24 @@ class Callee:
                 raise ValueError(f"{option}={argnums!r} names an argument of {self.name} twice.")
             found.append(place)
         return found
+
+
+_SINGLE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _are_same(value: Structure, default: Structure) -> bool:
+    """Whether an argument is its default: the same object, or the same Python value.
+
+    Whether equal literals are one object is up to Python.
+    """
+    pairs = [list(structures.flatten(structure)) for structure in (value, default)]
+    return len(pairs[0]) == len(pairs[1]) and all(
+        p == q and (s is t or (type(s) is type(t) in _LITERALS and repr(s) == repr(t)))
+        for (p, s), (q, t) in zip(*pairs, strict=True)
+    )
+
+
+_LITERALS = (bool, int, float, complex, str, bytes)  # their repr tells -0.0 from 0.0
 
 
 def as_keys(argnums: Argnums, option: str) -> Sequence[int | str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -20,14 +19,14 @@ def scope(device: Device) -> contextlib.AbstractContextManager[object]:
     if device is None:
         return contextlib.nullcontext()
     choices = list(device) if isinstance(device, (list, tuple)) else [device]
-    present = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices()]
+    present = [d.name for d in tf.config.list_logical_devices()]
     for choice in map(_parse, choices):
-        for candidate in present:
-            if _matches(choice, candidate):
-                return tf.device(candidate.to_string())  # type: ignore[no-any-return]
+        for name in present:
+            if _matches(choice, tf.DeviceSpec.from_string(name)):
+                return tf.device(name)  # type: ignore[no-any-return]
     raise ValueError(
         f"device={device!r} is not present. Available devices: "
-        f"{[f'{d.device_type}:{d.device_index}' for d in present]}. Pass one of these, a list of "
+        f"{[name.removeprefix('/device:') for name in present]}. Pass one of these, a list of "
         "preferences such as ['GPU', 'CPU'], or None for the surrounding tf.device scope."
     )
 
@@ -59,7 +58,13 @@ def _parse(choice: Device) -> tf.DeviceSpec:
     return choice
 
 
+# Where a process is alone, TensorFlow lists its devices without these.
+_ALONE = {"job": "localhost", "replica": 0, "task": 0}
+
+
 def _matches(choice: Device, present: tf.DeviceSpec) -> bool:
-    fields: Sequence[str] = ("job", "replica", "task", "device_type", "device_index")
-    pairs = [(getattr(choice, field), getattr(present, field)) for field in fields]
-    return all(wanted is None or there is None or wanted == there for wanted, there in pairs)
+    for field in ("job", "replica", "task", "device_type", "device_index"):
+        wanted, there = getattr(choice, field), getattr(present, field)
+        if wanted is not None and wanted != (_ALONE.get(field) if there is None else there):
+            return False
+    return True

@@ -29,12 +29,12 @@ def infer_batch_ndims(
 
     If `gx` has the rank of `x`, it is the gradient of each batch member, so all of `fx` is batch;
     if its rank is the sum of those of `fx` and `x`, it is the full Jacobian of a function without a
-    batch.
+    batch. An `fx` of one entry is one value, unless `x` is a batch of one, too.
 
     Args:
         fx: Shape of the value, `B + R`.
-        gx: Shape of the Jacobian, `B + R + D`. Rank 0 is accepted for a scalar `fx`: the same
-            partial derivative for every entry of `x`.
+        gx: Shape of the Jacobian, `B + R + D`; for one value also the shape of `x`, or rank 0: the
+            same partial derivative for every entry of `x`.
         x: Shape of the point, `B + D`.
         batch_ndims: `len(B)` if the caller passed it, None to infer it.
         names: For errors.
@@ -55,6 +55,8 @@ def infer_batch_ndims(
             inferred = 0
         elif fx is None or gx is None or x is None:
             return None
+        elif is_one(fx) and x[: len(fx)] != fx:
+            inferred = 0
         else:
             inferred = len(fx) if len(gx) == len(x) else 0
     if not _fits(fx, gx, x, inferred):
@@ -76,6 +78,11 @@ def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_nam
         raise ValueError(
             f"{name} has shape {show(shape)}, {like_name} {show(expected)}. The two must be equal."
         )
+
+
+def is_one(fx: Shape | None) -> bool:
+    """Whether a value is known to have one entry."""
+    return fx is not None and all(n == 1 for n in fx)
 
 
 def is_known(*shapes: Shape | None) -> bool:
@@ -109,8 +116,9 @@ def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int)
         return True
     if not compatible(fx[:batch_ndims], x[:batch_ndims]):
         return False
-    same_partial_for_every_entry = fx == gx == ()
-    return gx is None or same_partial_for_every_entry or compatible(gx, fx + x[batch_ndims:])
+    if gx is None or compatible(gx, fx + x[batch_ndims:]):
+        return True
+    return is_one(fx) and batch_ndims == 0 and (gx == () or compatible(gx, x))
 
 
 def _advice(
@@ -133,8 +141,8 @@ def _advice(
     assert fx is not None
     assert x is not None
     fitting = []
-    if compatible(fx, x[: len(fx)]):
-        of = "each batch member" if fx else "a scalar"
+    if is_one(fx) or compatible(fx, x[: len(fx)]):
+        of = "a scalar" if is_one(fx) else "each batch member"
         fitting.append(f"{names.gx} {show(x)} (the gradient of {of})")
     if fx:
         fitting.append(f"{names.gx} {show(fx + x)} (the full Jacobian)")

@@ -18,16 +18,23 @@ class Leaf(NamedTuple):
     batch_ndims: Ndims  # len(B)
 
 
-def flatten(structure: Structure, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look the same."""
+def flatten(
+    structure: Structure, path: str = "", whole: Container[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yields `(path, leaf)` in the order of `tf.nest.flatten`; lists and tuples look the same.
+
+    Lists of numbers at the paths `whole` are leaves.
+    """
     if isinstance(structure, Mapping):
         for key in sorted(structure):
-            yield from flatten(structure[key], f"{path}[{key!r}]")
+            yield from flatten(structure[key], f"{path}[{key!r}]", whole)
+    elif path in whole and is_list_of_numbers(structure):
+        yield path, structure
     elif isinstance(structure, (list, tuple)):
         for i, child in enumerate(structure):
-            yield from flatten(child, f"{path}[{i}]")
+            yield from flatten(child, f"{path}[{i}]", whole)
     elif is_object(structure):
-        yield from flatten(tf.nest.flatten(structure), path)
+        yield from flatten(tf.nest.flatten(structure), path, whole)
     else:
         yield path, structure
 
@@ -42,13 +49,17 @@ def pair(
 ) -> list[tuple[str, Any, Any]]:
     """Returns `(path, leaf of x, leaf of gx)` for every leaf.
 
-    As in TFP, a leaf and a list that holds only this leaf are interchangeable.
+    As in TFP, a leaf and a list that holds only this leaf are interchangeable, and a leaf in a list
+    may meet a nested list of numbers.
     """
-    xs, gxs = list(flatten(x)), list(flatten(gx))
-    if [path for path, _ in xs] == [path for path, _ in gxs]:
+    xs = list(flatten(x))
+    paths = [path for path, _ in xs]
+    gxs = list(flatten(gx, whole={*paths, "[0]"} - {""}))
+    if [path for path, _ in gxs] == paths:
         return [(path, x, gx) for (path, x), (_, gx) in zip(xs, gxs, strict=True)]
     if len(xs) == len(gxs) == 1 and {xs[0][0], gxs[0][0]} == {"", "[0]"}:
         return [(*xs[0], gxs[0][1])]
+    gxs = list(flatten(gx))
     hint = "\nA list is a structure of its entries: for a vector, pass an array."
     raise ValueError(
         f"{gx_name} must have the structure of {x_name}.\n"
@@ -102,6 +113,14 @@ def is_dense(leaf: object) -> bool:
     return is_one or (isinstance(leaf, tf.Module) and hasattr(leaf, "shape"))
 
 
+def holds_tensors(leaf: object) -> bool:
+    """Whether a leaf is an object made of tensors: ragged or sparse, a distribution, a layer."""
+    if is_dense(leaf):
+        return False
+    is_composite = all(t is not leaf for t in tf.nest.flatten(leaf, expand_composites=True))
+    return is_composite or hasattr(leaf, "trainable_variables")
+
+
 def numbers_of(leaf: Any) -> Any:
     """The tensor with the numbers of a ragged tensor; others are their own."""
     return leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
@@ -142,6 +161,20 @@ def is_number(leaf: object) -> bool:
 def may_be_recorded(leaf: object) -> bool:
     """Whether a tape may have recorded a dense leaf, which it cannot for numbers and arrays."""
     return has_derivatives(leaf) and is_dense(leaf)
+
+
+def is_list_of_numbers(value: object) -> bool:
+    """Whether this is a list, perhaps of lists, of numbers and tensors alone."""
+    if isinstance(value, (list, tuple)):
+        return all(is_list_of_numbers(v) or (is_number(v) and v is not None) for v in value)
+    return False
+
+
+def is_python_number(value: object) -> bool:
+    """Whether this is a number without a dtype, or a list of such, perhaps of lists."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_python_number, value))
+    return type(value) in (int, float)
 
 
 def is_pair(returned: object) -> bool:
@@ -203,7 +236,14 @@ def refuse(value: object, name: str) -> None:
 def no_tensor(value: object, name: str, error: Exception) -> TypeError:
     """The error for a `value` that cannot be converted."""
     reason = f": {error}"
-    if callable(value):
+    if holds_tensors(value):
+        parts = {tf.RaggedTensor: "its flat_values", tf.SparseTensor: "its values"}
+        reason = (
+            ", an object that holds tensors. Only tensors have gradients: pass "
+            f"{parts.get(type(value), 'those that it holds')}, and make the object of them where "
+            "it is used."
+        )
+    elif callable(value):
         reason = ". To give a function a gradient, use sgtrick.with_gradient or sgtrick.custom_vjp."
     return TypeError(
         f"{name} must be a tensor, variable, array or number, got {type(value).__name__}{reason}"

@@ -48,6 +48,16 @@ def _swap(t: Tensor, i: Ndims, j: Ndims) -> Tensor:
     return tf.transpose(t, tf.concat([front, tf.range(rank - j, rank), middle], 0))
 
 
+def _may_be_of_one_value(fx: Tensor, gx: Tensor, x: Tensor, batch_ndims: Ndims) -> bool:
+    """Whether `gx` may lack the dimensions of a value of one entry, or be of rank 0."""
+    if any(n not in (1, None) for n in structures.static_shape(fx) or ()):
+        return False
+    has_all = None not in (fx.shape.rank, gx.shape.rank, x.shape.rank) and (
+        gx.shape.rank == fx.shape.rank + x.shape.rank
+    )
+    return not has_all and (tf.is_tensor(batch_ndims) or batch_ndims == 0)
+
+
 def _check_at_run_time(
     fx: Tensor, gx: Tensor, x: Tensor, batch_ndims: Ndims | None, names: shapes.Names
 ) -> tuple[Tensor, Ndims]:
@@ -58,11 +68,17 @@ def _check_at_run_time(
         b = shapes.infer_batch_ndims(*known, b, names)
     fx_shape, gx_shape, x_shape = tf.shape(fx), tf.shape(gx), tf.shape(x)
     if b is None:
-        b = tf.where(tf.equal(tf.rank(gx), tf.rank(x)), tf.rank(fx), 0)
-    if fx.shape.rank in (0, None) and gx.shape.rank in (0, None):
-        # If both turn out to have rank 0, it is the same partial derivative for every entry.
-        n = tf.where(tf.equal(tf.rank(fx) + tf.rank(gx), 0), tf.rank(x), 0)
-        gx_shape = tf.concat([x_shape[:n], gx_shape], 0)
+        is_batch = tf.equal(tf.rank(gx), tf.rank(x)) & structures.equal_shapes(
+            fx_shape, x_shape[: tf.rank(fx)]
+        )
+        b = tf.where(is_batch, tf.rank(fx), 0)
+    if _may_be_of_one_value(fx, gx, x, b):
+        # Of rank 0 it is the same partial derivative for every entry.
+        lacks = tf.equal(tf.rank(gx), 0) | tf.equal(tf.rank(gx), tf.rank(x))
+        lacks &= tf.equal(tf.size(fx), 1) & tf.equal(b, 0)
+        shape = tf.concat([fx_shape, x_shape], 0)
+        n = tf.where(lacks, tf.size(shape) - tf.rank(gx), 0)
+        gx_shape = tf.concat([shape[:n], gx_shape], 0)
         gx = tf.broadcast_to(gx, gx_shape)
     fits = (
         tf.equal(tf.size(fx_shape[:b]), b)

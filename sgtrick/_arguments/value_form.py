@@ -19,10 +19,11 @@ def at_point(
         if gx is not None
     ]
     dtype = None
-    if type(fx) is float and pairs:  # has no dtype, and gets the precision of x
+    if structures.is_python_number(fx) and pairs:  # has no dtype, and gets the precision of x
         dtype = backend.dtype_of(pairs[0][1])
         dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-        dtype = dtype if dtypes.is_differentiable(dtype) else None
+        has_point = any(type(number) is float for _, number in structures.flatten(fx))
+        dtype = dtype if has_point and dtypes.is_differentiable(dtype) else None
     fx = backend.to_tensor(fx, "fx", dtype=dtype)
     dtypes.check_differentiable(backend.dtype_of(fx), "fx")
     return fx, [

@@ -14,7 +14,7 @@ class Argument(NamedTuple):
         name: Its name in errors.
         places: Where its leaves are: `['a'][0]`.
         leaves: Its leaves.
-        is_default: Whether it is the default of its parameter. `tf.function` fills defaults in.
+        is_default: Whether it has the default of its parameter.
     """
 
     name: str
@@ -28,14 +28,15 @@ class Argument(NamedTuple):
         return [self.name + place for place in self.places]
 
 
-def arguments_of(function: calls.Callee, call: calls.Call, own: int) -> list[Argument]:
-    """The arguments of a call, except the first `own` ones."""
+def arguments_of(
+    function: calls.Callee, call: calls.Call, own: int, defaulted: set[str]
+) -> list[Argument]:
+    """The arguments of a call, except the first `own` ones, and which have their default."""
     found = []
     for name, value in zip(function.names(call)[own:], call.values[own:], strict=True):
         flat = list(structures.flatten(value))
         places, leaves = [place for place, _ in flat], [leaf for _, leaf in flat]
-        is_same = name in function.defaults and function.defaults[name] is value
-        found.append(Argument(name, places, leaves, is_same or name in call.left_out))
+        found.append(Argument(name, places, leaves, name in defaulted))
     return found
 
 

@@ -229,10 +229,11 @@ LIST = (
 )
 
 _CLOSES_OVER = (
-    "{0} was differentiated with respect to a tensor that it closes over, or with respect to what "
-    "this was computed from, but its {1} only gives the gradients of arguments and variables. Pass "
-    "the tensor to {0} as an argument. If its derivative is meant to be zero, use tf.stop_gradient "
-    "of it in {0}."
+    "{0} was differentiated with respect to a tensor that it closes over, or that an object among "
+    "its arguments holds (a SparseTensor, a distribution), or with respect to what this was "
+    "computed from, but its {1} only gives the gradients of arguments and variables. Pass the "
+    "tensor to {0} as an argument of its own, and make such an object of it there. If its "
+    "derivative is meant to be zero, use tf.stop_gradient of it in {0}."
 )
 
 

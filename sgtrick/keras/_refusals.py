@@ -13,7 +13,8 @@ NO_THIRD = (
 # Of the function {0} of custom_vjp:
 NO_ARGUMENT = (
     "{0} reads a tensor that is being differentiated but is not among its arguments, so its "
-    "gradient is unknown. Pass it as an argument, or apply keras.ops.stop_gradient to it."
+    "gradient is unknown. Pass it itself, not an object that holds it, as an argument, or apply "
+    "keras.ops.stop_gradient to it."
 )
 NOT_CONNECTED = (
     "The gradient of {0} was differentiated again, but is not connected to the arguments: it is a "

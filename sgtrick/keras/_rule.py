@@ -27,7 +27,7 @@ class Rule:
         own = 0 if args and ops.is_tensor(args[0]) else function.receivers(args)
         self._owner = call.values[:own]  # self of a method has no gradient
         positional = tuple(call.values[own : call.positional])
-        self._arguments = vjp_protocol.arguments_of(function, call, own)
+        self._arguments = vjp_protocol.arguments_of(function, call, own, function.defaulted(call))
         self.__name__, self._grad = function.name, f"grad of {function.name}"
         self._f, self._keywords = function.f, call.keywords
         self._call = (positional, list(call.values[call.positional :]))

@@ -52,8 +52,9 @@ def custom_gradient(
     Args:
         fx: The value at `x`, shape `B + R`: a tensor, variable, array or number, floating or
             complex. Its own derivatives are stopped.
-        gx: The Jacobian at `x`, in the structure of `x`, with leaves of shape `B + R + D`. None for
-            a leaf means that this leaf gets no gradient.
+        gx: The Jacobian at `x`, in the structure of `x`, with leaves of shape `B + R + D`, or of
+            that of `x` if `fx` has one entry. None for a leaf means that this leaf gets no
+            gradient. A leaf in a list may be a nested list of numbers.
         x: The point, with leaves of shape `B + D`.
         fx_gx_manually_stopped: If True, `fx` and `gx` are not stopped, and their own derivatives
             are added.

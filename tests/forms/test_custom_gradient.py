@@ -122,6 +122,36 @@ class TestShapes:
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"(?s){message}"):
             run(fx, tf.transpose(gx), x)
 
+    @pytest.mark.parametrize("shape", [[1], [1, 1], None], ids=str)
+    @pytest.mark.parametrize("of_point", [[None], [3], None], ids=str)
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    def test_a_value_of_one_entry(self, shape, of_point, jit_compile):
+        """It has the gradient of a scalar, also where shapes are unknown while tracing."""
+        fx = tf.reshape(constant(5.0), shape or [1])
+        x, gx, u = constant([1.0, 2.0, 3.0]), constant([4.0, 5.0, 6.0]), 2 * tf.ones_like(fx)
+        specs = [tf.TensorSpec(s, tf.float64) for s in (shape, of_point, of_point)]
+
+        def run(fx, gx, x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                h = sgtrick.custom_gradient(fx, gx, x)
+            return h, tape.gradient(h, x, tf.reshape(u, tf.shape(h)))
+
+        run = tf.function(run, input_signature=specs, jit_compile=jit_compile)
+        h, g = run(fx, gx, x)
+        np.testing.assert_array_equal(h, fx)
+        np.testing.assert_array_equal(g, 2 * gx)
+        if of_point != [3]:
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                run(fx, gx[:2], x)
+
+    def test_the_hessian_of_a_value_of_one_entry(self, embedded):
+        x, hx = constant([1.0, 2.0]), constant([[[2.0, 3.0], [3.0, 5.0]]])
+        second = derivative(derivative(lambda x: sgtrick.custom_gradient([7.0], 2 * x, x, hx=hx)))
+        np.testing.assert_array_equal(second(x), [5.0, 8.0])
+        with pytest.raises(ValueError, match=r"hx must have the shape \[1, 2, 2\]"):
+            sgtrick.custom_gradient([7.0], x, x, hx=hx[0])
+
     def test_what_is_known_is_checked_while_tracing(self):
         specs = [tf.TensorSpec(s, tf.float64) for s in ([None], [None, 2], [None, 3])]
         run = tf.function(sgtrick.custom_gradient, input_signature=specs)
@@ -146,6 +176,16 @@ STRUCTURES = {
     "list of one for its leaf": ([2.0], constant(1.0), 4),
     "leaf for a list of one": (2.0, [constant(1.0)], [4]),
     "number for several entries": (3.0, constant([[1.0], [2.0]]), np.array([[6], [6]])),
+    "numbers in a list": (
+        [0.1, [0.2, 0.3]],
+        [constant(1.0), constant([2.0, 3.0])],
+        [0.2, np.array([0.4, 0.6])],
+    ),
+    "numbers in a dictionary": (
+        {"a": ((0.1, constant(0.2)),)},
+        {"a": constant([[2.0, 3.0]])},
+        {"a": np.array([[0.2, 0.4]])},
+    ),
     "integers": (tf.constant([2, 3]), constant([1.0, 1.0]), np.array([4, 6])),
 }
 
@@ -172,6 +212,13 @@ class TestStructures:
             ({"a": 1.0}, {"b": 1.0}, r"x\['a'\]", r"gx\['b'\]"),
             ({"a": 1.0}, [1.0], r"x\['a'\]", r"gx\[0\]"),
             ({"a": [1.0, 2.0]}, {"a": 1.0}, r"x\['a'\]\[0\], x\['a'\]\[1\]", r"gx\['a'\]"),
+            (
+                [1.0, 2.0],
+                [1.0, [1.0, None]],
+                r"x\[0\], x\[1\]",
+                r"gx\[0\], gx\[1\]\[0\], gx\[1\]\[1\]",
+            ),
+            ([1.0, 2.0], [1.0, [{"b": 1.0}]], r"x\[0\], x\[1\]", r"gx\[0\], gx\[1\]\[0\]\['b'\]"),
             (1.0, [1.0, 2.0], "x", r"gx\[0\], gx\[1\]"),
             ([1.0], [], r"x\[0\]", "none"),
         ],
@@ -348,6 +395,9 @@ class TestDtypes:
         h, g = embedded(0.1, 0.1, constant(1.0))
         assert h.dtype == g.dtype == tf.float64
         assert (h.numpy(), g.numpy()) == (0.1, 0.1)
+        h, g = embedded([0.1], 0.1, constant(1.0))
+        assert h.dtype == g.dtype == tf.float64
+        assert (h.numpy(), g.numpy()) == ([0.1], 0.1)
         x = constant([1 + 2j, -3j], tf.complex64)
         h, g = embedded(1.0, tf.math.conj(x), x)
         assert (h.dtype, g.dtype) == (tf.float32, tf.complex64)
@@ -392,11 +442,27 @@ class TestDropIn:
             (constant(2.0), constant(1.0), constant([3.0, 4.0])),
             (constant([2.0, 3.0]), constant([1.0, 5.0]), constant([3.0, 4.0])),
             (constant(2.0), constant([1.0, 2.0]), constant([3.0, 4.0]), True, "a_name"),
+            ([2.0], constant([1.0, 2.0]), constant([3.0, 4.0])),
+            ([[2.0]], constant([1.0, 2.0]), constant([3.0, 4.0])),
+            ([[[2.0]]], constant([[1.0, 2.0]]), constant([[3.0, 4.0]])),
+            ([2.0], constant([[1.0, 2.0]]), constant([[3.0, 4.0]])),
+            ([2.0], constant(1.0), constant(3.0)),
+            ([2.0], constant(1.0), constant([3.0, 4.0])),
+            ([2.0], constant([1.0]), constant(3.0)),
+            (constant(2.0), [3.0, [4.0, 5.0]], [constant(1.0), constant([3.0, 4.0])]),
+            (constant(2.0), [3, ((4, 5),)], [constant(1.0), constant([[3.0, 4.0]])]),
+            (constant(2.0), [[3.0, 4.0]], constant([3.0, 4.0])),
+            ([2.0], [constant(0.1), [0.1, constant(0.2)]], [constant(1.0), constant([3.0, 4.0])]),
         ],
-        ids=["vector", "list", "list of one", "rank-0 gx", "elementwise", "all positional"],
+        ids=["vector", "list", "list of one", "rank-0 gx", "elementwise", "all positional",
+             "fx [1]", "fx [1, 1]", "fx [1, 1, 1]", "one member", "fx [1] of a number",
+             "fx [1], rank-0 gx", "Jacobian [1]", "numbers in a list", "integers in a list",
+             "numbers in a list of one", "fx [1], numbers in a list"],
     )  # fmt: skip
     @WRAPS
     def test_same_answers(self, arguments, wrap):
+        arguments = [tf.constant(arguments[0], tf.float64), *arguments[1:]]
+
         def run(custom_gradient):
             x = arguments[2]
             with tf.GradientTape() as tape:

@@ -34,6 +34,29 @@ class TestTheFirstExample:
         assert derivative(wrap(log1pexp))(x) == 1.0
 
 
+@WRAPS_AND_XLA
+@decorators
+def test_of_several_arguments(custom_gradient, wrap):
+    @custom_gradient
+    def bar(x, y):
+        def grad(upstream):
+            dz_dx = y
+            dz_dy = x
+            return upstream * dz_dx, upstream * dz_dy
+
+        z = x * y
+        return z, grad
+
+    def run(x, y):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            tape.watch(y)
+            z = bar(x, y)
+        return z, tape.gradient(z, x), tape.gradient(z, y)
+
+    assert wrap(run)(tf.constant(2.0), tf.constant(3.0)) == (6.0, 3.0, 2.0)
+
+
 class TestNesting:
     """`op(x)`, whose gradient function is decorated too."""
 

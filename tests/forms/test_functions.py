@@ -8,14 +8,16 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import OF_SLOPE, tangent_form
 from matrix import functions as fn
-from shared import WRAPS, constant, derivative, forward_derivative, gradients, mapped
-
-
-def with_jvp(rule, f=lambda x: x, **options):
-    form = sgtrick.custom_jvp(f, **options)
-    form.defjvp(rule)
-    return form
-
+from shared import (
+    WRAPS,
+    WRAPS_AND_XLA,
+    constant,
+    derivative,
+    forward_derivative,
+    gradients,
+    mapped,
+    with_jvp,
+)
 
 MODES = pytest.mark.parametrize("derivative", [derivative, forward_derivative])
 
@@ -160,6 +162,73 @@ def test_derivatives_of_every_order(wrap, make, made_by, true, orders):
     for _ in range(1 + orders):
         np.testing.assert_allclose(wrap(h)(x), true(x), rtol=1e-12)
         h, true = derivative(h), derivative(true)
+
+
+def of_scale_and_power(x, a=1.0, b=2.0):
+    return a * tf.stop_gradient(x**b)
+
+
+# Functions with defaults, and rules. TensorFlow's functions end in `name=None`.
+DEFAULTS = {
+    "name of an operation": (tf.sin, lambda x: tf.cos(x), tf.cos),
+    "name of both": (tf.sin, tf.cos, tf.cos),
+    "name of the rule alone": (lambda x, k=50.0: tf.minimum(x, k), tf.sigmoid, tf.sigmoid),
+    "none": (lambda x, k=2: tf.stop_gradient(x**k), lambda x: 2 * x, lambda x: 2 * x),
+    "by position": (lambda x, k=3: x + k, lambda x, factor: factor * x, lambda x: 3 * x),
+    "rest": (lambda x, k=3: x + k, lambda *args: args[1] * args[0], lambda x: 3 * x),
+    "the second": (of_scale_and_power, lambda x, b: b * x, lambda x: 2 * x),
+    "by keyword alone": (of_scale_and_power, lambda x, *, b: b * x, lambda x: 2 * x),
+    "keywords": (of_scale_and_power, lambda x, **k: k["a"] * k["b"] * x, lambda x: 2 * x),
+    "keyword that the rule lacks": (lambda x, *, k=2: x + k, lambda x: 2 * x, lambda x: 2 * x),
+    "keyword": (lambda x, *, k=2, m=3: x + k * m, lambda x, *, m: m * x, lambda x: 3 * x),
+    "structure": (lambda x, k=((1, "a"), 2.0): x, lambda x: 2 * x, lambda x: 2 * x),
+}
+PASSED = {
+    "an argument": (lambda x, k=2: x**k, lambda x: 2 * x, (3,), "default .none"),
+    "zero of another sign": (lambda x, k=0.0: x**k, lambda x: 2 * x, (-0.0,), "default .none"),
+    "an equal number of another type": (lambda x, k=2: x, lambda x: x, (2.0,), "default .none"),
+    "in the place of another": (of_scale_and_power, lambda x, b: x, (5.0,), r"for a.*default .b\)"),
+    "after a default": (of_scale_and_power, lambda x, b: x, (1.0, 3.0), r"too many.*default .a\)"),
+}
+
+
+class TestDefaults:
+    """A rule is not called with those that it cannot take."""
+
+    @WRAPS_AND_XLA
+    @pytest.mark.parametrize(("f", "grad", "expected"), DEFAULTS.values(), ids=DEFAULTS)
+    def test_that_a_rule_leaves_out(self, f, grad, expected, wrap):
+        """Also where `tf.function` passes the defaults of what it calls."""
+        x, h = tf.constant([0.3, 0.8], tf.float64), sgtrick.with_gradient(f, grad)
+        np.testing.assert_array_equal(h(x), f(x))
+        for run in (wrap(derivative(h)), derivative(wrap(h))):
+            np.testing.assert_allclose(run(x), expected(x), rtol=1e-12)
+
+    @WRAPS
+    @pytest.mark.parametrize(("f", "grad", "args", "message"), PASSED.values(), ids=PASSED)
+    def test_what_has_another_value_is_not_left_out(self, f, grad, args, message, wrap):
+        h = sgtrick.with_gradient(f, grad)
+        message = f"(?s)gradient function of .* cannot take them.*{message}"
+        with pytest.raises(TypeError, match=message):
+            wrap(derivative(lambda x: h(x, *args)))(tf.constant([0.3, 0.8]))
+
+    @WRAPS_AND_XLA
+    def test_that_have_derivatives_keep_them(self, wrap):
+        def run(x, w):
+            h = sgtrick.with_gradient(lambda x, w=w: tf.stop_gradient(x) * w, lambda x: tf.exp(x))
+            return gradients(lambda x, w: h(x), x, w)
+
+        x, w = tf.constant([0.3, 0.8]), tf.constant([2.0, 3.0])
+        np.testing.assert_allclose(wrap(run)(x, w), [np.exp(x), x], rtol=1e-6)
+
+    @WRAPS
+    def test_are_primals(self, wrap):
+        """As in JAX, unless they are `nondiff_argnums`."""
+        h = with_jvp(lambda name, xs, ts: (name, ts[0] * tf.cos(xs[0])), tf.sin, nondiff_argnums=1)
+        x = tf.constant([0.3, 0.8])
+        np.testing.assert_allclose(derivative(wrap(h))(x), tf.cos(x))
+        h = with_jvp(lambda xs, ts: (None, xs[1] * ts[0]), lambda x, k=3: x + k)
+        np.testing.assert_allclose(derivative(wrap(h))(x), [3, 3])
 
 
 class TestFromValueAndGradient:
@@ -334,39 +403,6 @@ MISUSE = [
 def test_misuse(wrap, call, error, message):
     with pytest.raises(error, match=message):
         wrap(derivative(call))(constant([1.0, 2.0]))
-
-
-RAGGED = {
-    "ragged": lambda v: tf.RaggedTensor.from_row_lengths(v, [1, 2]),
-    "sparse": lambda v: tf.SparseTensor([[0, 0], [1, 0], [1, 1]], v, [2, 2]),
-}
-
-
-@WRAPS
-@pytest.mark.parametrize("form", ["with_gradient", "from_value_and_gradient", "custom_jvp"])
-@pytest.mark.parametrize("kind", RAGGED)
-def test_ragged_and_sparse_arguments(kind, form, wrap):
-    """Their components keep autodiff, and mixed derivatives are refused in one order."""
-
-    def f(x, a):
-        return tf.stop_gradient(x) ** 2 * tf.reduce_sum(a.values**2)
-
-    def rule(x, a):
-        return 2 * x * tf.reduce_sum(a.values**2)
-
-    h = {
-        "with_gradient": sgtrick.with_gradient(f, rule),
-        "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda *a: (f(*a), rule(*a))),
-        "custom_jvp": with_jvp(lambda a, p, t: (None, rule(*p, a) * t[0]), f, nondiff_argnums=1),
-    }[form]
-    run = lambda x, v: h(x, RAGGED[kind](v))  # noqa: E731
-    x, values = constant(3.0), constant([1.0, 2.0, 3.0])
-    by_x, by_values = derivative(run), derivative(run, 1)
-    np.testing.assert_allclose(wrap(by_x)(x, values), 2 * 3 * 14)
-    np.testing.assert_allclose(wrap(by_values)(x, values), 9 * 2 * values)
-    np.testing.assert_allclose(wrap(derivative(by_x, 1))(x, values), 2 * 3 * 2 * values)
-    with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="mixed derivative"):
-        wrap(derivative(by_values))(x, values)
 
 
 @pytest.mark.parametrize("name", ["with_gradient", "custom_jvp", "custom_vjp"])

@@ -287,9 +287,13 @@ def test_placement_changes_no_bit(form, wrap):
 
 
 @EVERY_THAT_TAKES_DEVICE
-def test_absent_device(form):
-    with pytest.raises(ValueError, match=r"'CPU:7' is not present.*'CPU:0', 'CPU:1'"):
-        form.h(tf.constant(X), device="CPU:7")
+@pytest.mark.parametrize(
+    "device", ["CPU:7", "/job:worker/task:3/device:CPU:0", "/task:1/CPU:0", "/replica:2/CPU:0"]
+)
+def test_absent_device(form, device):
+    """TensorFlow's soft placement would use another one without a word."""
+    with pytest.raises(ValueError, match=f"'{device}' is not present.*'CPU:0', 'CPU:1'"):
+        form.h(tf.constant(X), device=device)
 
 
 class TestHostCallback:

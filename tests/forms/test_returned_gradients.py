@@ -210,13 +210,29 @@ class TestDefaults:
             return a * b, lambda u: (u * b, u * a)
 
         h, is_nested = custom_vjp(f), isinstance(default, tuple)
-        for of in (h, *([] if is_nested else [tf.function(h)])):  # which passes the default
+        for of in (h, tf.function(h)):  # which passes the default
             by_a, by_b = gradients(of, A, B)
             np.testing.assert_allclose(by_a, B)
             np.testing.assert_allclose(by_b, A)
         passed = r"option; or one for each leaf" if is_nested else "option"
         with pytest.raises(ValueError, match=f"returned 2 gradients.*: a, b, {passed}"):
             gradients(lambda a, b: h(a, b, (3, 4) if is_nested else "sum"), A, B)
+
+    @decorated
+    @WRAPS
+    @pytest.mark.parametrize("passed", ["1e-12", "float('nan')", "(1, 'a')"])
+    def test_are_told_by_their_value(self, custom_vjp, passed, wrap):
+        """It is up to Python whether two equal literals are one object."""
+
+        default, same = eval(passed), eval(passed)
+
+        def f(a, option=default):
+            return a + 0, lambda u: 3 * u
+
+        h = custom_vjp(f)
+        np.testing.assert_allclose(gradient(wrap(lambda a: h(a, same)), A), [3, 3, 3])
+        with pytest.raises(ValueError, match=r"returned 1 gradient.*: a, option"):
+            gradient(wrap(lambda a: h(a, 2e-12)), A)
 
     @decorated
     def test_that_are_tensors_may_not(self, custom_vjp):

@@ -1,5 +1,6 @@
 """Linear systems of `implicit_root`: singular ones, batches of them, and members that depend on each other."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,7 +8,7 @@ import tensorflow_probability as tfp
 
 from of_roots import grad
 from sgtrick import _implicit, implicit_reparameterize, implicit_root
-from shared import WRAPS
+from shared import WRAPS, WRAPS_AND_XLA, derivative, gradients
 
 
 @pytest.mark.parametrize(
@@ -191,3 +192,54 @@ def test_what_counts_as_singular(matrix, regular):
         np.testing.assert_allclose(inverse[0], np.linalg.inv(matrix), rtol=1e-6)
     else:
         assert np.isnan(inverse[0]).all()
+
+
+def ragged(v):
+    return tf.RaggedTensor.from_row_lengths(v, [1, 1])
+
+
+def sparse(v):
+    return tf.SparseTensor([[0], [1]], v, [2])
+
+
+def normal(v):
+    return tfp.distributions.Normal(v, tf.ones_like(v))
+
+
+# Objects made of tensors, and the tensors in them.
+OBJECTS = {
+    "ragged": (ragged, lambda t: t.flat_values),
+    "sparse": (sparse, lambda t: t.values),
+    "distribution": (normal, lambda t: t.loc),
+    "distribution in a dictionary": (lambda v: {"p": normal(v)}, lambda t: t["p"].loc),
+}
+
+
+@WRAPS_AND_XLA
+@pytest.mark.parametrize("root", [implicit_root, implicit_reparameterize])
+@pytest.mark.parametrize(("make", "numbers"), OBJECTS.values(), ids=OBJECTS)
+def test_with_respect_to_what_an_object_holds(make, numbers, root, wrap):
+    """The residual is differentiated by it, as by what it closes over."""
+    a = tf.constant([2.0, 3.0], tf.float64)
+
+    def cube(v):
+        return root(lambda x, t: x - numbers(t) ** 3, tf.stop_gradient(v) ** 3, make(v))
+
+    np.testing.assert_allclose(wrap(derivative(cube))(a), 3 * a**2)
+    np.testing.assert_allclose(wrap(derivative(derivative(cube)))(a), 6 * a)
+    np.testing.assert_allclose(derivative(wrap(cube))(a), 3 * a**2)
+
+
+@WRAPS
+@pytest.mark.parametrize("root", [implicit_root, implicit_reparameterize])
+def test_with_respect_to_the_variables_of_a_layer(root, wrap):
+    layer = keras.layers.Dense(1, use_bias=False, dtype="float64")
+    layer.build([None, 1])
+    kernel, one = layer.trainable_variables[0], tf.ones([1, 1], tf.float64)
+
+    def cube():
+        star = tf.stop_gradient(layer(one)) ** 3
+        return root(lambda x, layer: x - layer(one) ** 3, star, layer)
+
+    found = wrap(lambda: gradients(cube, by=kernel.value))()
+    np.testing.assert_allclose(found, 3 * kernel.numpy() ** 2)
