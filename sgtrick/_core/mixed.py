@@ -55,7 +55,7 @@ class Uncovered(NamedTuple):
         """What was passed to a function, and what else it used."""
         # The gradient of a table that is gathered from is sparse, and a zero would be dense.
         dense = [v for v in used.variables if not any(v is t for t in used.tables)]
-        is_complete = not (used.tables or used.has_lists or used.has_fixed)
+        is_complete = not (used.tables or used.has_lists or used.fixed)
         # As the gradients see it, which may be called in other graphs.
         closed = [*map(graphs.outside, used.tensors), *dense]
         return cls(passed, closed, is_complete, used.of_host)

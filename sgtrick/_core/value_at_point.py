@@ -9,6 +9,7 @@ from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import embedding, mixed, partial
 from sgtrick._core.selection import Selection
 from sgtrick._tensorflow import uses
+from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import Argnums, Args, Function, Gradient, Kwargs, Structure, Tensor
 
 
@@ -20,21 +21,26 @@ class ValueAtPoint(NamedTuple):
         point: The arguments that the gradients are with respect to.
         passed: The other arguments.
         result: What the function returned.
-        others: What else this depends on.
+        used: What else this depends on.
     """
 
     name: str
     point: Selection
     passed: Selection
     result: Structure
-    others: mixed.Uncovered
+    used: Uses
 
     @classmethod
     def of(cls, name: str, point: Selection, f: Function) -> "ValueAtPoint":
         """Calls a function."""
         passed = point.others()
         result, used = uses.call(lambda: passed.with_copies(f), [*passed.xs, *point.stopped_xs])
-        return cls(name, point, passed, result, mixed.Uncovered.of(passed.xs, used))
+        return cls(name, point, passed, result, used)
+
+    @property
+    def others(self) -> mixed.Uncovered:
+        """All that it depends on besides the point."""
+        return mixed.Uncovered.of(self.passed.xs, self.used)
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
         """A call at another point and with other tensors as the other arguments."""
