@@ -98,10 +98,11 @@ def custom_vjp(f: Function | None = None) -> Function:
             host; with one, with respect to variables that `f` reads. For higher
             derivatives, if a gradient is connected to nothing with respect to which it could be
             differentiated, if a host call computes it, or if `f` cannot be traced. For a derivative
-            with respect to a tensor that `f` closes over. With respect to what this tensor, or an
-            argument, was computed from, such a derivative is NaN in eager execution, with a
-            warning. In graphs the error is a `tf.errors.InvalidArgumentError` when the graph runs;
-            around a `tf.function` and in XLA, the derivative is NaN.
+            with respect to a tensor that `f` closes over, or to a variable that is not trainable.
+            With respect to what this tensor, or an argument, was computed from, such a derivative
+            is NaN in eager execution, with a warning. In graphs the error is a
+            `tf.errors.InvalidArgumentError` when the graph runs; around a `tf.function` and in XLA,
+            the derivative is NaN.
         NotImplementedError: For higher derivatives in `tf.cond` or `tf.switch_case`, if the rule
             uses a tensor or variable that it closes over, which TensorFlow cannot pass there.
     """

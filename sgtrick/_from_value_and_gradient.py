@@ -145,12 +145,12 @@ def _from_value_and_gradient(
 
 def _auxiliary(value: ValueAtPoint, aux: Structure) -> Structure:
     """The auxiliary results, whose derivatives are errors."""
-    inputs = [*value.point.xs, *value.others.tensors]
+    inputs = [*value.point.xs, *value.passed.xs, *value.used.values]
 
     def kept(result: Any) -> Any:
         if not (tf.is_tensor(result) and structures.is_differentiable(result.dtype)):
             return result
-        return embedding.auxiliary(value.name, result, inputs)
+        return embedding.auxiliary(value.name, result, inputs, value.used.has_lists)
 
     return tf.nest.map_structure(kept, aux, expand_composites=True)
 

@@ -169,3 +169,24 @@ RUN_IN = {
     "in vectorized_map": lambda mode, f: mapped(mode(f)),
     "around vectorized_map": lambda mode, f: mode(mapped(f)),
 }
+
+
+@tf.custom_gradient
+def surrogate(w: Any) -> Any:
+    """A step that TensorFlow differentiates as something smooth."""
+    return tf.cast(w > 0, w.dtype), lambda u: u * tf.exp(-(w**2))
+
+
+@tf.custom_gradient
+def surrogate_product(y: Any, w: Any) -> Any:
+    return y * tf.cast(w > 0, w.dtype), lambda u: (u, u * tf.exp(-(w**2)))
+
+
+# What is made of `y` and of `w`, without a trace of `w` in what TensorFlow tells of its operations.
+HIDING: dict[str, Callable[[Any, Any], Any]] = {
+    "an array": lambda y, w: y * tf.TensorArray(w.dtype, 1).unstack(tf.stack([w])).read(0),
+    "a map": lambda y, w: tf.map_fn(lambda t: t + 0, tf.stack([y * w]))[0],
+    "a scan": lambda y, w: tf.scan(lambda a, t: a * t, tf.stack([w, w]), initializer=y)[-1],
+    "a surrogate": lambda y, w: y * surrogate(w),
+    "a surrogate of two": surrogate_product,
+}

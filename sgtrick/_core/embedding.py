@@ -46,15 +46,24 @@ def embed_constant(
     return keep([y], [leaf.x for leaf in leaves], rule)[0]
 
 
-def auxiliary(name: str, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """A result beside the value, of which no derivatives are known: taking one is an error."""
+def auxiliary(
+    name: str, result: Tensor, inputs: Sequence[Tensor], has_lists: bool = False
+) -> Tensor:
+    """A result beside the value, of which no derivatives are known: taking one is an error.
+
+    Args:
+        name: The function's name in errors.
+        result: The result.
+        inputs: The tensors that it depends on.
+        has_lists: Whether it may depend on lists of tensors, too.
+    """
     message = _AUXILIARY.format(name)
 
     def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
         def pull(upstream: Tensor) -> list[Gradient]:
-            return [None, *unknown.failures(xs, message, [upstream])]
+            return list(unknown.failures([part, *xs], message, [upstream]))
 
-        def push(_: Tangent, *tangents: Tangent) -> list[Tangent]:
+        def push(*tangents: Tangent) -> list[Tangent]:
             moving = present(tangents)
             # Forward mode computes tangents of all results, used or not.
             with unknown.not_raising():
@@ -62,7 +71,9 @@ def auxiliary(name: str, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
         return pull, push
 
-    return unknown.pass_on(tf.stop_gradient(result), inputs, derivatives)
+    # The result's own operations lead to what is in a list, and nothing else does.
+    part = result if has_lists else tf.stop_gradient(result)
+    return unknown.pass_on(part, inputs, derivatives)
 
 
 _AUXILIARY = (

@@ -190,15 +190,16 @@ def unknown_by_closure(
 ) -> list[Tensor]:
     """The outputs of a function whose rule gives all derivatives, with errors for other ones.
 
-    Those are derivatives with respect to tensors that it closes over, unless these were computed
-    from its arguments: the rule accounts for that.
+    Those are derivatives with respect to tensors that it closes over, and to variables that are not
+    trainable. The rule accounts for what was computed from the arguments. So if such a tensor was,
+    they are derivatives with respect to all else that it was computed from.
 
     Args:
         name: The name of the function.
         rule: What its rule is called in errors.
         ys: The outputs.
         used: What it closes over.
-        passed: Its arguments.
+        passed: Its arguments, with the handles of variables among them.
 
     Raises:
         ValueError: It closes over a list of tensors, of which nothing tells how it was made.
@@ -207,17 +208,19 @@ def unknown_by_closure(
         return list(ys)
     if used.has_lists:
         raise ValueError(LIST.format(name))
-    arguments = list(map(graphs.outside, passed))
-    closed = [t for t in used.all_tensors if not connections.depends(graphs.outside(t), arguments)]
+    handles = [v.handle for v in used.variables]
+    closed = connections.unaccounted([*used.all_tensors, *used.fixed], passed, handles)
+    if any(t.dtype == tf.variant for t in closed):
+        raise ValueError(LIST.format(name))
+    closed = list(map(tapes.value_of, closed))
     if not closed:
         return list(ys)
-    known = [*passed, *used.variables]
     message = _CLOSES_OVER.format(name, rule)
 
     def messages() -> list[str | None]:
         # Nothing tells how an eager tensor was made. But who asks for arguments alone does not ask
         # for what else it was made of.
-        is_known = tf.executing_eagerly() and tapes.asked_only_for(known)
+        is_known = tf.executing_eagerly() and tapes.asked_only_for(passed)
         return [None if is_known else message] * len(closed)
 
     return [unknown.refuse(y, closed, messages) for y in ys]
@@ -231,8 +234,9 @@ LIST = (
 _CLOSES_OVER = (
     "{0} was differentiated with respect to a tensor that it closes over, or that an object among "
     "its arguments holds (a SparseTensor, a distribution), or with respect to what this was "
-    "computed from, but its {1} only gives the gradients of arguments and variables. Pass the "
-    "tensor to {0} as an argument of its own, and make such an object of it there. If its "
+    "computed from, but its {1} only gives the gradients of arguments and of trainable variables. "
+    "Pass the tensor to {0} as an argument of its own, or the variable if it is one, and make such "
+    "an object of it there. If its "
     "derivative is meant to be zero, use tf.stop_gradient of it in {0}."
 )
 

@@ -53,7 +53,7 @@ class Uncovered(NamedTuple):
         # table would be dense.
         tables = set(map(id, used.tables))
         dense = [tf.convert_to_tensor(v) for v in used.variables if id(v) not in tables]
-        fixed = list(map(tapes.read, used.fixed))
+        fixed = list(map(tapes.value_of, used.fixed))
         closed = [*used.tensors, *dense, *fixed, *used.rows]
         return cls(passed, closed, used.has_lists, used.of_host)
 

@@ -10,6 +10,7 @@ from sgtrick._arguments import shapes, structures
 from sgtrick._arguments.calls import Call
 from sgtrick._arguments.structures import Leaf, numbers_of, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._arguments.variables import handle_of
 from sgtrick._tensorflow import tapes
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Args, Structure, Tensor
@@ -70,8 +71,9 @@ class Selection:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, and the copies of them."""
-        given = map(numbers_of, self._selected())
+        """The tensors and handles of variables among the arguments, and the copies of them."""
+        leaves = list(map(numbers_of, self._selected()))
+        given = [*leaves, *map(handle_of, leaves)]
         return [*(t for t in given if isinstance(t, tf.Tensor)), *self.xs]
 
     def read(self) -> Call:

@@ -9,6 +9,7 @@ from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import embedding, partial
 from sgtrick._core.selection import Selection
 from sgtrick._tensorflow import uses
+from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import Argnums, Args, Function, Gradient, Kwargs, Structure, Tensor
 
 
@@ -20,13 +21,15 @@ class ValueAtPoint(NamedTuple):
         point: The arguments that the gradients are with respect to.
         passed: The other arguments.
         result: What the function returned.
-        others: What else this depends on.
+        used: What else this depends on.
+        others: All that it depends on besides the point.
     """
 
     name: str
     point: Selection
     passed: Selection
     result: Structure
+    used: Uses
     others: partial.Uncovered
 
     @classmethod
@@ -34,7 +37,7 @@ class ValueAtPoint(NamedTuple):
         """Calls a function."""
         passed = point.others()
         result, used = uses.call(lambda: passed.with_copies(f), [*passed.xs, *point.stopped_xs])
-        return cls(name, point, passed, result, partial.Uncovered.of(passed.xs, used))
+        return cls(name, point, passed, result, used, partial.Uncovered.of(passed.xs, used))
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
         """A call at another point and with other tensors as the other arguments."""

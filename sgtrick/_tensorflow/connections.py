@@ -1,6 +1,7 @@
 """What a tensor in a graph is connected to, as TensorFlow sees it."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from tensorflow.python.framework import func_graph
 from sgtrick._arguments.structures import is_differentiable
 from sgtrick._tensorflow import graphs, tapes
 from sgtrick._tensorflow.tracing import gradients_in
-from sgtrick._types import Tensor
+from sgtrick._types import Operation, Tensor
 
 # The attribute of a kept override with the number of its values.
 VALUES = "_sgtrick_values"
@@ -47,16 +48,114 @@ def depends(y: Tensor, xs: Sequence[Tensor]) -> bool:
         key = graphs.identity_of(t)
         if key in names:
             return True
-        op = graphs.operation(t)
-        if op is None or key in seen:
-            continue
-        seen.add(key)
-        outside = graphs.captured_from(t)
-        if outside is not None:
-            stack.append(outside)
-        elif not graphs.has_no_gradient(op):
-            stack.extend(op.inputs)
+        if key not in seen:
+            seen.add(key)
+            stack += _computed_from(t)
     return False
+
+
+def unaccounted(
+    ys: Sequence[Tensor], xs: Sequence[Tensor], handles: Sequence[Tensor]
+) -> list[Tensor]:
+    """What some tensors were computed from besides `xs`, and those not computed from `xs` at all.
+
+    What a tensor was computed from besides `xs` are the last tensors before it that were computed
+    neither from `xs` nor from the variables, without constants. Handles of other variables may be
+    among them, and lists of tensors of which nothing tells what they were made of.
+
+    Args:
+        ys: Tensors, and handles of variables.
+        xs: Tensors, and handles of variables.
+        handles: The handles of variables that count like `xs`, but only beside these.
+    """
+    if not ys:
+        return []
+    start = _start([*xs, *handles])
+    names = {graphs.identity_of(t) for x in xs for t in (x, graphs.outside(x))}
+    beside = names | set(map(graphs.identity_of, handles))
+    before, users = dict[Hashable, list[Tensor]](), defaultdict[Hashable, list[Hashable]](list)
+    stack = list(ys)
+    while stack:
+        t = stack.pop()
+        key = graphs.identity_of(t)
+        if key not in before:
+            is_end = key in beside or _is_before(t, start)
+            before[key] = [] if is_end else list(filter(graphs.may_carry, _computed_from(t)))
+            for source in before[key]:
+                users[graphs.identity_of(source)].append(key)
+            stack += before[key]
+    of_xs, of_any = _reached(names, users), _reached(beside, users)
+    found = {graphs.identity_of(y): y for y in ys if graphs.identity_of(y) not in of_xs}
+    stack, seen = [y for y in ys if graphs.identity_of(y) in of_xs], set[Hashable]()
+    while stack:
+        key = graphs.identity_of(stack.pop())
+        if key not in seen:
+            seen.add(key)
+            for source in before[key]:
+                name = graphs.identity_of(source)
+                # A list of tensors has no derivatives itself.
+                if name in of_any or (source.dtype == tf.variant and before[name]):
+                    stack.append(source)
+                elif not _is_constant(source):
+                    found[name] = source
+    return list(found.values())
+
+
+def _computed_from(t: Tensor) -> list[Tensor]:
+    """The tensors that one in a graph is computed from, by an operation that has derivatives."""
+    op = graphs.operation(t)
+    if op is None:
+        return []
+    outside = graphs.captured_from(t)
+    if outside is not None:
+        return [outside]
+    return [] if graphs.has_no_gradient(op) else list(op.inputs)
+
+
+def _start(tensors: Sequence[Tensor]) -> Operation | None:
+    """The first operation of these tensors, if all are in the current graph: none before uses them.
+
+    A search that stops there takes work in proportion to what was computed since, and not to the
+    whole graph.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    inside = [graphs.as_used(graphs.outside(t)) for t in tensors]
+    if not all(graphs.operation(t) is not None and t.graph is graph for t in inside):
+        return None
+    return min((t.op for t in inside), key=lambda op: op._id, default=None)
+
+
+def _is_before(t: Tensor, start: Operation | None) -> bool:
+    op = graphs.operation(t)
+    if start is None or op is None or op.graph is not start.graph or t.dtype == tf.variant:
+        return False
+    # What was captured may have been computed from them outside.
+    return op._id < start._id and bool(op.inputs)
+
+
+def _reached(
+    keys: Iterable[Hashable], users: Mapping[Hashable, Sequence[Hashable]]
+) -> set[Hashable]:
+    """The keys, and those that they lead to."""
+    reached, stack = set[Hashable](), list(keys)
+    while stack:
+        key = stack.pop()
+        if key not in reached:
+            reached.add(key)
+            stack += users.get(key, ())
+    return reached
+
+
+def _is_constant(t: Tensor) -> bool:
+    """Whether nothing before a tensor in a graph, nor the tensor itself, has derivatives."""
+    op = graphs.operation(t)
+    if t.dtype == tf.resource:
+        return not graphs.holds_floats(t)
+    if op is None or graphs.captured_from(t) is not None or tapes.is_recorded([t]):
+        return False
+    if not op.inputs:
+        return bool(op.type == "Const")
+    return graphs.has_no_gradient(op) or not any(map(graphs.may_carry, op.inputs))
 
 
 def varying(

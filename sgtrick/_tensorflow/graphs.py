@@ -142,8 +142,8 @@ def is_variable(handle: Tensor) -> bool:
 
 
 def holds_floats(handle: Tensor) -> bool:
-    """Whether a resource is a variable that has derivatives."""
-    dtype = _dtype_held(handle)
+    """Whether a tensor is the handle of a variable that has derivatives."""
+    dtype = _dtype_held(handle) if handle.dtype == tf.resource else None
     return dtype is not None and is_differentiable(dtype)
 
 

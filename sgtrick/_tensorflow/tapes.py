@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import op_callbacks
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
@@ -84,11 +84,19 @@ def record_override(
 
 
 class Operation(NamedTuple):
-    """An eager operation."""
+    """An eager operation.
+
+    Attributes:
+        type: The type, or the name of a function.
+        inputs: Its inputs.
+        outputs: Its outputs.
+        read: The trainable variables that have been read since the operation before.
+    """
 
     type: str
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
+    read: Sequence[Variable] = ()
 
 
 _LISTS: ContextVar[tuple[list[Operation], ...]] = ContextVar("_LISTS", default=())
@@ -108,14 +116,39 @@ def noting() -> Iterator[list[Operation]]:
         graph: Graph | None = None,
     ) -> None:
         if graph is None:
-            operations.append(Operation(tf.compat.as_str(op_type), inputs, outputs))
+            type_ = tf.compat.as_str(op_type)
+            covered = _covered_by_custom_gradient() if type_ == "Identity" else ()
+            # Copies: TensorFlow clears a list of outputs as a tf.TensorArray made of it is read.
+            read = watcher.watched_variables()
+            operations.append(Operation(type_, (*inputs, *covered), tuple(outputs), read))
+            if read:  # start anew
+                watcher.__exit__(None, None, None)
+                watcher.__enter__()
 
     op_callbacks.add_op_callback(note)
     try:
-        with scope(_LISTS, (*_LISTS.get(), operations)):
+        with record.VariableWatcher() as watcher, scope(_LISTS, (*_LISTS.get(), operations)):
             yield operations
     finally:
         op_callbacks.remove_op_callback(note)
+
+
+def _covered_by_custom_gradient() -> list[Tensor]:
+    """The arguments of the `tf.custom_gradient` that makes an output by the operation, if any.
+
+    In eager execution, its outputs are copies of its function's results. TensorFlow tells tapes
+    what they depend on, and nobody else. It is in the stack frame of the decorator.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(8):
+        if frame is None:
+            break
+        if frame.f_code is custom_gradient._eager_mode_decorator.__code__:
+            # Not there yet while the function itself runs.
+            arguments = (getattr(a, "handle", a) for a in frame.f_locals.get("flat_args", ()))
+            return [a for a in arguments if isinstance(a, tf.Tensor)]
+        frame = frame.f_back
+    return []
 
 
 @contextlib.contextmanager
@@ -214,6 +247,11 @@ def read(handle: Tensor) -> Tensor:
     return value
 
 
+def value_of(t: Tensor) -> Tensor:
+    """The same for the handle of a variable; other tensors are their own value."""
+    return read(graphs.outside(t)) if t.dtype == tf.resource else t
+
+
 def asked_for(x: Tensor) -> bool:
     """Whether the tape that is calling a pullback was asked for the gradient with respect to `x`.
 
@@ -224,7 +262,7 @@ def asked_for(x: Tensor) -> bool:
     return any(t is s for t in _origins(x) for s in _sources())
 
 
-def asked_only_for(xs: Sequence[Tensor | Variable]) -> bool:
+def asked_only_for(xs: Sequence[Tensor]) -> bool:
     """Whether it was asked for gradients with respect to some of `xs` and to nothing else."""
     known = {id(t) for x in xs for t in _origins(x)}
     sources = _sources()

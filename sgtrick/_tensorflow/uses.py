@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.framework import ops
 
+from sgtrick._arguments import structures
 from sgtrick._arguments.structures import is_differentiable, refuse
 from sgtrick._tensorflow import graphs, tapes
 from sgtrick._tensorflow.graphs import identity_of
@@ -24,7 +25,7 @@ class Uses(NamedTuple):
         tables: Those of the variables that were gathered from, and not read otherwise.
         rows: What was gathered.
         has_lists: Whether there is a list of tensors, as of a `tf.TensorArray`.
-        fixed: The handles of variables that are not trainable.
+        fixed: The handles of variables that are not trainable, or values that were read.
         of_host: Tensors that have derivatives, and that only calls of the host use. In eager
             execution these are not told from NumPy.
     """
@@ -41,6 +42,12 @@ class Uses(NamedTuple):
     def all_tensors(self) -> list[Tensor]:
         """The tensors that have derivatives."""
         return [*self.tensors, *self.of_host]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The same, and the values of all variables."""
+        trainable = map(structures.as_tensor, self.variables)
+        return [*self.all_tensors, *trainable, *map(tapes.value_of, self.fixed)]
 
 
 def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
@@ -59,15 +66,34 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     variables = _with_derivatives(variables_read())
     operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
     needed = _needed(result, operations, passed)
-    # What is new, and no output, is a constant or was read from a variable.
-    older = [t for t in needed if ops.tensor_id(t) < age and tapes.is_recorded([t])]
+    recorded = [t for t in needed if tapes.is_recorded([t])]
+    older = [t for t in recorded if ops.tensor_id(t) < age]
+    # What is new, recorded, and no output was read from a variable.
+    read = [t for t in recorded if ops.tensor_id(t) >= age]
     handles: dict[Hashable, Variable] = {id(v.handle): v for v in variables}
     return result, Uses(
         [t for t in older if is_differentiable(t.dtype)],
         variables,
         *_gathered(handles, operations),
-        fixed=[t for t in older if t.dtype == tf.resource and id(t) not in handles],
+        fixed=[
+            *(t for t in older if graphs.holds_floats(t) and id(t) not in handles),
+            *(t for t in read if not _is_of_trainable(t, read, operations)),
+        ],
     )
+
+
+def _is_of_trainable(t: Tensor, read: Sequence[Tensor], operations: Sequence[Any]) -> bool:
+    """Whether one of the tensors that were read from variables was read from a trainable one.
+
+    TensorFlow reads variables as it runs the operation that they are passed to. It tells which
+    trainable ones it reads, but not for which input, and nothing of others.
+    """
+    op = next(op for op in operations if any(t is i for i in op.inputs))
+    alike = [v for v in op.read if (v.dtype, v.shape) == (t.dtype, t.shape)]
+    if sum(any(i is r for r in read) for i in op.inputs) <= len(op.read):
+        return bool(alike)
+    with tapes.not_recording():
+        return any(tf.reduce_all(tf.equal(v, t)) for v in alike)
 
 
 def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
@@ -104,9 +130,9 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
         *_gathered(variables, made),
         any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in older),
         [
-            t
+            graphs.outside(t)
             for t in older
-            if t.dtype == tf.resource and graphs.holds_floats(t) and identity_of(t) not in variables
+            if graphs.holds_floats(t) and identity_of(t) not in variables
         ],
         [t for t in of_host if is_differentiable(t.dtype)],
     )

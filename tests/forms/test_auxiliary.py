@@ -1,5 +1,7 @@
 """Results beside a value, of which only the gradient of the value is known."""
 
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,7 +9,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import POINTS, exact, hidden, slope, verdict
 from matrix import spread, traced
-from shared import MODES, compiled, derivative, mapped_with_loops, on_host
+from shared import HIDING, MODES, RUN_IN, compiled, derivative, mapped_with_loops, on_host
 
 host_square = on_host(np.square)
 
@@ -122,3 +124,56 @@ def test_of_an_engine_without_derivatives():
     y, aux = h(tf.constant([1, 2]))
     np.testing.assert_array_equal(y, 3.0)
     np.testing.assert_array_equal(aux, [1.0, 2.0])
+
+
+W, TRAINABLE = tf.constant(1.5, tf.float64), tf.Variable(1.5, dtype=tf.float64)
+FIXED = tf.Variable(1.5, dtype=tf.float64, trainable=False)
+TABLE = tf.Variable([1.5, 2.0], dtype=tf.float64)
+
+
+def of_a_list(x):
+    array = tf.TensorArray(W.dtype, 1, element_shape=[], clear_after_read=False).write(0, W + 0)
+    return form_with(lambda x: x * array.read(0))(x)
+
+
+# A form whose auxiliary result also depends on something else, and what that is.
+CLOSING_OVER = {
+    name: (form_with(lambda x, make=make: make(x, W)), W) for name, make in HIDING.items()
+} | {
+    "a tensor": (form_with(lambda x: x * W), W),
+    "a variable": (form_with(lambda x: x * TRAINABLE), TRAINABLE),
+    "one that is not trainable": (form_with(lambda x: x * FIXED), FIXED),
+    "a table": (form_with(lambda x: x * tf.gather(TABLE, 0)), TABLE),
+    "a list": (of_a_list, W),
+    "what the host gets": (form_with(lambda x: x * host_square(W)), W),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    spread(
+        CLOSING_OVER,
+        [way for way in RUN_IN if "map" not in way],
+        valid=lambda name, way: (
+            # Eager execution does not tell it from NumPy, and XLA calls no host.
+            not (name == "what the host gets" and way in ("eager", "in XLA"))
+        ),
+    ),
+)
+def test_what_it_closes_over(name, way):
+    form, source = CLOSING_OVER[name]
+
+    def mode(f):
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(source)
+                y = f(x)
+            found = tape.gradient(y, source)
+            return None if found is None else tf.convert_to_tensor(found)
+
+        return run
+
+    run = RUN_IN[way](mode, lambda x: form(x)[1])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"A gradient is NaN.*\(aux\) was differentiated")
+        assert verdict(run, np.ones_like(source)) in {"raises", "NaN"}

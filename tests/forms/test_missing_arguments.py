@@ -6,14 +6,17 @@ true function.
 
 import contextlib
 import itertools
+import warnings
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import sgtrick
 from asinh_forms import hidden, slope, true, verdict
-from shared import FIRST_WAYS, WRAPS, compiled, gradients, mapped
+from matrix import spread
+from shared import FIRST_WAYS, HIDING, RUN_IN, WRAPS, compiled, gradients, mapped
 from shared import derivative as reverse
 from shared import forward_derivative as forward
 
@@ -90,6 +93,18 @@ def values(y):
     return np.asarray(tf.convert_to_tensor(y))
 
 
+def insist_on_error(run, *args):
+    """Or NaN, where nothing can raise."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f"A gradient is NaN.*{CLOSES_OVER}")
+        try:
+            came = run(*args)
+        except (LookupError, tf.errors.InvalidArgumentError) as error:
+            assert "closes over" in str(error)  # noqa: PT017
+        else:
+            assert np.all(np.isnan(values(came)))
+
+
 CASES = [
     (form, way)
     for form, way in itertools.product(FORMS, WAYS)
@@ -104,12 +119,7 @@ class TestFirstDerivatives:
         np.testing.assert_allclose(values(WAYS[way](form, 0)(X, W)), slope(X) * W, rtol=1e-12)
 
     def test_with_respect_to_what_is_closed_over(self, form, way):
-        try:
-            came = WAYS[way](form, 1)(X, W)
-        except (LookupError, tf.errors.InvalidArgumentError) as error:
-            assert "closes over" in str(error)  # noqa: PT017
-        else:
-            assert np.all(np.isnan(values(came)))
+        insist_on_error(WAYS[way](form, 1), X, W)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -232,11 +242,11 @@ class TestWhatWasComputedFromAnArgument:
         assert verdict(found, reverse(slope)(X), X) in {"right", "raises", "NaN"}
 
     def test_eagerly_with_respect_to_variables(self):
-        """That are the argument, or that the function reads."""
+        """That are the argument; others may be what the tensor was computed from alone."""
         v = tf.Variable(X)
-        by_v, by_scale = gradients(computed_before_with_a_variable, v, by=[v, SCALE])
+        (by_v,) = gradients(computed_before_with_a_variable, v, by=[v])
         np.testing.assert_allclose(by_v, slope(X), rtol=1e-12)
-        np.testing.assert_allclose(by_scale, tf.reduce_sum(true(X)) / 2, rtol=1e-12)
+        insist_on_error(lambda: gradients(computed_before_with_a_variable, v, by=SCALE))
 
     @pytest.mark.parametrize(
         "form", [computed_before, computed_before_in_a_loop, of_an_argument_that_was_computed]
@@ -250,3 +260,204 @@ class TestWhatWasComputedFromAnArgument:
         if form is not of_an_argument_that_was_computed:
             with pytest.raises(LookupError, match="closes over"):
                 forward(form)(X)
+
+
+# What is made of a number `y` and of `w`.
+MADE = {
+    "an operation": lambda y, w: y * w,
+    "a loop": lambda y, w: tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, y * w), (0, y))[
+        1
+    ],
+    "a branch": lambda y, w: tf.cond(tf.reduce_all(tf.abs(y) < 9), lambda: y * w, lambda: y),
+    "a function": lambda y, w: tf.function(lambda y: y * w)(y),
+    "a map": lambda y, w: tf.map_fn(lambda t: t * w, y[tf.newaxis])[0],
+    "a list": lambda y, w: y * tf.TensorArray(w.dtype, 1).unstack(w[tf.newaxis] + 0).read(0),
+}
+
+
+def beside(kind, y, g):
+    """A form of x that is given as `y`, with the derivative `g`."""
+    if kind == "custom_vjp":
+        return sgtrick.custom_vjp(lambda _: (y, lambda u: u * g))
+    return sgtrick.custom_vjp(
+        lambda _: (
+            y * SCALE / 2,
+            lambda u, variables: (u * g * SCALE / 2, [tf.zeros([]) for _ in variables]),
+        )
+    )
+
+
+RULES = ["custom_vjp", "of a variable, too"]
+BESIDE = spread(
+    RULES,
+    MADE,
+    ["tensor", "variable"],
+    [way for way in WAYS if way != "forward mode"],
+    valid=lambda kind, made, of, way: (
+        not (
+            ("vectorized_map" in way and (of == "variable" or made in ("a branch", "a map")))
+            # TensorFlow has no forward mode around functions by variables.
+            or (of == "variable" and "forward" in way)
+        )
+    ),
+)
+
+
+def is_quick(made, way):
+    return made == "an operation" and "forward" not in way and way not in ("a branch", "a loop")
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "of", "way"),
+    [
+        pytest.param(*case, marks=[] if is_quick(case[1], case[3]) else pytest.mark.long)
+        for case in BESIDE
+    ],
+)
+def test_what_was_computed_from_an_argument_and_from_something_else(kind, made, of, way):
+    """The rule accounts for the argument alone."""
+
+    def form(x, w):
+        return beside(kind, MADE[made](hidden(x), w), MADE[made](slope(x), w))(x)
+
+    w = V if of == "variable" else W
+    np.testing.assert_allclose(values(WAYS[way](form, 0)(X, w)), slope(X) * w, rtol=1e-12)
+    insist_on_error(WAYS[way](form, 1), X, w)
+
+
+NOTHING_ELSE = {
+    "stopped": tf.stop_gradient,
+    "its integers": whole,
+    "its shape": lambda w: tf.cast(tf.size(w), w.dtype),
+    "constants": lambda w: tf.constant(3.0, w.dtype) * tf.ones_like(w),
+    "random numbers": lambda w: tf.random.stateless_uniform(tf.shape(w), [1, 2], dtype=w.dtype),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("use", NOTHING_ELSE)
+@WRAPS
+def test_what_has_no_derivatives_is_nothing_else(use, kind, wrap):
+    def form(x, w):
+        y = hidden(x) * NOTHING_ELSE[use](w)
+        return beside(kind, y, slope(x))(x)
+
+    assert wrap(lambda: tf.constant(reverse(form, 1)(X, W) is None))()
+    np.testing.assert_allclose(wrap(reverse(form))(X, W), slope(X), rtol=1e-12)
+
+
+def test_a_constant_that_is_watched_is_something_else():
+    def run():
+        c = tf.constant(3.0, X.dtype)
+        return reverse(lambda x, c: beside("custom_vjp", hidden(x) * c, slope(x) * c)(x), 1)(X, c)
+
+    insist_on_error(tf.function(run))
+
+
+@WRAPS
+@pytest.mark.parametrize("by", [[SCALE], [X, SCALE]], ids=["it", "an argument, too"])
+def test_what_was_computed_from_a_variable_that_is_read_as_well(by, wrap):
+    """The rule gives the derivative of what the function reads."""
+
+    def form(x):
+        c = SCALE**2
+        rule = lambda u, variables: (u * slope(x) * SCALE * c, [tf.reduce_sum(u * true(x) * c)])  # noqa: E731
+        return sgtrick.custom_vjp(lambda x: (hidden(x) * SCALE * c, rule))(x)
+
+    np.testing.assert_allclose(wrap(reverse(form))(X), slope(X) * SCALE**3, rtol=1e-12)
+    insist_on_error(wrap(lambda: gradients(form, X, by=by)[-1]))
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+@WRAPS
+def test_what_is_told_to_tapes_alone(hiding, wrap):
+    """Eager execution does not say that an operation uses it."""
+
+    def form(x, w):
+        f = lambda x: HIDING[hiding](hidden(x), w)  # noqa: E731
+        return sgtrick.custom_vjp(lambda x: (f(x), lambda u, variables=(): u * slope(x)))(x) + w
+
+    np.testing.assert_allclose(wrap(reverse(form))(X, W), slope(X), rtol=1e-12)
+    insist_on_error(wrap(reverse(form, 1)), X, W)
+
+
+FIXED = tf.Variable([1.5, 2.0], dtype=tf.float64, trainable=False)
+READ = {
+    "an operation": lambda y: y * FIXED,
+    "itself": lambda y: y * tf.convert_to_tensor(FIXED),
+    "rows": lambda y: y * tf.gather(FIXED, [0, 1]),
+    "a function": lambda y: tf.function(lambda y: y * FIXED)(y),
+    "a loop": lambda y: MADE["a loop"](y, FIXED),
+    "a branch": lambda y: MADE["a branch"](y, FIXED),
+    "beside a trainable one": lambda y: y * tf.maximum(V, FIXED),
+}
+
+
+class TestVariablesThatAreNotTrainable:
+    """Derivatives with respect to these are errors, too, where a tape watches one."""
+
+    @staticmethod
+    def form(read):
+        f = lambda x: READ[read](hidden(x))  # noqa: E731
+
+        def with_rule(x):
+            def grad_fn(u, variables=()):
+                g = u * slope(x) * FIXED
+                return (g, [tf.zeros_like(v) for v in variables]) if variables else g
+
+            return f(x), grad_fn
+
+        return sgtrick.custom_vjp(with_rule)
+
+    @pytest.mark.parametrize(
+        ("read", "way"),
+        spread(
+            READ,
+            RUN_IN,
+            # TensorFlow maps no operation that gathers from a variable.
+            valid=lambda read, way: read != "rows" or "map" not in way,
+        ),
+    )
+    def test_are_missing(self, read, way):
+        form, x = self.form(read), tf.stack([X, X]) if "vectorized_map" in way else X
+
+        def by(source):
+            def mode(f):
+                def run(x):
+                    with tf.GradientTape() as tape:
+                        tape.watch([x, FIXED])
+                        y = f(x) + FIXED
+                    return tape.gradient(y, x if source is None else source)
+
+                return run
+
+            return RUN_IN[way](mode, form)
+
+        np.testing.assert_allclose(values(by(None)(x)), slope(x) * FIXED, rtol=1e-12)
+        insist_on_error(by(FIXED), x)
+
+    @WRAPS
+    def test_as_arguments_are_not(self, wrap):
+        """What the function reads of them counts as the argument."""
+        form = sgtrick.custom_vjp(lambda a: (FIXED * a, lambda u: 2 * u * FIXED))
+        by_it = wrap(lambda: reverse(form)(FIXED))()
+        np.testing.assert_allclose(by_it, 2 * FIXED, rtol=1e-12)
+
+    @WRAPS
+    def test_that_nobody_watches_do_no_harm(self, wrap):
+        """As the averages of a layer that normalizes batches."""
+        layer = tf_keras.layers.BatchNormalization(dtype="float64")
+        layer.build([None, 2])
+
+        def rule(x):
+            def grad_fn(u, variables):
+                return u * slope(x), [tf.ones_like(v) for v in variables]
+
+            return layer(hidden(x), training=True), grad_fn
+
+        x = tf.stack([X, W])
+        sources = [x, *layer.trainable_variables]
+        found = wrap(lambda: gradients(sgtrick.custom_vjp(rule), x, by=sources))()
+        np.testing.assert_allclose(found[0], slope(x), rtol=1e-12)
+        np.testing.assert_array_equal(found[1:], np.ones([2, 2]))
+        assert tf.reduce_any(layer.moving_mean != 0)
