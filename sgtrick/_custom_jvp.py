@@ -122,22 +122,13 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
             if others in now or (now and is_for_graph()):
                 # TensorFlow differentiates a function that the rule calls by primals, too.
                 return unknown.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
-            ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
             with transposing(key, others, tf.compat.v1.get_default_graph()):
-                # Not by tf.gradients, which rewrites calls of functions: tapes outside would not
-                # see what that adds.
-                with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-                    tape.watch(ts)
-                    lt, us = paired(tangents_at(call, ts), upstream)
-                if not lt:
-                    return [None] * len(ts)
-                found = tape.gradient(lt, ts, us)
-                # Not at the upstream gradients, which are zero where only their slope is wanted.
-                ws = adjoint.probes(lt)
-                pulled = tape.gradient(lt, ts, ws)
-                moved, _ = paired(tangents_at(call, tested), upstream)
-            fits = adjoint.holds(ws, moved, pulled, tested)
-            known = unknown.known_if(fits, _NOT_LINEAR.format(name), found, ts, [*us, *moved])
+                found, fits, of = adjoint.transpose(
+                    lambda ts: tangents_at(call, ts), point.xs, upstream
+                )
+            if not of:
+                return found
+            known = unknown.known_if(fits, _NOT_LINEAR.format(name), found, point.xs, of)
             if tf.executing_eagerly() or unknown.is_ignored():
                 return [None if g is None else k for g, k in zip(found, known, strict=True)]
             return list(known)  # a missing gradient could not carry the error

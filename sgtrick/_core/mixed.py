@@ -19,12 +19,12 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from sgtrick._arguments.nones import present
-from sgtrick._core import unknown
-from sgtrick._core.adjoint import Paired, paired
+from sgtrick._core import adjoint, unknown
+from sgtrick._core.adjoint import paired
 from sgtrick._core.guard import Check, message
 from sgtrick._core.override import keep, pass_on
 from sgtrick._core.rule import Rule
-from sgtrick._core.transposition import transpose, transposed
+from sgtrick._core.transposition import transposed
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor, Variable
@@ -108,13 +108,13 @@ class ByPoint(NamedTuple):
             tape.watch(ws)
             gradients = self.gradients(us, xs, passed)[: self.stopped]
 
-        def pull(vs: Sequence[Tensor]) -> Paired:
+        def pull(vs: Sequence[Tensor]) -> list[Gradient]:
             gs, of_gs = paired(gradients, vs)
-            return paired(tape.gradient(gs, ws, of_gs), tangents)
+            return list(tape.gradient(gs, ws, of_gs))
 
-        found, fits, (_, ts) = transpose(pull, stopped)
+        found, fits, of = adjoint.transpose(pull, stopped, tangents)
         # Linear in `v`, unless the gradients contain a rule that is not.
-        of = [*present(us), *ts]
+        of = [*present(us), *of]
         return [*unknown.known_if(fits, _NOT_LINEAR.format(self.name), found, stopped, of)]
 
 
