@@ -78,7 +78,7 @@ def _where_finite(probe: Tensor, t: Gradient) -> Tensor:
     if t is None:
         return probe
     with tapes.not_recording():
-        return tf.where(_is_finite(tf.convert_to_tensor(t)), probe, tf.zeros_like(probe))
+        return tf.where(_is_finite(tf.convert_to_tensor(t)), probe, tf.zeros([], probe.dtype))
 
 
 def _is_finite(t: Tensor) -> Tensor:
@@ -167,8 +167,11 @@ def _sums(t: Tensor, rows: int | Tensor | None) -> Tensor:
         return tf.reshape(tf.reduce_sum(t), [1])
     size = rows // _BLOCKS + 1
     count = rows // size
-    if isinstance(rows, int) and rows == count * size:
-        return tf.reduce_sum(tf.reshape(t, [count, -1]), 1)
+    if isinstance(rows, int):
+        # Where possible without a rest, for which the tensor would be copied.
+        even = next(n for n in range(min(rows, _BLOCKS), 0, -1) if rows % n == 0)
+        if even >= count // 8:
+            return tf.reduce_sum(tf.reshape(t, [even, -1]), 1)
     flat = tf.reshape(t, [rows, -1])
     blocks = tf.reduce_sum(tf.reshape(flat[: count * size], [count, -1]), 1)
     return tf.concat([blocks, [tf.reduce_sum(flat[count * size :])]], 0)
