@@ -3,28 +3,24 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._arguments import calls, jvp_protocol
+from sgtrick._arguments import calls, jvp_protocol, structures
 from sgtrick._arguments.nones import present
-from sgtrick._arguments.scopes import scope
 from sgtrick._core import adjoint, partial, unknown
 from sgtrick._core.adjoint import paired
+from sgtrick._core.running import is_for_graph, transposed_now, transposing
 from sgtrick._core.selection import Selection
 from sgtrick._core.value_at_point import ValueAtPoint
-from sgtrick._tensorflow import autograph, graphs, tracing
+from sgtrick._tensorflow import autograph, graphs
 from sgtrick._types import (
     Argnums,
     Args,
     Decorated,
     Function,
     Gradient,
-    Graph,
     Kwargs,
     Structure,
     Tangent,
@@ -105,6 +101,8 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
         f, jvp = converted(function.f), converted(rule)
         at, graph = point.read(), tf.compat.v1.get_default_graph()
+        # Methods of different objects are different functions.
+        key = form, *map(id, at.values[: function.receivers(at.values)])
         called = ValueAtPoint.of(name, point, f)
         y = called.result
         if not point.xs:
@@ -118,25 +116,21 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
             return jvp_protocol.tangents_of(result, y, name)
 
         def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
-            now = _NOW.get().get(_key(form, nondiff, at))
-            if now is graph:
+            # A rule may call its function: on primals, or on tangents where the function is linear.
+            # Transposing the rule of that call too would recurse for ever.
+            now, others = transposed_now(key), _without_derivatives(nondiff, at)
+            if now.get(others) is graph:
                 return _by_autodiff(point, f, upstream)
-            if now is not None:
+            if others in now or (now and is_for_graph()):
                 # TensorFlow differentiates a function that the rule calls by primals, too.
                 return unknown.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
-            ts, tested = adjoint.far_probes(point.xs), adjoint.probes(point.xs)
-            with _transposing(form, nondiff, at):
-                with tracing.differentiated(ts) as transpose:
-                    lt, us = paired(tangents_at(call, ts), upstream)
-                if not lt:
-                    return [None] * len(ts)
-                found = transpose(lt, us)
-                # Not at the upstream gradients, which are zero where only their slope is wanted.
-                ws = adjoint.probes(lt)
-                pulled = transpose(lt, ws)
-                moved, _ = paired(tangents_at(call, tested), upstream)
-            fits = adjoint.holds(ws, moved, pulled, tested)
-            known = unknown.known_if(fits, _NOT_LINEAR.format(name), found, ts, [*us, *moved])
+            with transposing(key, others, tf.compat.v1.get_default_graph()):
+                found, fits, of = adjoint.transpose(
+                    lambda ts: tangents_at(call, ts), point.xs, upstream
+                )
+            if not of:
+                return found
+            known = unknown.known_if(fits, _NOT_LINEAR.format(name), found, point.xs, of)
             if tf.executing_eagerly() or graphs.is_thrown_away():
                 return [None if g is None else k for g, k in zip(found, known, strict=True)]
             return list(known)  # a missing gradient could not carry the error
@@ -198,21 +192,10 @@ _NOT_LINEAR = (
 )
 
 
-# The functions whose rules are being transposed, and in which graph. A rule may call its function:
-# on primals, or on tangents where the function is linear. Transposing the rule of that call too
-# would recurse for ever.
-_NOW: ContextVar[dict[Any, Graph]] = ContextVar("_NOW", default={})  # noqa: B039
-
-
-def _key(form: Function, nondiff: Sequence[int], at: calls.Call) -> tuple[Function | int, ...]:
-    own = [id(at.values[i]) for i in nondiff if i == 0]
-    return form, *own
-
-
-def _transposing(
-    form: Function, nondiff: Sequence[int], at: calls.Call
-) -> AbstractContextManager[None]:
-    return scope(_NOW, {**_NOW.get(), _key(form, nondiff, at): tf.compat.v1.get_default_graph()})
+def _without_derivatives(nondiff: Sequence[int], at: calls.Call) -> tuple[Hashable, ...]:
+    """What tells calls with other `nondiff_argnums` apart: functions by identity."""
+    leaves = [leaf for _, leaf in structures.flatten([at.values[i] for i in nondiff])]
+    return tuple(v if isinstance(v, (int, float, str)) else id(v) for v in leaves)
 
 
 def _by_autodiff(

@@ -1,59 +1,205 @@
-"""The dot-product test: whether one function is the transpose of another.
+"""Transposes of linear functions, and the dot-product test of them.
 
 For a linear `L` and its transpose, `<u, L t> = <L' u, t>`. If TensorFlow lost a part of `L` when
 transposing it, for example at a host call, or if `L` is not linear, the two sides differ for almost
 all `u` and `t`. But `t` must not be where `L'` was obtained by differentiating `L`: by Euler's
 theorem, `L'(t) t = L(t)` for every `L` that is positively homogeneous, such as an absolute value, a
 norm, or sorting. So `L` is differentiated at `far_probes`, and tested at `probes`.
+
+In one sum over everything, what is large hides what is lost of the small, and what is not finite
+hides all. So each result is tested by itself, and in it each row, if all tensors have as many of
+them; what is connected to nothing has to be zero, and arguments that nothing is connected to have
+to have no effect; and probes are zero where the transpose, or `L` itself, is not finite.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._tensorflow import tracing
-from sgtrick._types import Array, DType, Gradient, Tangent, Tensor
+from sgtrick._arguments.nones import present
+from sgtrick._tensorflow import graphs, tapes, tracing
+from sgtrick._types import Array, DType, Gradient, Tensor
 
 # Tensors, and as many others of the same dtypes.
 Paired = tuple[list[Tensor], list[Tensor]]
 
 
-def holds(
-    us: Sequence[Tensor], lt: Sequence[Tangent], lu: Sequence[Gradient], ts: Sequence[Tensor]
-) -> Tensor:
-    """Whether `<us, lt> = <lu, ts>` up to rounding; true if the sums are not finite.
+def transpose(
+    f: Callable[[Sequence[Tensor]], Sequence[Gradient]],
+    likes: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+) -> tuple[list[Gradient], Tensor, list[Tensor]]:
+    """The transpose of a linear function at cotangents of its results.
 
     Args:
-        us: Upstream gradients.
-        lt: `L ts`, like `us`; None is zero.
-        lu: `L' us`, like `ts`; None is zero.
-        ts: Tangents.
+        f: The function, of tensors like `likes`.
+        likes: Those.
+        cotangents: Of its results.
+
+    Returns:
+        The transpose, None where it is zero; whether the dot-product test holds; and the tensors
+        that this depends on.
     """
-    (lt, us), (lu, ts) = paired(lt, us), paired(lu, ts)
-    return tracing.as_one(_Balance(len(us)), *lt, *lu, *us, *ts)
+    far = far_probes(likes)
+    # Not by tf.gradients, which rewrites calls of functions: tapes outside would not see what that
+    # adds.
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(far)
+        ys, zs = paired(f(far), cotangents)
+    if not ys:
+        return [None] * len(far), tf.constant(True), []
+    found = tape.gradient(ys, far, zs)
+    if graphs.is_thrown_away():
+        return found, tf.constant(True), zs
+    ts = list(map(_where_finite, probes(likes), found))
+    moved, _ = paired(f(ts), cotangents)
+    # Not tested at the cotangents, which are zero where only their slope is wanted.
+    ws = list(map(_where_finite, probes(moved), moved))
+    pulled = [tape.gradient(y, far, w) for y, w in zip(ys, ws, strict=True)]
+    fits = _holds(ws, moved, pulled, ts)
+    # Results that are connected to no argument, and arguments that no result is connected to.
+    silent = [y for y, gs in zip(moved, pulled, strict=True) if not present(gs)]
+    lost = [not present(gs) for gs in zip(*pulled, strict=True)]
+    if any(lost) and not all(lost):
+        alone = [t if is_lost else tf.zeros_like(t) for is_lost, t in zip(lost, ts, strict=True)]
+        silent += paired(f(alone), cotangents)[0]
+    if silent:
+        fits &= tracing.as_one(_are_zero, *silent)
+    return found, fits, [*zs, *moved]
+
+
+def _where_finite(probe: Tensor, t: Gradient) -> Tensor:
+    """A probe that is zero where a tensor like it is not finite."""
+    if t is None:
+        return probe
+    with tapes.not_recording():
+        return tf.where(_is_finite(tf.convert_to_tensor(t)), probe, tf.zeros([], probe.dtype))
+
+
+def _is_finite(t: Tensor) -> Tensor:
+    return tf.equal(t - t, 0) if t.dtype.is_complex else tf.math.is_finite(t)
+
+
+def _are_zero(*tensors: Tensor) -> Tensor:
+    """Whether all entries that are finite are zero."""
+    lost = [tf.reduce_any(_is_finite(t) & tf.not_equal(t, 0)) for t in tensors]
+    return ~tf.reduce_any(tf.stack(lost))
+
+
+def _holds(
+    us: Sequence[Tensor],
+    lt: Sequence[Tensor],
+    lu: Sequence[Sequence[Gradient]],
+    ts: Sequence[Tensor],
+) -> Tensor:
+    """Whether `<u, L t> = <L' u, t>` up to rounding for each output; true if that is not finite.
+
+    Args:
+        us: Probes, one for each output.
+        lt: `L ts`.
+        lu: For each output `L' u`, like `ts`; None is zero.
+        ts: Probes, one for each argument.
+    """
+    parts = [paired([y, *gs], [u, *ts]) for y, gs, u in zip(lt, lu, us, strict=True)]
+    counts = tuple(len(values) for values, _ in parts)
+    return tracing.as_one(_Balance(counts), *(t for pairs in parts for of in pairs for t in of))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Balance:
-    """Whether the first `count` products have the same sum as the others."""
+    """Whether in each group the first product with a probe has the same sum as the others.
 
-    count: int
+    Attributes:
+        counts: The numbers of products in the groups.
+    """
+
+    counts: tuple[int, ...]
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        half = len(tensors) // 2
-        terms = list(map(_term, tensors[:half], tensors[half:]))
-        if not terms:
-            return tf.constant(True)
-        wide = any(t.dtype == tf.float64 for t in terms)
-        dtype = tf.float64 if wide else tf.float32
-        sums = [tf.cast(tf.reduce_sum(t), dtype) for t in terms]
-        sizes = [tf.cast(tf.reduce_sum(tf.abs(t)), dtype) for t in terms]
-        difference = tf.add_n([s if i < self.count else -s for i, s in enumerate(sums)])
-        return are_near(difference, tf.add_n(sizes), max(_eps(t.dtype) for t in tensors))
+        left, groups = iter(tensors), []
+        for n in self.counts:
+            groups.append(([next(left) for _ in range(n)], [next(left) for _ in range(n)]))
+        of = [_difference_and_size(*group) for group in groups]
+        eps = max(_eps(t.dtype) for t in tensors)
+        dtype = max((size.dtype for _, size in of), key=lambda dtype: dtype.size)
+        total = tf.add_n([tf.cast(tf.reduce_sum(size), dtype) for _, size in of])
+        return tf.reduce_all(
+            tf.stack([sums_are_near(d, size, eps, tf.cast(total, size.dtype)) for d, size in of])
+        )
+
+
+def _difference_and_size(values: list[Tensor], at: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """That of the first product and the sum of the others, for each row."""
+    terms = list(map(_term, values, at))
+    wide = any(t.dtype == tf.float64 for t in terms)
+    rows, dtype = _rows(terms), tf.float64 if wide else tf.float32
+    first, *others = [tf.cast(_sums(t, rows), dtype) for t in terms]
+    sizes = [tf.cast(_sums(tf.abs(t), rows), dtype) for t in terms]
+    return tf.add_n([first, *map(tf.negative, others)]), tf.add_n(sizes)
+
+
+def _rows(tensors: Sequence[Tensor]) -> int | Tensor | None:
+    """The leading dimension of all these tensors, None if they differ."""
+    if any(t.shape.rank in (None, 0) for t in tensors):
+        return None
+    known = {t.shape[0] for t in tensors} - {None}
+    if len(known) > 1:
+        return None
+    counts = [tf.shape(t)[0] for t in tensors if t.shape[0] is None]
+    if not counts:
+        return known.pop() or None
+    counts += map(tf.constant, known)
+    are_equal = tf.reduce_all(tf.equal(tf.stack(counts), counts[0])) & (counts[0] > 0)
+    return tf.where(are_equal, counts[0], 1)
+
+
+_BLOCKS = 1024
+
+
+def _sums(t: Tensor, rows: int | Tensor | None) -> Tensor:
+    """The sums of rows; of blocks of them if they are very many, which would take time."""
+    if rows is None:
+        return tf.reshape(tf.reduce_sum(t), [1])
+    size = rows // _BLOCKS + 1
+    count = rows // size
+    if isinstance(rows, int):
+        # Where possible without a rest, for which the tensor would be copied.
+        even = next(n for n in range(min(rows, _BLOCKS), 0, -1) if rows % n == 0)
+        if even >= count // 8:
+            return tf.reduce_sum(tf.reshape(t, [even, -1]), 1)
+    flat = tf.reshape(t, [rows, -1])
+    blocks = tf.reduce_sum(tf.reshape(flat[: count * size], [count, -1]), 1)
+    return tf.concat([blocks, [tf.reduce_sum(flat[count * size :])]], 0)
+
+
+def sums_are_near(
+    differences: Tensor, sizes: Tensor, eps: float, total: Tensor | None = None
+) -> Tensor:
+    """Whether differences of which the sum is zero, up to rounding, are rounding one by one.
+
+    They are, or may be, those of independent rows. If a row depends on others, its difference is
+    no error, but made up for by theirs. So the rows whose difference is more than rounding have to
+    make up for each other, up to what there is in other rows. True where something is NaN.
+
+    Args:
+        differences: Of numbers, a vector.
+        sizes: The sizes of what was added up to compute these numbers.
+        eps: The rounding unit.
+        total: The size of everything, of which the rounding may be all that there is in a row; by
+            default the sum of `sizes`.
+    """
+    near = are_near(differences, sizes, eps)
+    if tf.executing_eagerly() and tf.reduce_all(near):
+        return tf.constant(True)
+    zeros = tf.zeros_like(sizes)
+    total = tf.reduce_sum(sizes) if total is None else total
+    rounding = tf.reduce_sum(tf.where(near, tf.abs(differences), zeros)) + 2 * eps * total
+    beyond = tf.abs(tf.reduce_sum(tf.where(near, zeros, differences))) - rounding
+    return _is_near(beyond, tf.reduce_sum(tf.where(near, zeros, sizes)), eps)
 
 
 def are_near(difference: Tensor, size: Tensor, eps: float | None = None) -> Tensor:
@@ -64,11 +210,15 @@ def are_near(difference: Tensor, size: Tensor, eps: float | None = None) -> Tens
         size: The sizes of what was added up to compute these numbers.
         eps: The rounding unit, by default that of the dtype.
     """
+    return _is_near(tf.abs(difference), size, eps)
+
+
+def _is_near(difference: Tensor, size: Tensor, eps: float | None) -> Tensor:
     # Rounding in what is compared is not bounded by eps, so compare only half of the digits.
     tolerance = tf.cast((_eps(size.dtype) if eps is None else eps) ** 0.5, size.dtype)
     # Not written as "not greater", which TensorFlow's optimizer turns into "less or equal", false
     # for NaN. Stopped, since the second JVP of is_nan fails in a function.
-    return (tf.abs(difference) <= tolerance * size) | tf.math.is_nan(tf.stop_gradient(difference))
+    return (difference <= tolerance * size) | tf.math.is_nan(tf.stop_gradient(difference))
 
 
 def probes(likes: Sequence[Tensor]) -> list[Tensor]:
@@ -126,10 +276,11 @@ def paired(some: Sequence[Gradient], others: Sequence[Tensor | None]) -> Paired:
     return [a for a, _ in pairs], [tf.cast(b, a.dtype) for a, b in pairs]
 
 
-def _term(p: Tensor, q: Tensor) -> Tensor:
-    if p.dtype.is_complex:
-        return tf.math.real(tf.math.conj(p) * q)
-    return structures.wide(p) * structures.wide(q)
+def _term(value: Tensor, probe: Tensor) -> Tensor:
+    """Their product, entry by entry: zero where the probe is, even if the value is not finite."""
+    if value.dtype.is_complex:
+        return tf.math.real(tf.math.multiply_no_nan(value, tf.math.conj(probe)))
+    return tf.math.multiply_no_nan(structures.wide(value), structures.wide(probe))
 
 
 def _eps(dtype: DType) -> float:

@@ -127,16 +127,8 @@ class Product(value_form.Product):
     def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the range of the products with cotangents."""
         xs = [leaf.x for leaf in self._leaves]
-        v, tested = adjoint.far_probes(xs), adjoint.probes(xs)
-        with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
-            tape.watch(v)
-            products = self.times(v)
-        found = tape.gradient(products, v, output_gradients=list(z))
-        # Not at z, which is zero where only its own derivative is wanted.
-        ws = adjoint.probes(products)
-        pulled = tape.gradient(products, v, output_gradients=ws)
-        fits = adjoint.holds(ws, self.times(tested), pulled, tested)
-        return unknown.known_if(fits, self.not_connected, found, v, z)
+        found, fits, of = adjoint.transpose(self.times, xs, z)
+        return unknown.known_if(fits, self.not_connected, found, xs, of)
 
     def _third(self) -> str:
         return _THIRD.format(self._name)

@@ -18,7 +18,7 @@ from sgtrick._arguments.nones import present, spread
 from sgtrick._arguments.scopes import scope
 from sgtrick._core import jvp_call, mapped, unknown
 from sgtrick._core.rule import Rule, in_addition
-from sgtrick._core.running import is_for_graph, running
+from sgtrick._core.running import for_later, is_for_graph, running
 from sgtrick._core.transposition import checked, transposed
 from sgtrick._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
@@ -112,7 +112,7 @@ def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     """The same rule, whose pullback captures nothing more when it is called."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    with scope(_IS_CARRYING, True), unknown.not_raising():
+    with scope(_IS_CARRYING, True), unknown.not_raising(), for_later():
         pull = tracing.carried(rule.pull, live)
 
     def pulled(*us: Tensor | None) -> list[Gradient]:

@@ -1,13 +1,12 @@
 """The JVP of a rule that only has a pullback: the transpose of the pullback, with a test."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.nones import present, spread
 from sgtrick._core import adjoint, unknown
-from sgtrick._core.adjoint import Paired, paired
 from sgtrick._core.rule import Rule
 from sgtrick._tensorflow import graphs, tapes, tracing
 from sgtrick._types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
@@ -19,39 +18,14 @@ def transposed(
     """The transpose of the pullback at `tangents`, or if tested an error where it has none."""
     likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
 
-    def pull(us: Sequence[Tensor]) -> Paired:
-        return paired(rule.pull(*spread(us, likes)), tangents)
+    def pull(us: Sequence[Tensor]) -> Sequence[Gradient]:
+        return rule.pull(*spread(us, likes))
 
-    found, fits, (gs, ts) = transpose(pull, present(likes))
-    if not is_tested:
-        return spread(found, likes)
-    # Not of what is far, which may overflow.
-    of = [*gs, *ts]
-    return spread(
-        unknown.known_if(fits, _MESSAGE.format(rule.name), found, present(likes), of), likes
-    )
-
-
-def transpose(
-    pull: Callable[[Sequence[Tensor]], Paired], likes: Sequence[Tensor]
-) -> tuple[list[Gradient], Tensor, Paired]:
-    """The transpose of a linear function, and whether it is one.
-
-    Args:
-        pull: Returns the results of the function, and the cotangents at which to transpose it.
-        likes: Tensors like its arguments.
-
-    Returns:
-        The transpose, None where it is zero; whether the dot-product test holds; what `pull`
-        returned in the test.
-    """
-    us, far = adjoint.probes(likes), adjoint.far_probes(likes)
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(far)
-        gs, ts = pull(far)
-    found = tape.gradient(gs, far, output_gradients=ts) if gs else [None] * len(far)
-    gs, ts = pull(us)
-    return found, adjoint.holds(ts, gs, us, found), (gs, ts)
+    found, fits, of = adjoint.transpose(pull, present(likes), tangents)
+    if is_tested:
+        message = _MESSAGE.format(rule.name)
+        found = unknown.known_if(fits, message, found, present(likes), of)
+    return spread(found, likes)
 
 
 def checked(
@@ -91,12 +65,12 @@ def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z
     """Whether gradient `i` of a rule, which is in a graph, can be transposed for a cotangent."""
 
     def fits(z: Tensor) -> list[Tensor]:
-        def pull(us: Sequence[Tensor]) -> Paired:
+        def pull(us: Sequence[Tensor]) -> list[Gradient]:
             gradient = rule.pull(*spread(us, upstream))[i]
-            return paired([None if gradient is None else values_of(gradient)], [z])
+            return [None if gradient is None else values_of(gradient)]
 
         with unknown.not_raising():
-            _, holds, _ = transpose(pull, present(upstream))
+            _, holds, _ = adjoint.transpose(pull, present(upstream), [z])
         return [holds]
 
     # What the rule uses is only known in its graph, to which nothing may be added any more: as long

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
@@ -137,17 +137,3 @@ def gradients_in(
                 list(ys), list(xs), grad_ys=list(grad_ys), stop_gradients=list(xs), src_graph=graph
             )
         )
-
-
-@contextlib.contextmanager
-def differentiated(xs: Sequence[Tensor]) -> Iterator[Callable[..., list[Gradient]]]:
-    """A scope for computing tensors, which yields the function `(ys, us) -> gradients` by `xs`.
-
-    Without a tape in graphs: a second one around a loop makes TensorFlow store all iterates.
-    """
-    if not tf.executing_eagerly():
-        yield lambda ys, us: gradients_in(ys[0].graph, ys, xs, us)
-        return
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(xs)
-        yield lambda ys, us: tape.gradient(ys, list(xs), us)

@@ -9,8 +9,10 @@ import sgtrick
 from asinh_forms import OF_SLOPE, tangent_form
 from matrix import functions as fn
 from shared import (
+    EXECUTED,
     WRAPS,
     WRAPS_AND_XLA,
+    compiled,
     constant,
     derivative,
     forward_derivative,
@@ -335,6 +337,56 @@ class TestCustomJvp:
         h.defjvp(lambda g, p, t: (g(p[0]) * p[1], 5 * t[0] + 7 * t[1]))
         found = gradients(wrap(lambda x, y: h(x, tf.square, y)), constant(2.0), constant(3.0))
         assert found == (5, 7)
+
+    AT_FUNCTIONS = {
+        "eager": derivative,
+        "in tf.function": lambda f: tf.function(derivative(f)),
+        "around tf.function": lambda f: derivative(tf.function(f)),
+        "XLA": lambda f: compiled(derivative(f)),
+        "forward": forward_derivative,
+        "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
+    }
+
+    @pytest.mark.parametrize("way", AT_FUNCTIONS.values(), ids=AT_FUNCTIONS)
+    @pytest.mark.parametrize("as_rule", EXECUTED.values(), ids=EXECUTED)
+    def test_within_itself_for_another_function(self, way, as_rule):
+        """As quadratures and roots are, whose own derivatives are no use."""
+
+        @sgtrick.custom_jvp(nondiff_argnums="g")
+        def at(x, g):
+            return tf.stop_gradient(g(x))
+
+        @at.defjvp
+        @as_rule
+        def _(g, p, t):
+            return None, derivative(g)(p[0]) * t[0]
+
+        x = constant([0.5, 1.2])
+        twice = lambda a: a * at(a, tf.sin)  # noqa: E731
+        for f in (lambda x: at(x, twice), lambda x: at(x, lambda a: at(a, twice))):
+            np.testing.assert_allclose(way(f)(x), tf.sin(x) + x * tf.cos(x), rtol=1e-12)
+
+    @pytest.mark.parametrize("way", AT_FUNCTIONS.values(), ids=AT_FUNCTIONS)
+    @pytest.mark.parametrize("as_rule", EXECUTED.values(), ids=EXECUTED)
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_recurrence_over_an_argument_without_derivatives(self, way, as_rule, first):
+        """A rule that calls its function for other integers, without end."""
+
+        def exponential(n, x):  # exp(n x), whose derivative is n exp((n + 1) x) / exp(x)
+            return tf.stop_gradient(tf.exp(n * x))
+
+        f = exponential if first else lambda x, n: exponential(n, x)
+        h = sgtrick.custom_jvp(f, nondiff_argnums=0 if first else 1)
+
+        @h.defjvp
+        @as_rule
+        def _(n, p, t):
+            more = h(n + 1, p[0]) if first else h(p[0], n + 1)
+            return None, n * more * tf.exp(-p[0]) * t[0]
+
+        x = constant([0.5, 1.2])
+        found = way(lambda x: h(3, x) if first else h(x, 3))(x)
+        np.testing.assert_allclose(found, 3 * np.exp(3 * x.numpy()), rtol=1e-12)
 
 
 def identity(x):

@@ -22,6 +22,7 @@ from asinh_forms import (
     vjp_form,
 )
 from matrix import spread, traced
+from matrix.functions import misled
 from shared import LOUD, WRAPS, compiled, constant, derivative, forward_derivative, mapped
 
 DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
@@ -35,6 +36,16 @@ SECOND = {
     "between": lambda outer, inner: lambda f: outer(mapped(inner(f))),
     "in vectorized_map": lambda outer, inner: lambda f: mapped(outer(inner(f))),
 }
+
+
+def _jacobian(f):
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.jacobian(y, x)
+
+    return run
 
 
 BATCHED = {"between", "around vectorized_map"}
@@ -224,3 +235,77 @@ class TestRulesThatCallFunctions:
     )
     def test_of_second_order(self, rule, way, make):
         assert verdict(self.WAYS[way](make(hidden, self.RULES[rule])), exact(2)) == "right"
+
+
+def _in_scan(t, s):
+    return tf.scan(lambda _, e: e[0] * e[1], (t, s), tf.zeros_like(t[0]))
+
+
+class TestJvpRules:
+    """Which `custom_jvp` transposes: what it transposes has derivatives of its own."""
+
+    WAYS = {
+        "eager": lambda f: derivative(derivative(f)),
+        "in tf.function": lambda f: traced(derivative(derivative(f))),
+        "around tf.function": lambda f: derivative(derivative(traced(f))),
+        "XLA": lambda f: compiled(derivative(derivative(f))),
+        "reverse over forward": lambda f: traced(derivative(forward_derivative(f))),
+        "by tape.jacobian": lambda f: traced(
+            lambda x: tf.linalg.diag_part(_jacobian(derivative(f))(x))
+        ),
+        "in map_fn": lambda f: traced(lambda x: tf.map_fn(derivative(derivative(f)), x)),
+        "around map_fn": lambda f: traced(derivative(derivative(lambda x: tf.map_fn(f, x)))),
+        "around vectorized_map": lambda f: derivative(derivative(mapped(f))),
+        "in tf.cond": lambda f: traced(
+            lambda x: tf.cond(x[0] < 9, lambda: derivative(derivative(f))(x), lambda: x)
+        ),
+    }
+    # From a tangent and a slope to their product.
+    TANGENTS = {
+        "tf.function": tf.function(lambda t, s: t * s),
+        "tf.while_loop": lambda t, s: tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, y + t * s / 2), (0, tf.zeros_like(t))
+        )[1],
+        "tf.cond": lambda t, s: tf.cond(tf.reduce_sum(s) > -9, lambda: t * s, lambda: t),
+        "tf.map_fn": lambda t, s: tf.map_fn(
+            lambda a: a[0] * a[1], (t, s), fn_output_signature=t.dtype
+        ),
+        "tf.scan": _in_scan,
+    }
+
+    @staticmethod
+    def is_native(way, tangent):
+        """Whether TensorFlow differentiates twice what goes through this, and maps it."""
+        return tangent == "tf.function" or not (
+            "map" in way or (way, tangent) == ("XLA", "tf.while_loop")
+        )
+
+    @pytest.mark.long
+    @pytest.mark.parametrize(
+        ("way", "tangent"),
+        spread(WAYS, TANGENTS, valid=lambda *case: TestJvpRules.is_native(*case)),
+    )
+    def test_whose_tangents_pass_functions_and_loops(self, way, tangent):
+        through = self.TANGENTS[tangent]
+        form = sgtrick.custom_jvp(hidden)
+        form.defjvp(lambda primals, tangents: (None, through(tangents[0], slope(primals[0]))))
+        assert verdict(self.WAYS[way](form), exact(2)) == "right"
+
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "XLA"])
+    def test_which_are_functions(self, way):
+        form = sgtrick.custom_jvp(hidden)
+        form.defjvp(tf.function(lambda p, t: (hidden(p[0]), slope(p[0]) * t[0])))
+        assert verdict(self.WAYS[way](form), exact(2)) == "right"
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_which_call_their_function(self, way):
+        """For a value that has a derivative by the rule, not by how it was computed."""
+        form = sgtrick.custom_jvp(misled(tf.tanh))
+
+        @form.defjvp
+        def _(primals, tangents):
+            y = form(*primals)
+            return y, (1 - y**2) * tangents[0]
+
+        y = np.tanh(POINTS)
+        assert verdict(self.WAYS[way](form), -2 * y * (1 - y**2)) == "right"

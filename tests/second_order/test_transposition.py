@@ -9,7 +9,14 @@ import tensorflow as tf
 import sgtrick
 from matrix import spread, traced
 from matrix.problem import SLIPS
-from shared import RUN_IN, derivative, gradient, looped, pushed
+from shared import (
+    RUN_IN,
+    derivative,
+    gradient,
+    looped,
+    on_host,
+    pushed,
+)
 
 X = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
 ALONG = np.array([[0.7, -1.1, 0.4], [-0.3, 0.8, 1.9]])  # tangents, or upstream gradients
@@ -247,6 +254,97 @@ class TestLinearRules:
         digits = {"float16": 1e-2, "bfloat16": 1e-1, "float32": 1e-3, "float64": 1e-9}[dtype]
         atol = digits * np.max(np.abs(expected))
         np.testing.assert_allclose(tf.cast(came, "float64"), expected, atol=atol)
+
+
+near = on_host(lambda u: np.asarray(0.9 * u, u.dtype))  # what TensorFlow cannot transpose
+
+
+def _first_by_host(u):
+    return tf.concat([near(u[:1]), u[1:]], 0)
+
+
+def _softmax(u, x):
+    s = tf.nn.softmax(x)
+    return s * (u - tf.reduce_sum(s * u, -1, keepdims=True))
+
+
+ONE_ZERO = np.arange(4.0)
+SATURATED = np.array([[0.3, -0.2, 0.9], [17.0, 0.0, 0.5], [40.0, 1.0, 0.0]])
+LONG = np.sin(np.arange(5003.0))
+# Rules of which a part is lost, and the points.
+LOST = {
+    "one of many members": (lambda u, x: _first_by_host(u), LONG),
+    "one of many rows": (lambda u, x: tf.reverse(_first_by_host(u), [1]), np.add.outer(LONG, [1, 2])),
+    "a small member": (lambda u, x: _first_by_host(u) * [1.0, 1e5], [1.0, 2.0]),
+    "beside log(0)": (lambda u, x: tf.reverse(_first_by_host(tf.reverse(u, [0])), [0]) / x, ONE_ZERO),
+    "everything beside log(0)": (lambda u, x: tf.abs(u) / x, ONE_ZERO),
+}  # fmt: skip
+# Rules that are linear, and whose numbers may make one doubt it.
+FINE = {
+    "members of all sizes": (lambda u, x: u * tf.exp(x), [-30.0, 0.0, 30.0]),
+    "log(0)": (lambda u, x: u / x, ONE_ZERO),
+    "log(0) in a sum": (lambda u, x: tf.reduce_sum(u / x) + u, ONE_ZERO),
+    "log(0) and another member": (lambda u, x: u / x + tf.reverse(u, [0]), ONE_ZERO),
+    "rounding in one member": (_softmax, SATURATED),
+    "weakly coupled": (lambda u, x: u * [1e3, 1.0] + 1e-5 * tf.reduce_sum(u * [1e3, 0.0]), [1.0, 2.0]),
+    "nothing": (lambda u, x: 0 * u, [1.0, 2.0]),
+    "many": (lambda u, x: tf.exp(3 * x) * u, LONG),
+    "many sums": (lambda u, x: tf.cumsum(u * x), LONG),
+    "no members": (lambda u, x: u * x, np.zeros([0, 3])),
+}  # fmt: skip
+SOME_WAYS = ["eager", "in tf.function", "around tf.function", "in XLA"]
+
+
+class TestPartsThatAreLost:
+    """What is large, many or not finite does not hide them."""
+
+    @pytest.mark.parametrize(("form", "way", "rule"), spread(TRANSPOSED, SOME_WAYS[:3], LOST))
+    def test_are_found(self, form, way, rule):
+        (make, mode), (rule, x) = TRANSPOSED[form], LOST[rule]
+        x = tf.constant(x, tf.float32)
+        run = WAYS[way](mode, make(lambda u, x: rule(u, x) + 0 * x))
+        assert is_loud(run, x, tf.ones_like(x))
+
+    @pytest.mark.parametrize("size", [1.0, 1e6, 1e9])
+    @pytest.mark.parametrize("way", SOME_WAYS[:3])
+    @pytest.mark.parametrize("form", ["arguments", "results", "upstream", "gradients"])
+    def test_of_several(self, form, way, size):
+        """Of which another is large."""
+        two = sgtrick.custom_jvp(lambda x, y: x + y)
+        two.defjvp(lambda _, ts: (None, size * ts[0] + near(ts[1])))
+        pair = sgtrick.custom_jvp(lambda x: (x, x))
+        pair.defjvp(lambda _, ts: (None, (size * ts[0], near(ts[0]))))
+        mode, f = {
+            "arguments": (reverse, lambda x: two(tf.stop_gradient(x), x)),
+            "results": (reverse, lambda x: pair(x)[1]),
+            "upstream": (
+                forward,
+                lambda x: sgtrick.custom_vjp(lambda x: ((x, x), lambda u, v: size * u + near(v)))(
+                    x
+                )[1],
+            ),
+            "gradients": (
+                forward,
+                lambda x: sgtrick.custom_vjp(lambda x, y: (x + y, lambda u: (size * u, near(u))))(
+                    tf.stop_gradient(x), x
+                ),
+            ),
+        }[form]
+        assert is_loud(WAYS[way](mode, f), tf.constant(0.5), tf.constant(1.0))
+
+    @pytest.mark.parametrize(("form", "way", "rule"), spread(TRANSPOSED, SOME_WAYS, FINE))
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+    def test_are_not_seen_where_nothing_is(self, form, way, rule, dtype):
+        (make, mode), (rule, x) = TRANSPOSED[form], FINE[rule]
+        x = tf.cast(x, dtype)
+        f = make(lambda u, x: tf.cast(rule(*(tf.cast(t, dtype) for t in (u, x))), dtype))
+        came = WAYS[way](mode, f)(x, tf.ones_like(x))
+        with tf.GradientTape() as tape:
+            u = tf.ones_like(x)
+            tape.watch(u)
+            y = rule(u, x)
+        expected = tape.gradient(y, u, tf.ones_like(x))
+        np.testing.assert_array_equal(tf.math.is_finite(came), tf.math.is_finite(expected))
 
 
 def _scaled(pull):
