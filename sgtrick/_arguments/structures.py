@@ -14,7 +14,7 @@ class Leaf(NamedTuple):
 
     path: str  # its place in the structure: "['a'][0]"
     x: Tensor  # B + D
-    gx: Tensor  # B + R + D, of the dtype that it has when it multiplies x
+    gx: Tensor  # B + R + D, in the dtype of products
     batch_ndims: Ndims  # len(B)
 
 

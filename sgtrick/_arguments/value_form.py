@@ -108,7 +108,11 @@ class Product:
 
     def times(self, z: Sequence[Tensor]) -> list[Tensor]:
         """Returns `H z`, each of the shape and dtype of its `gx`."""
-        by_path = {leaf.path: z_i for leaf, z_i in zip(self._leaves, z, strict=True)}
+        of_leaves = zip(self._leaves, z, strict=True)
+        by_path = {
+            leaf.path: self._backend.cast(z_i, self._backend.dtype_of(leaf.x))
+            for leaf, z_i in of_leaves
+        }
         v = [by_path.get(path) for path, _ in structures.flatten(self._x)]
         product = self._hx(self._backend.pack(self._x, v))
         products = {path: hv for path, _, hv in structures.pair(self._x, product, gx_name="hx(v)")}

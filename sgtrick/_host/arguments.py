@@ -112,6 +112,9 @@ def tensors_of(
         shape = structures.static_shape(x)
         if shape is not None and len(shape) < ndims:
             raise too_few_dimensions(path, shape, ndims)
+        if x.dtype.is_floating and x.dtype.size < 4:
+            # Gradients are added up over the batch, and in half precision a sum stops at 2,048.
+            x = tf.cast(x, _widest([tf.float32, tf.as_dtype(default)]))
         xs.append(x)
         dtypes.append(x.dtype.as_numpy_dtype if x.dtype.is_floating else None)
     return xs, dtypes, common
