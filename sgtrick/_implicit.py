@@ -170,7 +170,7 @@ def implicit_reparameterize(
 def _reparameterized(
     distribution_cdf: Function, sample: Structure, params: Structure, event_ndims: int
 ) -> Structure:
-    sample = _floating(sample, "sample")
+    sample = _floating(sample, "sample", tf.nest.flatten(params))
     _check_ndims(event_ndims, "event_ndims")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
     if isinstance(rank, int) and rank < event_ndims:
@@ -192,8 +192,8 @@ def _root(
     solve: Function | None = None,
 ) -> Structure:
     name, x_name = names
-    rows = _Rows(x_star, batch_ndims, x_name)
     flat = tf.nest.flatten(theta)
+    rows = _Rows(x_star, batch_ndims, x_name, flat)
     places = [i for i, t in enumerate(flat) if structures.has_derivatives(t)]
 
     def of_rows(x: Tensor, *thetas: Tensor) -> list[Tensor]:
@@ -204,7 +204,10 @@ def _root(
         return [rows.checked(returned, f"the result of {name}")]
 
     x = rows.pack(rows.stars)
-    thetas = [graphs.here(structures.as_tensor(flat[i])) for i in places]
+    beside = [*rows.stars, *flat]
+    thetas = [
+        graphs.here(structures.to_tensor(flat[i], f"argument {i}", beside=beside)) for i in places
+    ]
     traced = tracing.Traced(of_rows, [x, *thetas])
     if not connections.are_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
@@ -399,11 +402,14 @@ class _Rows:
         stars: The leaves of the structure, stopped.
     """
 
-    def __init__(self, x_star: Structure, batch_ndims: Ndims, name: str) -> None:
+    def __init__(
+        self, x_star: Structure, batch_ndims: Ndims, name: str, theta: Sequence[object]
+    ) -> None:
         self._x_star, self._name = x_star, name
+        leaves = list(structures.flatten(x_star))
+        beside = [x for _, x in leaves if hasattr(x, "dtype")] or theta
         self.stars = [
-            tf.stop_gradient(_floating(x, f"{name}{path}"))
-            for path, x in structures.flatten(x_star)
+            tf.stop_gradient(_floating(x, f"{name}{path}", beside)) for path, x in leaves
         ]
         dtypes = sorted({x.dtype.name for x in self.stars})
         if len(dtypes) != 1:
@@ -526,8 +532,8 @@ def _inverse(j: Tensor) -> Tensor:
     return tf.cast(tf.where(regular, inverse, np.nan), dtype)
 
 
-def _floating(value: TensorLike, name: str) -> Tensor:
-    value = structures.to_tensor(value, name)
+def _floating(value: TensorLike, name: str, beside: Sequence[object]) -> Tensor:
+    value = structures.to_tensor(value, name, beside=beside)
     if not value.dtype.is_floating:
         advice = "Pass its real and imaginary parts." if value.dtype.is_complex else "Cast it."
         raise TypeError(f"{name} has dtype {value.dtype.name}, expected a floating dtype. {advice}")

@@ -144,7 +144,7 @@ def _with_gradient(
                 return _with_variables(function.name, point, f, grad, jacobians)
             at = point.read()
             value = ValueAtPoint.of(function.name, point, f)
-            y = checked_value(value.result, function.name)
+            y = checked_value(value.result, function.name, point.call)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(grad), y)
@@ -183,7 +183,7 @@ def _with_variables(
     passed = [*others.xs, *point.stopped_xs]
     with tracing.differentiated(others.xs) as pull_back:
         y, used = uses.call(lambda: call(f), passed)
-    y = checked_value(y, name)
+    y = checked_value(y, name, point.call)
     leaves = [leaf for leaf in call.leaves if structures.is_dense(leaf)]
     variables = besides(used.variables, leaves)
     values = [structures.as_tensor(v) for v in variables]

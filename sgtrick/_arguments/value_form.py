@@ -13,17 +13,21 @@ def at_point(
     backend: Backend, fx: Structure, gx: Structure, x: Structure, batch_ndims: int | None
 ) -> tuple[Tensor, list[Leaf]]:
     """Returns the value, and the points with the Jacobians that are not None."""
-    pairs = [
-        (path, backend.to_tensor(x, f"x{path}"), gx)
-        for path, x, gx in structures.pair(x, gx)
-        if gx is not None
-    ]
-    dtype = None
-    if type(fx) is float and pairs:  # has no dtype, and gets the precision of x
-        dtype = backend.dtype_of(pairs[0][1])
-        dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-        dtype = dtype if dtypes.is_differentiable(dtype) else None
-    fx = backend.to_tensor(fx, "fx", dtype=dtype)
+    pairs = [(path, x, gx) for path, x, gx in structures.pair(x, gx) if gx is not None]
+    places = {"fx": fx, **{f"x{path}": x for path, x, _ in pairs}}
+    # Numbers of Python have no dtype, and get the precision of the others.
+    own = {
+        name: backend.to_tensor(t, name)
+        for name, t in places.items()
+        if type(t) not in (float, complex)
+    }
+    beside = list(map(backend.dtype_of, own.values()))
+    read = own | {
+        name: backend.to_tensor(t, name, dtype=dtypes.of_number(t, beside))
+        for name, t in places.items()
+        if name not in own
+    }
+    fx, pairs = read["fx"], [(path, read[f"x{path}"], gx) for path, _, gx in pairs]
     dtypes.check_differentiable(backend.dtype_of(fx), "fx")
     return fx, [
         backend.leaf(path, x, gx, fx, batch_ndims, Names("fx", f"gx{path}", f"x{path}"))
