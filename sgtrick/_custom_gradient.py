@@ -74,9 +74,9 @@ def custom_gradient(
         fx: The value at `x`: tensor, variable, array or number, floating or complex. It is stopped,
             so that nothing it was computed from gets a gradient, except through `x`.
         gx: The Jacobian at `x`, in the structure of `x`. None instead of a leaf: no gradient
-            there. For a leaf in a list it may be a nested list of numbers. Cast to the dtype of its
-            leaf. Complex: the derivative in `df = gx dx`, so that the tape returns `u * conj(gx)`
-            as for native code; for a real `fx` of a complex `x`, `df = Re(gx dx)`.
+            there. For a leaf in a list it may be a nested list of numbers. It may have another
+            precision. Complex: the derivative in `df = gx dx`, so that the tape returns
+            `u * conj(gx)` as for native code; for a real `fx` of a complex `x`, `df = Re(gx dx)`.
         x: The point: tensor, `tf.Variable`, Keras variable, array or number, or any structure of
             these. Leaves of int, bool or string dtype are allowed where `gx` is None.
         fx_gx_manually_stopped: Does not stop `fx`, `gx` and `hx`: other tensors that they depend on
@@ -100,8 +100,9 @@ def custom_gradient(
         A tensor with the dtype, shape and value of `fx`, even where `gx` and `x` are not finite.
         For an upstream gradient `u`, of the shape of `fx`, each leaf gets
         `sum_R u[b, r] gx[b, r, d]` in its own dtype: no mean over the batch and no leak between its
-        members. It is 0 where `u` is 0, even if `gx` is not finite. At a point that is not finite,
-        the gradient of a member is either this or zero.
+        members. Products and sums are taken in the widest of the dtypes of `fx`, `gx` and the leaf,
+        at least in float32. It is 0 where `u` is 0, even if `gx` is not finite. At a point that is
+        not finite, the gradient of a member is either this or zero.
 
     Raises:
         TypeError: A dtype has no derivatives, `gx` is complex although `fx` and `x` are real, or an

@@ -108,12 +108,12 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
         if not point.xs:
             point.check_numbers(name)
             return y
-        ys = jvp_protocol.outputs_of(y, name)
+        ys = jvp_protocol.outputs_of(y, name, point.call)
 
         def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
             before = [call.values[i] for i in nondiff]
             result = jvp(*before, point.primals(call), point.tangents(ts))
-            return jvp_protocol.tangents_of(result, y, name)
+            return jvp_protocol.tangents_of(result, tf.nest.pack_sequence_as(y, ys), name)
 
         def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
             # A rule may call its function: on primals, or on tangents where the function is linear.

@@ -4,11 +4,11 @@ from __future__ import annotations  # signatures that show the names of types
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._arguments import calls, jvp_protocol, structures, vjp_protocol
+from sgtrick._arguments import calls, jvp_protocol, shapes, structures, vjp_protocol
 from sgtrick._arguments.nones import present
 from sgtrick._arguments.structures import numbers_of, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
@@ -118,7 +118,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
         own, names = function.receivers(call.values), function.names(call)  # self: no gradient
         point = Selection(call, range(own, len(call.values)), names, _is_input)
         at, n = point.read(), len(point.xs)
-        (y, grad_fn), used = uses.call(lambda: _value_and_rule(f, at(converted(f))), point.tensors)
+        (y, grad_fn), used = uses.call(lambda: _value_and_rule(f, at, converted), point.tensors)
         variables = besides(used.variables, call.leaves)
         inputs = [*point.xs, *map(structures.as_tensor, variables)]
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
@@ -128,13 +128,20 @@ def _custom_vjp(function: calls.Callee) -> Function:
 
         def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Gradient]:
             """The gradients with all that they depend on computed again, from other inputs."""
-            y, grad_fn = _value_and_rule(f, point.at(inputs[:n], at)(converted(f)))
-            return rule.gradients(grad_fn, y, us)
+            y, grad_fn = _value_and_rule(f, point.at(inputs[:n], at), converted)
+            return rule._replace(inputs=inputs).gradients(grad_fn, y, us)
+
+        def or_zeros(tangent: Tensor | None, x: Any) -> Tensor | None:
+            """A tangent; for numbers and arrays, which have none, zeros."""
+            if tangent is not None or not structures.has_derivatives(x):
+                return tangent
+            return tf.zeros_like(structures.to_tensor(x, "a tangent", beside=at.leaves))
 
         def tangents(ts: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tangent]:
             """What the JVP rule returns."""
             assert jvp is not None
-            primals, moving = point.primals(point.at(inputs[:n], at)), point.tangents(ts[:n])
+            primals = point.primals(point.at(inputs[:n], at))
+            moving = tf.nest.map_structure(or_zeros, point.tangents(ts[:n]), primals)
             found = converted(jvp)(*at.values[:own], primals, moving)
             pushed, of_variables = jvp_protocol.tangents_of(found, y, name), present(ts[n:])
             if not of_variables:
@@ -175,14 +182,17 @@ def _is_input(leaf: object) -> bool:
     return structures.may_be_recorded(numbers_of(leaf))
 
 
-def _value_and_rule(f: Function, returned: Structure) -> tuple[Structure, Function]:
-    """The value, as tensors, and the rule that `f` returned."""
-    y, grad_fn = vjp_protocol.value_and_rule(f, returned, "grad_fn")
+def _value_and_rule(
+    f: Function, at: calls.Call, converted: Callable[[Function], Function]
+) -> tuple[Structure, Function]:
+    """The value, as tensors, and the rule that `f` returns."""
+    y, grad_fn = vjp_protocol.value_and_rule(f, at(converted(f)), "grad_fn")
 
     def tensor(leaf: TensorLike) -> Tensor:
         if isinstance(leaf, tf.RaggedTensor):
             return leaf
-        return structures.to_tensor(leaf, f"the result of {calls.name_of(f)}")
+        name = f"the result of {calls.name_of(f)}"
+        return structures.to_tensor(leaf, name, beside=at.leaves)
 
     return tf.nest.map_structure(tensor, y), grad_fn
 
@@ -252,4 +262,9 @@ def _checked(gradient: TensorLike, x: Tensor, path: str, rule: str) -> Gradient:
     found = with_values(gradient, values)
     shape, expected = structures.static_shape(found), structures.static_shape(x)
     vjp_protocol.check_shape(shape, expected, path, rule)
-    return found
+    if shapes.is_known(shape, expected):
+        return found
+    rows = 1 if found is not values else 0  # of a table, any number
+    fits = structures.equal_shapes(tf.shape(values)[rows:], tf.shape(x)[rows:])
+    message = f"{rule} returned a gradient for {path} of shape"
+    return with_values(found, structures.checked(fits, values, message, "expected", x))

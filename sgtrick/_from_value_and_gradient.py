@@ -130,7 +130,7 @@ def _from_value_and_gradient(
             y, gradients = pair_of(value.result, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = pair_of(y, f"{name} must return ((value, aux), gradient)")
-            y = checked_value(y, name)
+            y = checked_value(y, name, point.call)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 return jacobians(call(f)[1], y)

@@ -85,9 +85,14 @@ def implicit_root(
         solve: Called as `solve(matvec, b)` when a derivative is requested; returns the `v` with
             `matvec(v) = b`, up to half of the digits of the dtype. `matvec` is linear: the product
             with `J` or with its transpose. `b`, `v`, and what `matvec` takes and returns have the
-            structure, shapes and dtype of `x_star`: it is one system for a batch, too. The solution
-            has derivatives of every order, by further solves; `solve` itself is not differentiated.
-            By default, `J` is a matrix and is decomposed.
+            structure, shapes and dtype of `x_star`: it is one system for a batch, too. What is
+            tested is the norm of `matvec(v) - b` beside that of `b`: of all unknowns, and of each
+            part that is a system of its own, so that a small one is solved as well as a large one
+            beside it. Parts are the leaves of `x_star`, and what its leading dimensions number; one
+            more product for each way to divide the unknowns finds out if they are systems of their
+            own. Within a system, equations should be of one size. The solution has derivatives of
+            every order, by further solves; `solve` itself is not differentiated. By default, `J` is
+            a matrix and is decomposed.
 
     Returns:
         The structure, dtype and value of `x_star`, even where it is not finite or not a root. Where
@@ -173,7 +178,7 @@ def implicit_reparameterize(
 def _reparameterized(
     distribution_cdf: Function, sample: Structure, params: Structure, event_ndims: int
 ) -> Structure:
-    sample = _floating(sample, "sample")
+    sample = _floating(sample, "sample", tf.nest.flatten(params))
     _check_ndims(event_ndims, "event_ndims")
     rank = tf.rank(sample) if sample.shape.rank is None else sample.shape.rank
     if isinstance(rank, int) and rank < event_ndims:
@@ -195,8 +200,8 @@ def _root(
     solve: Function | None = None,
 ) -> Structure:
     name, x_name, theta_name = names
-    rows = _Rows(x_star, batch_ndims, x_name)
     flat = tf.nest.flatten(theta)
+    rows = _Rows(x_star, batch_ndims, x_name, flat)
     # What holds tensors is passed on: the residual closes over these.
     places = [
         i
@@ -213,7 +218,8 @@ def _root(
 
     x = rows.pack(rows.stars)
     paths = [f"{theta_name}{path}" for path, _ in structures.flatten(theta)]
-    thetas = [graphs.here(structures.to_tensor(flat[i], paths[i])) for i in places]
+    beside = [*rows.stars, *flat]
+    thetas = [graphs.here(structures.to_tensor(flat[i], paths[i], beside=beside)) for i in places]
     traced = tracing.Traced(of_rows, [x, *thetas])
     if not connections.are_connected(traced.outputs[0], traced.inputs[:1]):
         raise ValueError(
@@ -408,12 +414,13 @@ class _Rows:
         stars: The leaves of the structure, stopped.
     """
 
-    def __init__(self, x_star: Structure, batch_ndims: Ndims, name: str) -> None:
+    def __init__(
+        self, x_star: Structure, batch_ndims: Ndims, name: str, theta: Sequence[object]
+    ) -> None:
         self._x_star, self._name = x_star, name
-        self.stars = [
-            tf.stop_gradient(_floating(x, f"{name}{path}"))
-            for path, x in structures.flatten(x_star)
-        ]
+        leaves = list(structures.flatten(x_star))
+        beside = [x for _, x in leaves if hasattr(x, "dtype")] or theta
+        self.stars = [tf.stop_gradient(_floating(x, f"{name}{path}", beside)) for path, x in leaves]
         dtypes = sorted({x.dtype.name for x in self.stars})
         if len(dtypes) != 1:
             raise TypeError(
@@ -463,10 +470,74 @@ class _Rows:
                 return self.unpack(product(self.checked(v, "the argument of matvec")))
 
             v = self.checked(solve(matvec, self.unpack(b)), "the result of solve")
-            fits = adjoint.are_near(tf.norm(product(v) - b), tf.norm(b))
-            return _unless(fits, _NOT_SOLVED, v)
+            return _unless(self._solves(v, product, b), _NOT_SOLVED, v)
 
         return of_rows
+
+    def _solves(self, v: Tensor, product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
+        """Whether `v` solves each system that `b` consists of, up to half of the digits.
+
+        One norm over several systems would not see what is wrong with a small one. These are
+        systems of their own if `v`, with each part multiplied by another number, has a product in
+        which each part is multiplied by its number.
+        """
+        image = product(v)
+        holds = _near(self._parts(image - b, 0), self._parts(b, 0))
+        for ndims, by_leaf in self._divisions():
+            scaled = self._scaled(image, ndims, by_leaf=by_leaf)
+            moved = product(self._scaled(v, ndims, by_leaf=by_leaf)) - scaled
+            error, size, moved, scaled = (
+                self._parts(t, ndims, by_leaf=by_leaf) for t in (image - b, b, moved, scaled)
+            )
+            holds &= _near(error, size) | ~_near(moved, scaled)
+        return holds
+
+    def _divisions(self) -> list[tuple[int, bool]]:
+        """Ways to divide the unknowns: by how many leading dimensions, and whether by leaves."""
+        known = [structures.static_shape(star) or () for star in self.stars]
+        if len(known) == 1:
+            return [(ndims + 1, False) for ndims in range(len(known[0]))]
+        by_leaf = [(ndims, True) for ndims in range(min(map(len, known)) + 1)]
+        alike = [None not in n and len(set(n)) == 1 for n in zip(*known, strict=False)]
+        common = itertools.takewhile(bool, alike)
+        return [*by_leaf, *((ndims, False) for ndims, _ in enumerate(common, 1))]
+
+    def _scaled(self, rows: Tensor, ndims: int, *, by_leaf: bool) -> Tensor:
+        """Rows with each part multiplied by another number."""
+        leaves = tf.nest.flatten(self.unpack(rows))
+        likes = [tf.zeros(tf.shape(leaf)[:ndims], leaf.dtype) for leaf in leaves]
+        factors = adjoint.probes(likes) if by_leaf else [adjoint.probes([t])[0] for t in likes]
+
+        def scaled(leaf: Tensor, factor: Tensor) -> Tensor:
+            ones = tf.ones([tf.rank(leaf) - ndims], tf.int32)
+            return leaf * tf.reshape(factor, tf.concat([tf.shape(factor), ones], 0))
+
+        return self.pack(list(map(scaled, leaves, factors)))
+
+    def _parts(self, rows: Tensor, ndims: int, *, by_leaf: bool = False) -> list[Tensor]:
+        """For each part, the numbers in it, along the last dimension."""
+        leaves = tf.nest.flatten(self.unpack(rows))
+        flat = [tf.reshape(t, tf.concat([tf.shape(t)[:ndims], [-1]], 0)) for t in leaves]
+        return flat if by_leaf else [tf.concat(flat, -1)]
+
+
+def _near(differences: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+    """Whether the norms of differences are rounding, beside those of numbers.
+
+    Norms are along the last dimension.
+    """
+
+    def norms(t: Tensor, unit: Tensor) -> Tensor:
+        return tf.norm(structures.wide(t / unit), axis=-1)
+
+    fits = []
+    for difference, of in zip(differences, numbers, strict=True):
+        # In units of the largest number, since squares of small ones are zero.
+        largest = tf.reduce_max(tf.abs(of), -1, keepdims=True)
+        unit = tf.where(largest > 0, largest, tf.ones_like(largest))
+        ratio = tf.cast(norms(difference, unit) / norms(of, unit), of.dtype)
+        fits.append(tf.reduce_all(adjoint.are_near(ratio, tf.ones_like(ratio))))
+    return tf.reduce_all(tf.stack(fits))
 
 
 def _check_batches(stars: list[Tensor], batch_ndims: int, name: str) -> None:
@@ -503,8 +574,10 @@ _ASSIGNED = (
 
 _NOT_SOLVED = (
     "solve(matvec, b) returned a v for which matvec(v) is not b, not even up to half of the digits "
-    "of the dtype. Raise its number of steps, lower its tolerance, or use a method for matrices "
-    "like the Jacobian of the residual and its transpose, which need not be symmetric."
+    "of the dtype: in all, or for a part that is a system of its own, such as a member of a batch. "
+    "Raise its number of steps, lower its tolerance, make it relative to the b of each part, or "
+    "use a method for matrices like the Jacobian of the residual and its transpose, which need not "
+    "be symmetric."
 )
 
 
@@ -535,8 +608,8 @@ def _inverse(j: Tensor) -> Tensor:
     return tf.cast(tf.where(regular, inverse, np.nan), dtype)
 
 
-def _floating(value: TensorLike, name: str) -> Tensor:
-    value = structures.to_tensor(value, name)
+def _floating(value: TensorLike, name: str, beside: Sequence[object]) -> Tensor:
+    value = structures.to_tensor(value, name, beside=beside)
     if not value.dtype.is_floating:
         advice = "Pass its real and imaginary parts." if value.dtype.is_complex else "Cast it."
         raise TypeError(f"{name} has dtype {value.dtype.name}, expected a floating dtype. {advice}")

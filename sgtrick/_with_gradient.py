@@ -122,7 +122,7 @@ def _with_gradient(
 
             at = point.read()
             value = ValueAtPoint.of(function.name, point, f)
-            y = checked_value(value.result, function.name)
+            y = checked_value(value.result, function.name, point.call)
 
             def evaluated(call: calls.Call) -> list[Leaf | None]:
                 defaulted = function.defaulted(point.call)

@@ -118,7 +118,11 @@ class Backend:
         """
         x = self.to_tensor(x, names.x)
         fx_dtype, x_dtype = self.dtype_of(fx), self.dtype_of(x)
-        dtype = dtypes.of_jacobian(fx_dtype, x_dtype, names)
+        # Which has no dtype of its own.
+        is_number = structures.is_python_number(gx) or type(gx) is complex
+        gx = gx if is_number else self.to_tensor(gx, names.gx)
+        gx_dtype = x_dtype if is_number else self.dtype_of(gx)
+        dtype = dtypes.of_jacobian(fx_dtype, gx_dtype, x_dtype, names)
         why = f"{names.fx} is {fx_dtype} and {names.x} is {x_dtype}"
         gx = self.to_dtype(gx, dtype, names.gx, why)
         known = self.shape_of(fx), self.shape_of(gx), self.shape_of(x)

@@ -13,8 +13,10 @@ def is_differentiable(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def of_jacobian(fx: str, x: str, names: Names) -> str:
-    """Returns the dtype that a Jacobian has when it multiplies `x`.
+def of_jacobian(fx: str, gx: str, x: str, names: Names) -> str:
+    """Returns the dtype in which a Jacobian is multiplied, and the products are added up.
+
+    That is the widest of the three. In half precision, a sum over a batch would stop at 2,048.
 
     Raises:
         TypeError: `x` has no derivatives.
@@ -24,9 +26,37 @@ def of_jacobian(fx: str, x: str, names: Names) -> str:
             f"{names.x} has dtype {x}, which has no derivatives, but {names.gx} is not "
             f"None. Pass None there, or cast {names.x} to a floating dtype."
         )
-    if is_complex(fx) and not is_complex(x):
-        return "complex128" if x == "float64" else "complex64"
-    return x
+    is_double = not {"float64", "complex128"}.isdisjoint((fx, gx, x))
+    if is_complex(fx) or is_complex(x):
+        return "complex128" if is_double else "complex64"
+    return "float64" if is_double else "float32"
+
+
+def of_number(value: object, beside: Iterable[str]) -> str | None:
+    """Returns the dtype in which a number of Python is read, which has none of its own.
+
+    That is the widest of those beside it, real for a real number. None: it is no such number, or
+    nothing beside it has derivatives.
+    """
+    if type(value) not in (float, complex):
+        return None
+    dtype = widest(map(real_of, beside))
+    if type(value) is complex and dtype is not None:
+        return "complex128" if dtype == "float64" else "complex64"
+    return dtype
+
+
+def widest(dtypes: Iterable[str]) -> str | None:
+    """The smallest floating dtype that holds all floating ones of these, None if there are none."""
+    found = {dtype for dtype in dtypes if is_differentiable(dtype)}
+    if "float64" in found:
+        return "float64"
+    return "float32" if len(found) > 1 else next(iter(found), None)
+
+
+def real_of(dtype: str) -> str:
+    """The dtype of the real part."""
+    return {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
 
 
 def check_differentiable(dtype: str, name: str) -> None:

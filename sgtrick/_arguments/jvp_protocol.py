@@ -1,7 +1,5 @@
 """What `custom_jvp` and `custom_vjp` require of a JVP rule."""
 
-import tensorflow as tf
-
 from sgtrick._arguments import calls, structures
 from sgtrick._types import Function, Structure, Tangent, Tensor
 
@@ -14,10 +12,11 @@ def rule_of(jvp: Function) -> Function:
     return inside
 
 
-def outputs_of(y: Structure, name: str) -> list[Tensor]:
-    """The leaves of a value, as tensors."""
+def outputs_of(y: Structure, name: str, call: calls.Call) -> list[Tensor]:
+    """The leaves of the value of a call, as tensors."""
     return [
-        structures.to_tensor(leaf, path) for path, leaf in structures.flatten(y, f"{name}(...)")
+        structures.to_tensor(leaf, path, beside=call.leaves)
+        for path, leaf in structures.flatten(y, f"{name}(...)")
     ]
 
 
@@ -26,7 +25,7 @@ def tangents_of(result: Structure, y: Structure, name: str) -> list[Tangent]:
 
     Args:
         result: The pair `(primal_out, tangent_out)`.
-        y: The value.
+        y: The value, of tensors.
         name: The name of the function in errors.
 
     Raises:
@@ -45,7 +44,9 @@ def tangents_of(result: Structure, y: Structure, name: str) -> list[Tangent]:
 
 def _checked(tangent: Tensor, y: Tensor, path: str) -> Tensor:
     """A tangent, checked to have the dtype and shape of its output."""
-    tangent, y = structures.to_tensor(tangent, f"the tangent of {path}"), tf.convert_to_tensor(y)
+    is_number = type(tangent) in (int, float, complex)  # which has no dtype of its own
+    dtype = y.dtype if is_number else None
+    tangent = structures.to_tensor(tangent, f"the tangent of {path}", dtype=dtype)
     if tangent.dtype != y.dtype or not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"The tangent of {path} has dtype {tangent.dtype.name}, the output {y.dtype.name}. "

@@ -1,11 +1,11 @@
 """Structures as leaves with paths; checks of leaves whose errors name them by path."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._arguments import shapes
+from sgtrick._arguments import dtypes, shapes
 from sgtrick._types import DType, DTypeLike, Ndims, Structure, Tensor, TensorLike
 
 
@@ -14,7 +14,7 @@ class Leaf(NamedTuple):
 
     path: str  # its place in the structure: "['a'][0]"
     x: Tensor  # B + D
-    gx: Tensor  # B + R + D, of the dtype that it has when it multiplies x
+    gx: Tensor  # B + R + D, in the dtype of products
     batch_ndims: Ndims  # len(B)
 
 
@@ -201,15 +201,35 @@ def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
     return t
 
 
-def to_tensor(value: TensorLike, name: str, *, dtype: DTypeLike | None = None) -> Tensor:
-    """`tf.convert_to_tensor` whose errors name the argument."""
+def to_tensor(
+    value: TensorLike,
+    name: str,
+    *,
+    dtype: DTypeLike | None = None,
+    beside: Iterable[object] = (),
+) -> Tensor:
+    """`tf.convert_to_tensor` whose errors name the argument.
+
+    A number of Python has no dtype, and gets that of the leaves beside it, if it is not stated.
+    """
     refuse(value, name)
+    if dtype is None:
+        dtype = dtypes.of_number(value, (_dtype_of(leaf) for leaf in beside))
     if dtype is None and isinstance(value, tf.Tensor):
         return value
     try:
         return as_tensor(value, dtype)
     except (TypeError, ValueError) as error:
         raise no_tensor(value, name, error) from error
+
+
+def _dtype_of(leaf: Any) -> str:
+    """The dtype with which a leaf is read, or nothing for what has no derivatives or no dtype."""
+    if not (hasattr(leaf, "dtype") and has_derivatives(leaf)):
+        return ""
+    # A Keras layer reads a variable in another dtype than its own.
+    dtype = as_tensor(leaf).dtype if hasattr(leaf, "assign") else tf.as_dtype(leaf.dtype)
+    return str(dtype.name)
 
 
 def refuse(value: object, name: str) -> None:

@@ -13,23 +13,30 @@ def at_point(
     backend: Backend, fx: Structure, gx: Structure, x: Structure, batch_ndims: int | None
 ) -> tuple[Tensor, list[Leaf]]:
     """Returns the value, and the points with the Jacobians that are not None."""
-    pairs = [
-        (path, backend.to_tensor(x, f"x{path}"), gx)
-        for path, x, gx in structures.pair(x, gx)
-        if gx is not None
-    ]
-    dtype = None
-    if structures.is_python_number(fx) and pairs:  # has no dtype, and gets the precision of x
-        dtype = backend.dtype_of(pairs[0][1])
-        dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-        has_point = any(type(number) is float for _, number in structures.flatten(fx))
-        dtype = dtype if has_point and dtypes.is_differentiable(dtype) else None
-    fx = backend.to_tensor(fx, "fx", dtype=dtype)
+    pairs = [(path, x, gx) for path, x, gx in structures.pair(x, gx) if gx is not None]
+    places = {"fx": fx, **{f"x{path}": x for path, x, _ in pairs}}
+    # Numbers of Python have no dtype, and get the precision of the others.
+    numbers = {name: _number_in(t) for name, t in places.items()}
+    own = {name: backend.to_tensor(t, name) for name, t in places.items() if numbers[name] is None}
+    beside = list(map(backend.dtype_of, own.values()))
+    read = own | {
+        name: backend.to_tensor(places[name], name, dtype=dtypes.of_number(number, beside))
+        for name, number in numbers.items()
+        if number is not None
+    }
+    fx, pairs = read["fx"], [(path, read[f"x{path}"], gx) for path, _, gx in pairs]
     dtypes.check_differentiable(backend.dtype_of(fx), "fx")
     return fx, [
         backend.leaf(path, x, gx, fx, batch_ndims, Names("fx", f"gx{path}", f"x{path}"))
         for path, x, gx in pairs
     ]
+
+
+def _number_in(value: Structure) -> float | complex | None:
+    """The number of Python that a value is, or one in a list of such; None for all else."""
+    is_list = structures.is_python_number(value)
+    numbers = [n for _, n in structures.flatten(value)] if is_list else [value]
+    return next((n for n in numbers if type(n) in (float, complex)), None)
 
 
 Rows = list[list[Leaf | None]]
@@ -109,7 +116,11 @@ class Product:
 
     def times(self, z: Sequence[Tensor]) -> list[Tensor]:
         """Returns `H z`, each of the shape and dtype of its `gx`."""
-        by_path = {leaf.path: z_i for leaf, z_i in zip(self._leaves, z, strict=True)}
+        of_leaves = zip(self._leaves, z, strict=True)
+        by_path = {
+            leaf.path: self._backend.cast(z_i, self._backend.dtype_of(leaf.x))
+            for leaf, z_i in of_leaves
+        }
         v = [by_path.get(path) for path, _ in structures.flatten(self._x)]
         product = self._hx(self._backend.pack(self._x, v))
         products = {path: hv for path, _, hv in structures.pair(self._x, product, gx_name="hx(v)")}

@@ -109,20 +109,25 @@ class Product(value_form.Product):
         """From tangents of the points to tangents of the gradients."""
         xs = [leaf.x for leaf in self._leaves]
         if self._is_symmetric():
-            return list(symmetric(self._name, lambda _, vs: self.times(vs), (), xs).push(*tangents))
+            pairs = zip(self._leaves, tangents, strict=True)
+            vs = [tf.cast(t, leaf.gx.dtype) for leaf, t in pairs]
+            return list(symmetric(self._name, lambda _, vs: self.times(vs), (), xs).push(*vs))
         return embedding.refused(self._name, self.times(tangents), xs, self._third())
 
     def pull(self, *z: Tensor) -> list[Gradient]:
         """From cotangents of the gradients to cotangents of the points."""
-        if self._is_symmetric():
-            return [TENSORFLOW.conj(hz) for hz in self.push(*map(TENSORFLOW.conj, z))]
         xs = [leaf.x for leaf in self._leaves]
+        if self._is_symmetric():
+            pulled = self.push(*map(TENSORFLOW.conj, z))
+            return [tf.cast(TENSORFLOW.conj(hz), x.dtype) for hz, x in zip(pulled, xs, strict=True)]
         return embedding.refused(self._name, self._summed(z), xs, self._third())
 
     def _is_symmetric(self) -> bool:
         """Whether `H` is its own transpose: one for the whole range, and real for real points."""
         is_one = self._fx.shape.rank == self._leaves[0].batch_ndims
-        return bool(is_one) and all(leaf.gx.dtype == leaf.x.dtype for leaf in self._leaves)
+        return bool(is_one) and all(
+            leaf.gx.dtype.is_complex == leaf.x.dtype.is_complex for leaf in self._leaves
+        )
 
     def _summed(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The sum over the range of the products with cotangents."""

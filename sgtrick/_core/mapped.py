@@ -55,7 +55,7 @@ def of_batch(
         gradients = spread(mapped, member.outputs)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, inputs, strict=True)):
             if g is not None:
-                g = g if is_stacked else tf.reduce_sum(g, 0)
+                g = g if is_stacked else tf.cast(tf.reduce_sum(structures.wide(g), 0), g.dtype)
                 g.set_shape(x.shape)
                 gradients[i] = g
         return gradients

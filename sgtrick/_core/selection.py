@@ -43,7 +43,8 @@ class Selection:
             for i, (place, leaf) in enumerate(by_argument[k], starts[k]):
                 if differentiated(leaf):
                     self._places.append(i)
-                    x = structures.to_tensor(numbers_of(leaf), names[k] + place)
+                    name = names[k] + place
+                    x = structures.to_tensor(numbers_of(leaf), name, beside=self._leaves)
                     self.xs.append(tapes.own_copy(x))
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)

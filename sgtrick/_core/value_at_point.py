@@ -85,14 +85,14 @@ def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> Sel
     return point
 
 
-def checked_value(y: Structure, name: str) -> Tensor:
+def checked_value(y: Structure, name: str, call: calls.Call) -> Tensor:
     """The value that the function `name` returned, checked to be one tensor with derivatives."""
     if isinstance(y, (tuple, list, dict)):  # converting would stack a list
         raise TypeError(
             f"{name} must return one tensor, got a {structures.kind_of(y)}. For several outputs "
             "use sgtrick.custom_jvp or sgtrick.custom_vjp."
         )
-    y = structures.to_tensor(y, f"the result of {name}")
+    y = structures.to_tensor(y, f"the result of {name}", beside=call.leaves)
     if not structures.is_differentiable(y.dtype):
         raise TypeError(
             f"{name} returned dtype {y.dtype.name}, which has no derivatives. Cast it to a "

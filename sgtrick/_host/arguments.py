@@ -8,9 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, shapes, structures
+from sgtrick._arguments import dtypes as of_dtypes
 from sgtrick._host import foreign
 from sgtrick._host.contract import too_few_dimensions
-from sgtrick._types import Args, DType, DTypeLike, Kwargs, Structure, Tensor
+from sgtrick._types import Args, DTypeLike, Kwargs, Structure, Tensor
 
 
 def by_position(
@@ -121,8 +122,8 @@ def tensors_of(
         None if type(leaf) is float else structures.to_tensor(leaf, path) for path, leaf, _ in flat
     ]
     # A Python float has no dtype of its own: it takes that of the others, or the engine's.
-    floating = [x.dtype for x in read if x is not None and x.dtype.is_floating]
-    common = _widest(floating) if floating else default
+    floating = [x.dtype.name for x in read if x is not None and x.dtype.is_floating]
+    common = tf.as_dtype(of_dtypes.widest(floating) or default)
     xs, dtypes = [], []
     for (path, leaf, ndims), x in zip(flat, read, strict=True):
         if x is None:
@@ -135,16 +136,12 @@ def tensors_of(
         shape = structures.static_shape(x)
         if shape is not None and len(shape) < ndims:
             raise too_few_dimensions(path, shape, ndims)
+        if x.dtype.is_floating and x.dtype.size < 4:
+            # Gradients are added up over the batch, and in half precision a sum stops at 2,048.
+            x = tf.cast(x, of_dtypes.widest(["float32", tf.as_dtype(default).name]))
         xs.append(x)
         dtypes.append(x.dtype.as_numpy_dtype if x.dtype.is_floating else None)
-    return xs, dtypes, common
-
-
-def _widest(dtypes: Sequence[DType]) -> DTypeLike:
-    """The smallest dtype that holds all others; float16 and bfloat16 need float32."""
-    size = max(dtype.size for dtype in dtypes)
-    widest = {dtype for dtype in dtypes if dtype.size == size}
-    return (widest.pop() if len(widest) == 1 else tf.float32).as_numpy_dtype
+    return xs, dtypes, common.as_numpy_dtype
 
 
 def broadcast_batches(

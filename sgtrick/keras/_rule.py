@@ -40,12 +40,12 @@ class Rule:
         """Returns the outputs at `xs`, and the pullback from them to `xs`."""
         if self._y is not None:
             y, pull = self._at(xs)
-            return _outputs(y), pull
+            return self._outputs(y), pull
         # State is changed in the first call alone; torch.compile forbids it in a derivative.
         with _Uses() as uses:
             self._y, pull = self._at(xs)
         uses.check_none(self.__name__)
-        return _outputs(self._y), pull
+        return self._outputs(self._y), pull
 
     def _at(self, xs: Sequence[Tensor]) -> tuple[Structure, Pullback]:
         some = iter(xs)
@@ -67,6 +67,15 @@ class Rule:
             ]
 
         return y, pull
+
+    def _outputs(self, y: Structure) -> list[Tensor]:
+        def tensor(leaf: TensorLike) -> Tensor:
+            if ops.is_tensor(leaf):  # left alone: on tensorflow they may be ragged or sparse
+                return leaf
+            dtype = dtypes.of_number(leaf, map(KERAS.dtype_of, self.inputs))
+            return ops.convert_to_tensor(leaf, dtype)
+
+        return list(map(tensor, _structures.leaves(y)))
 
     def pack(self, outputs: list[Tensor]) -> Structure:
         """Packs `outputs` into the structure of the value."""
@@ -155,12 +164,6 @@ def _parameters(f: Function) -> tuple[Sequence[str], Sequence[str]]:
     found = [*signature.parameters.values()] if signature else []
     keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY]
     return [p.name for p in found if p.name not in keywords], keywords
-
-
-def _outputs(y: Structure) -> list[Tensor]:
-    # Tensors are left alone: on tensorflow they may be ragged or sparse.
-    leaves = _structures.leaves(y)
-    return [leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf) for leaf in leaves]
 
 
 def _value_of(leaf: TensorLike) -> TensorLike:

@@ -385,3 +385,82 @@ def test_a_variable_that_is_returned_is_one_that_is_read(make, wrap):
     h = sgtrick.custom_vjp(lambda x: (v, lambda u, variables: (None, [3 * u])))
     run = wrap(lambda x: gradients(h, x, by=getattr(v, "_value", v)))
     np.testing.assert_array_equal(run(tf.constant(1.0)), [3, 3])
+
+
+def with_jvp(form, jvp):
+    form.defjvp(lambda primals, tangents: (None, jvp(tangents[0])))
+    return form
+
+
+def rows_of_a_table(returned):
+    """A gradient of only some rows, of another length."""
+
+    def f(x):
+        def row(u):
+            return tf.IndexedSlices(returned(u[0])[tf.newaxis], tf.constant([0]), tf.shape(x))
+
+        return x + 0, row
+
+    return lambda x: sgtrick.custom_vjp(f)(tf.stack([x, x]))
+
+
+def total(x):
+    return tf.reduce_sum(x)
+
+
+# Forms, from what makes a gradient or tangent of something like the argument, and their modes.
+OF_UNKNOWN_SHAPES = {
+    "custom_vjp": (
+        lambda g: sgtrick.custom_vjp(lambda x: (x + 0, g)),
+        [derivative, forward_derivative],
+    ),
+    "custom_vjp, rows": (rows_of_a_table, [derivative]),
+    "custom_vjp, jvp": (
+        lambda g: with_jvp(sgtrick.custom_vjp(lambda x: (x + 0, lambda u: u)), g),
+        [forward_derivative],
+    ),
+    "custom_jvp": (
+        lambda g: with_jvp(sgtrick.custom_jvp(lambda x: x + 0), g),
+        [derivative, forward_derivative],
+    ),
+    "with_gradient": (
+        lambda g: sgtrick.with_gradient(total, lambda x: g(tf.ones_like(x))),
+        [derivative, forward_derivative],
+    ),
+    "from_value_and_gradient": (
+        lambda g: sgtrick.from_value_and_gradient(lambda x: (total(x), g(tf.ones_like(x)))),
+        [derivative, forward_derivative],
+    ),
+    "custom_gradient": (
+        lambda g: lambda x: sgtrick.custom_gradient(total(x), g(tf.ones_like(x)), x),
+        [derivative, forward_derivative],
+    ),
+}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [(form, mode) for form, modes in OF_UNKNOWN_SHAPES.values() for mode in modes],
+    ids=[f"{name}, {m.__name__}" for name, (_, modes) in OF_UNKNOWN_SHAPES.items() for m in modes],
+)
+def test_shapes_that_are_unknown_while_tracing_are_checked_when_run(form, mode, jit_compile):
+    """A gradient `[3]` of an argument `[1]` is an error, as in eager execution."""
+
+    def run(times):
+        def f(x):
+            made = form(lambda t: tf.tile(t, [times]))
+            return mode(made)(x)
+
+        spec = tf.TensorSpec([None], tf.float64)
+        return tf.function(f, input_signature=[spec], jit_compile=jit_compile)
+
+    assert np.isfinite(run(1)(A)).all()
+    for x in (A, A[:1]):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError,
+            match="must be non-negative"
+            if jit_compile
+            else "has shape|of shape|do not fit together",
+        ):
+            run(3)(x)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from transformations import array, dtype_of, gradient
 
 import sgtrick.keras
 
@@ -88,6 +89,19 @@ class TestLayer:
     def test_mixed_precision(self, form):
         dtype = "mixed_bfloat16"
         alike(trained(make(form, dtype=dtype), 1), trained(make("native", dtype=dtype), 1), 0.03)
+
+
+def test_an_argument_that_a_batch_shares_in_half_precision():
+    """Its gradient is a sum over the batch, which float16 ends at 2,048."""
+    rows = ops.ones((4096, 2), "float16")
+
+    def form(w):
+        return sgtrick.keras.custom_gradient(ops.matmul(rows, w), rows, w)
+
+    w, u = ops.ones((2,), "float16"), ops.full((4096,), 1 / 4096, "float16")
+    (came,) = gradient(form, [w], u)
+    assert dtype_of(came) == "float16"
+    np.testing.assert_allclose(array(came), [1, 1], rtol=1e-3)
 
 
 def test_a_loss(native):

@@ -1,6 +1,7 @@
 """`implicit_root` with `solve`: no matrix is formed."""
 
 import functools
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from of_roots import grad, hessians
 from sgtrick import implicit_root
-from shared import derivative, forward_derivative
+from shared import constant, derivative, forward_derivative
 
 
 def conjugate_gradients(matvec, b, steps=400):
@@ -194,3 +195,73 @@ class TestSolve:
                 tf.function(of(root))(a)
         assert np.isnan(derivative(tf.function(root))(a)).all()
         assert np.isnan(tf.function(derivative(root), jit_compile=True)(a)).all()
+
+
+class TestSystemsOfTheirOwn:
+    """Each is solved to half of its digits, beside larger ones too."""
+
+    SIZES = constant([[1.0], [1e-9], [1e-30]])
+
+    # `x = sqrt(a)` entry by entry, or a root whose entries depend on each other.
+    RESIDUALS: ClassVar = {
+        "entries": lambda x, a: x**2 - a,
+        "rows": lambda x, a: x**2 + 0.1 * tf.reverse(x, [-1]) - a,
+    }
+    EXECUTED = pytest.mark.parametrize(
+        ("wrap", "loud"),
+        [
+            (lambda f: f, (LookupError, tf.errors.InvalidArgumentError)),
+            (tf.function, tf.errors.InvalidArgumentError),
+        ],
+        ids=["eager", "graph"],
+    )
+
+    @staticmethod
+    def of(residual, by_member, off, as_leaves=False):
+        """The gradient of a root, and of one where a member is solved by a factor that is `off`."""
+        star = constant([[1.0, 2.0], [2.0, 3.0], [3.0, 1.0]])
+        a = residual(star, 0.0)
+        factors = tf.concat([tf.ones([2, 1], a.dtype), [[off]]], 0)
+
+        def leaves(t):
+            return {"far": t[:1], "near": [t[1:]]} if as_leaves else t
+
+        def rows(t):
+            return tf.concat(tf.nest.flatten(t), 0)
+
+        def solve(matvec, b):
+            return leaves(factors * rows(elimination(matvec, b)))
+
+        def root(a):
+            f = lambda x, a: leaves(residual(rows(x), a))  # noqa: E731
+            return rows(implicit_root(f, leaves(star), a, solve=solve))
+
+        def exact(a):
+            return implicit_root(residual, star, a, batch_ndims=1)
+
+        return [grad(f, a, by_member * tf.ones_like(star)) for f in (root, exact)]
+
+    @pytest.mark.long
+    @EXECUTED
+    @pytest.mark.parametrize("residual", RESIDUALS.values(), ids=RESIDUALS)
+    @pytest.mark.parametrize("as_leaves", [False, True])
+    def test_each_is_tested(self, residual, as_leaves, wrap, loud):
+        came, expected = wrap(lambda: self.of(residual, self.SIZES, 1.0, as_leaves))()
+        np.testing.assert_allclose(came, expected, rtol=1e-9)
+        with pytest.raises(loud, match=r"a part that is a system of its own"):
+            wrap(lambda: self.of(residual, self.SIZES, 1.3, as_leaves))()
+
+    def test_one_whose_unknowns_vary_in_size_is_tested_as_a_whole(self):
+        """Where a local gradient decays from unknown to unknown, no iteration reaches the end."""
+        a = np.random.default_rng(0).normal(size=200)
+        star, jacobian = root_of_chain(a)
+        solve = functools.partial(conjugate_gradients, steps=25)
+        upstream = np.eye(200)[50]
+
+        def root(a):
+            return implicit_root(lambda x, a: chain(x, a) + 2 * (x - star), star, a, solve=solve)
+
+        expected = scipy.sparse.linalg.spsolve(jacobian + 2 * scipy.sparse.eye(200), upstream)
+        came = grad(root, tf.constant(a), upstream)
+        np.testing.assert_allclose(came, expected, atol=1e-9)
+        assert (came == 0).numpy().sum() > 100
