@@ -81,12 +81,14 @@ def from_value_and_gradient(
         differentiated with respect to `argnums` is an error.
 
     Raises:
-        TypeError: `fn` does not return such a pair. (If it returns a function from the upstream
-            gradient to the gradients, use `custom_vjp`.)
+        TypeError: `fn` does not return such a pair (if it returns a function from the upstream
+            gradient to the gradients, use `custom_vjp`), or an auxiliary result is a
+            `tf.TensorArray`.
         ValueError: `argnums` does not name an argument, or a gradient does not have the structure
             or shape of its argument.
         LookupError: When a higher derivative is taken, as in `with_gradient`, or if TensorFlow
-            refuses to differentiate the gradient; or when an auxiliary result is differentiated.
+            refuses to differentiate the gradient, or if a variable that `fn` reads has
+            been assigned since the call; or when an auxiliary result is differentiated.
     """
     if fn is None:
         return functools.partial(
@@ -148,6 +150,8 @@ def _auxiliary(value: ValueAtPoint, aux: Structure) -> Structure:
     inputs = [*value.point.xs, *value.passed.xs, *value.used.values]
 
     def kept(result: Any) -> Any:
+        if isinstance(result, tf.TensorArray) and structures.has_derivatives(result):
+            raise TypeError(_ARRAY.format(value.name))
         if not (tf.is_tensor(result) and structures.is_differentiable(result.dtype)):
             return result
         return embedding.auxiliary(value.name, result, inputs, value.used.has_lists)
@@ -164,6 +168,15 @@ def _differentiable(
     """The gradients that came with the value; to differentiate them, `fn` is evaluated again."""
     known = [leaf.gx for leaf in leaves if leaf is not None]
 
+    def read_variables() -> list[Tensor]:
+        if tf.executing_eagerly() and not tapes.somebody_records():
+            return []
+        with tapes.not_recording():
+            trainable = map(tf.convert_to_tensor, value.used.variables)
+            return [*trainable, *map(tapes.value_of, value.used.fixed)]
+
+    reads = read_variables()
+
     def gradients(
         zs: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
     ) -> list[Gradient]:
@@ -172,12 +185,28 @@ def _differentiable(
             tape.watch(points)
             again = evaluated(value.at(at, points, passed))
             gxs, given = paired([leaf.gx for leaf in again if leaf is not None], zs)
-        return unknown.unless_refused(
+        found = unknown.unless_refused(
             lambda: list(tape.gradient(gxs, points, given)), xs, given, message(value.name)
         )
+        if not reads:
+            return found
+        is_same = unknown.are_equal(read_variables(), reads)
+        return unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
 
     def differentiable() -> list[Leaf | None]:
         gxs = iter(partial.embed(value.name, known, value.point.xs, value.others, gradients))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable
+
+
+_ASSIGNED = (
+    "The gradient of {0} was differentiated after a variable was assigned that {0} reads, but the "
+    "gradient is that of the call. Assign the variable after the derivative, or pass it to {0} as "
+    "an argument."
+)
+
+_ARRAY = (
+    "{0} returned a tf.TensorArray beside its value (aux). Its derivatives are unknown, and "
+    "nothing tells who reads it. Return what is in it, by array.stack()."
+)

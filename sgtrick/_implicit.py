@@ -242,7 +242,8 @@ def _root(
         (y,) = traced([x, *inputs[: len(thetas)]], captured)
         if not reads:
             return y
-        return _unless(_are_unchanged(traced.handles, reads), _ASSIGNED.format(name), y)
+        are_unchanged = unknown.are_equal(list(map(graphs.read, traced.handles)), reads)
+        return _unless(are_unchanged, _ASSIGNED.format(name), y)
 
     solve_rows = rows.solving(solve) if solve else functools.partial(_eliminated, name)
     varying = connections.varying(traced.captured, traced.inner)
@@ -373,15 +374,6 @@ def _unless(holds: Tensor, message: str, t: Tensor) -> Tensor:
     return t * (1 + zero) + zero
 
 
-def _are_unchanged(handles: Sequence[Tensor], reads: Sequence[Tensor]) -> Tensor:
-    """Whether variables still have the values that were read."""
-    same = []
-    for now, then in zip(map(graphs.read, handles), reads, strict=True):
-        both_nan = tf.not_equal(now, now) & tf.not_equal(then, then)
-        same.append(tf.reduce_all(tf.equal(now, then) | both_nan))
-    return tf.reduce_all(tf.stack(same))
-
-
 def _eliminated(name: str, product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
     """The solution of one system for each row of `b`, by the matrices that products make up.
 
@@ -393,6 +385,8 @@ def _eliminated(name: str, product: Callable[[Tensor], Tensor], b: Tensor) -> Te
         return product(tf.zeros_like(b) + unit)
 
     n = b.shape[1]
+    if n == 0:
+        return b
     units = tf.eye(tf.shape(b)[1] if n is None else n, dtype=b.dtype)
     # Tracing a loop over columns pays off only where it happens once, and if they are many.
     if n is not None and (n <= 8 or tf.executing_eagerly()):

@@ -124,8 +124,10 @@ class Product(value_form.Product):
 
     def _is_symmetric(self) -> bool:
         """Whether `H` is its own transpose: one for the whole range, and real for real points."""
-        is_one = self._fx.shape.rank == self._leaves[0].batch_ndims
-        return bool(is_one) and all(
+        # A leaf that the batch shares has a range. Numbers are tensors if they are unknown.
+        ndims, rank = [leaf.batch_ndims for leaf in self._leaves], self._fx.shape.rank
+        is_one = all(isinstance(n, int) and n == rank for n in ndims)
+        return is_one and all(
             leaf.gx.dtype.is_complex == leaf.x.dtype.is_complex for leaf in self._leaves
         )
 

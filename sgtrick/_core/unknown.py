@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import present
+from sgtrick._arguments.nones import present, spread
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow import mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.graphs import here, is_thrown_away
@@ -213,6 +213,32 @@ def known_if(
         (tf.zeros_like(like) if g is None else tf.convert_to_tensor(g)) + tf.cast(zero, like.dtype)
         for g, like in zip(found, likes, strict=True)
     ]
+
+
+def known_unless(
+    holds: Tensor,
+    message: str,
+    found: Sequence[Gradient],
+    likes: Sequence[Tensor],
+    zs: Sequence[Tensor],
+) -> list[Gradient]:
+    """Gradients for the cotangents `zs`, None where they are zero, or as in `failure`.
+
+    Unlike `known_if`, it raises in eager execution only for gradients that were requested.
+    """
+    if tf.executing_eagerly():
+        return list(found if holds else failures(likes, message, zs))
+    there = [like for g, like in zip(found, likes, strict=True) if g is not None]
+    return spread(known_if(holds, message, present(found), there, zs), found)
+
+
+def are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """Whether all entries of some tensors are those of as many others, NaN included."""
+    same = []
+    for p, q in zip(some, others, strict=True):
+        both_nan = tf.not_equal(p, p) & tf.not_equal(q, q)
+        same.append(tf.reduce_all(tf.equal(p, q) | both_nan))
+    return tf.reduce_all(tf.stack(same))
 
 
 def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:

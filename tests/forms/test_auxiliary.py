@@ -9,7 +9,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import POINTS, exact, hidden, slope, verdict
 from matrix import spread, traced
-from shared import HIDING, MODES, RUN_IN, compiled, derivative, mapped_with_loops, on_host
+from shared import HIDING, MODES, RUN_IN, WRAPS, compiled, derivative, mapped_with_loops, on_host
 
 host_square = on_host(np.square)
 
@@ -114,6 +114,28 @@ def test_any_structure():
     for result in (aux["tensors"][1], aux["ragged"].flat_values):
         with pytest.raises(LookupError, match="was differentiated"):
             tape.gradient(result, x)
+
+
+@WRAPS
+@pytest.mark.parametrize("dtype", [tf.float64, tf.int32])
+def test_a_tensor_array(dtype, wrap):
+    """Nothing tells what reads it, so it cannot be returned, unless it holds integers."""
+
+    @sgtrick.from_value_and_gradient(has_aux=True)
+    def form(x):
+        array = tf.TensorArray(dtype, 1).write(0, tf.cast(x**2, dtype))
+        return (x**2, array), 2 * x
+
+    def with_array(x):
+        y, array = form(x)
+        return y + tf.cast(tf.reduce_sum(array.stack()), y.dtype)
+
+    run, x = wrap(derivative(with_array)), tf.constant(3.0, tf.float64)
+    if dtype == tf.int32:
+        assert run(x) == 6
+        return
+    with pytest.raises(TypeError, match=r"form .*tf\.TensorArray .*array\.stack\(\)"):
+        run(x)
 
 
 def test_of_an_engine_without_derivatives():

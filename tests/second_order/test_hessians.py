@@ -168,6 +168,40 @@ def test_row_by_row_in_a_loop(shape, wrap):
     np.testing.assert_allclose(hessian(x), expected, rtol=1e-12)
 
 
+@WRAPS
+@pytest.mark.parametrize("is_rank_known", [True, False], ids=["rank", "unknown rank"])
+@pytest.mark.parametrize("is_product", [False, True], ids=["blocks", "product"])
+def test_of_a_batch_that_shares_a_leaf(is_product, is_rank_known, wrap):
+    """What each member adds to the derivative by what is shared is summed."""
+
+    def h(x, w):
+        return tf.reshape(tf.reduce_sum(x**2 * w**2, -1), [3])
+
+    def form(x, w):
+        xx, xw, ww = 2 * w**2 + 0 * x, 4 * x * w, 2 * x**2
+        blocks = [
+            [tf.linalg.diag(xx), tf.linalg.diag(xw)],
+            [tf.linalg.diag(xw), tf.linalg.diag(ww)],
+        ]
+        product = lambda v: [xx * v[0] + xw * v[1], xw * v[0] + ww * v[1]]  # noqa: E731
+        gx = [2 * x * w**2, 2 * x**2 * w]
+        return sgtrick.custom_gradient(h(x, w), gx, [x, w], hx=product if is_product else blocks)
+
+    if not is_rank_known:
+        specs = [tf.TensorSpec(None, tf.float64), tf.TensorSpec([2], tf.float64)]
+        form = tf.function(form, input_signature=specs)
+    at = [constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), constant([2.0, 3.0])]
+    ts, u = [tf.cos(x) for x in at], constant([1.0, 2.0, -3.0])
+
+    def second(h):
+        return lambda at: gradient(lambda at: gradient(lambda at: h(*at), at, u), at, ts)
+
+    found, expected = wrap(second(form))(at), second(h)(at)
+    tf.nest.map_structure(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12), found, expected
+    )
+
+
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("direction", [1 + 0j, 1j, 1 - 1j, 2 + 1j])
 def test_complex_ones_by_the_formula_alone_are_not_finite(direction, order, formula_alone):

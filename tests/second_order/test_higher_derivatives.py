@@ -309,3 +309,42 @@ class TestJvpRules:
 
         y = np.tanh(POINTS)
         assert verdict(self.WAYS[way](form), -2 * y * (1 - y**2)) == "right"
+
+
+class TestAssignedVariables:
+    """Of `v x^3`, whose gradient is that of the call, and whose second derivative needs `v` then."""
+
+    @staticmethod
+    def run(by, *, assigned=100.0, wrap=lambda f: f):
+        v = tf.Variable(2.0, dtype=tf.float64)
+        form = sgtrick.from_value_and_gradient(lambda x: (v * x**3, 3 * v * x**2))
+
+        def run(x):
+            v.assign(2.0)
+            with tf.GradientTape(persistent=True) as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = wrap(form)(x)
+                g = inner.gradient(y, x)
+            v.assign(assigned)
+            return g, outer.gradient(g, {"x": x, "v": v}[by])
+
+        return run
+
+    @WRAPS
+    @pytest.mark.parametrize(("by", "assigned"), [("v", 100.0), ("v", 2.0), ("x", 2.0)])
+    def test_what_is_known_of_them_is_right(self, wrap, by, assigned):
+        expected = {"x": 12, "v": 3}[by]
+        found = wrap(self.run(by, assigned=assigned))(constant(1.0))
+        np.testing.assert_allclose(found, [6, expected], rtol=1e-12)
+
+    def test_what_is_not_known_is_an_error(self):
+        message = "differentiated after a variable was assigned"
+        with pytest.raises(LookupError, match=message):
+            self.run("x")(constant(1.0))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            tf.function(self.run("x"))(constant(1.0))
+        for loud in (compiled(self.run("x")), self.run("x", wrap=tf.function)):
+            first, second = loud(constant(1.0))
+            assert (float(first), np.isnan(second)) == (6, True)

@@ -495,13 +495,14 @@ def test_second_derivatives_by_unknown_numbers_of_roots():
 
 @pytest.mark.long
 @WRAPS
+@pytest.mark.parametrize("batch_ndims", [0, 1])
 @pytest.mark.parametrize("theta", [np.zeros([0]), 1.0], ids=["batch", "shared"])
-def test_no_roots(wrap, theta):
+def test_no_roots(wrap, theta, batch_ndims):
     theta = tf.constant(theta, tf.float64)
 
     def root(theta):
         star = tf.zeros([0], tf.float64)
-        return implicit_root(lambda x, theta: x - theta, star, theta, batch_ndims=1)
+        return implicit_root(lambda x, theta: x - theta, star, theta, batch_ndims=batch_ndims)
 
     with tf.GradientTape() as tape:
         tape.watch(theta)
