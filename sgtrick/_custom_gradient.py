@@ -101,8 +101,8 @@ def custom_gradient(
         For an upstream gradient `u`, of the shape of `fx`, each leaf gets
         `sum_R u[b, r] gx[b, r, d]` in its own dtype: no mean over the batch and no leak between its
         members. Products and sums are taken in the widest of the dtypes of `fx`, `gx` and the leaf,
-        at least in float32. It is 0 where `u` is 0, even if `gx` is not finite. At a point that is not finite,
-        the gradient of a member is either this or zero.
+        at least in float32. It is 0 where `u` is 0, even if `gx` is not finite. At a point that is
+        not finite, the gradient of a member is either this or zero.
 
     Raises:
         TypeError: A dtype has no derivatives, `gx` is complex although `fx` and `x` are real, or an

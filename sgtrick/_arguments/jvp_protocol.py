@@ -1,6 +1,5 @@
 """What `custom_jvp` and `custom_vjp` require of a JVP rule."""
 
-
 from sgtrick._arguments import calls, structures
 from sgtrick._types import Function, Structure, Tangent, Tensor
 
