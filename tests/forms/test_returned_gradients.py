@@ -461,6 +461,6 @@ def test_shapes_that_are_unknown_while_tracing_are_checked_when_run(form, mode, 
             tf.errors.InvalidArgumentError,
             match="must be non-negative"
             if jit_compile
-            else "has shape|of shape|do not fit together",
+            else "has shape|of shape|requested shape|do not fit together",
         ):
             run(3)(x)
