@@ -63,8 +63,9 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
         `tangent_out` has the structure, shapes and dtypes of the output, with None where there is
         no derivative. The value is always that of `f`; `primal_out` is ignored. The rule is called
         only when a derivative is requested. Reverse mode transposes it, and tests the transpose at
-        fixed pseudo-random tangents, for which it calls the rule twice. Higher derivatives are
-        those of the rule, as TensorFlow differentiates it; in eager execution, they trace the rule.
+        fixed pseudo-random tangents, for which it calls the rule twice, and once more if TensorFlow
+        connects an argument to nothing. Higher derivatives are those of the rule, as TensorFlow
+        differentiates it; in eager execution, they trace the rule.
         The rule may call the function itself, in a `tf.function`, branch or loop too; there, a
         derivative of the result is an error or NaN. Variables that `f` reads, and tensors that it
         closes over, keep their autodiff gradient; a derivative with respect to these that is
