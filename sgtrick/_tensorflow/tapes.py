@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import op_callbacks
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
@@ -108,7 +108,9 @@ def noting() -> Iterator[list[Operation]]:
         graph: Graph | None = None,
     ) -> None:
         if graph is None:
-            operations.append(Operation(tf.compat.as_str(op_type), inputs, outputs))
+            name = tf.compat.as_str(op_type)
+            given = _given_to_custom_gradient() if name == "Identity" else []
+            operations.append(Operation(name, [*inputs, *given], outputs))
 
     op_callbacks.add_op_callback(note)
     try:
@@ -116,6 +118,17 @@ def noting() -> Iterator[list[Operation]]:
             yield operations
     finally:
         op_callbacks.remove_op_callback(note)
+
+
+def _given_to_custom_gradient() -> list[Tensor]:
+    """The tensors given to the `tf.custom_gradient` that is just copying its results.
+
+    Its function may compute them by operations that have no gradient, such as comparisons, and
+    operations do not show that it records another one. They are in its stack frame.
+    """
+    frame = _frame_of(custom_gradient._eager_mode_decorator)
+    given = frame.f_locals.get("all_inputs", []) if frame else []  # not before the function returns
+    return [t for t in given if tf.is_tensor(t)]
 
 
 @contextlib.contextmanager
@@ -286,7 +299,12 @@ def _has_nan(gradients: Any) -> bool:
 
 def _request() -> types.FrameType | None:
     """The stack frame of the `GradientTape.gradient` that is calling a pullback."""
+    return _frame_of(tf.GradientTape.gradient)
+
+
+def _frame_of(f: Callable[..., object]) -> types.FrameType | None:
+    """The innermost stack frame of a function."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not tf.GradientTape.gradient.__code__:
+    while frame is not None and frame.f_code is not f.__code__:
         frame = frame.f_back
     return frame
