@@ -182,7 +182,7 @@ def guarded(
 
     is_known = rule.push is not None
     push_ = rule.push if isinstance(rule.push, str) else push
-    return Rule(rule.name, pull, push_, transposes=not is_known)
+    return Rule(rule.name, pull, push_, transposes=not is_known, is_guarded=True)
 
 
 def unknown_by_closure(

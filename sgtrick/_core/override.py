@@ -61,7 +61,7 @@ def keep(
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
         elsewhere = rule
         is_differentiated_elsewhere = tracing.is_soon_closed() or is_for_graph()
-        if is_differentiated_elsewhere and not (_IS_CARRYING.get() or graphs.is_thrown_away()):
+        if is_differentiated_elsewhere and not (_IS_CARRYING.get() or _counts_as_connected(rule)):
             elsewhere = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, elsewhere, natural, in_graph)
     tapes.record_override(
@@ -165,21 +165,33 @@ def _pull(
     rule: Rule, ys: Sequence[Tensor], xs: Sequence[Tensor], upstream: Sequence[Gradient]
 ) -> list[Gradient]:
     """Calls the pullback on the device of the outputs."""
-    if graphs.is_thrown_away():
-        return _connected(xs, _dense(ys, upstream))
+    if _counts_as_connected(rule):
+        return _connected(ys, xs, _dense(ys, upstream))
     with running("tapes"), devices.of(ys[0]):
         return list(rule.pull(*_dense(ys, upstream)))
 
 
-def _connected(xs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Gradient]:
-    """Gradients that are connected to all that they may depend on, in a graph that never runs."""
-    number = unknown.depending_on([*xs, *present(us)])
-    return [
-        tf.fill(tf.shape(x), tf.cast(number, x.dtype))
-        if structures.is_differentiable(x.dtype)
-        else None
-        for x in xs
-    ]
+def _counts_as_connected(rule: Rule) -> bool:
+    """Whether it is only asked what is connected, and a guard of the rule's own tells the rest."""
+    return rule.is_guarded and graphs.is_thrown_away()
+
+
+def _connected(
+    ys: Sequence[Tensor], xs: Sequence[Tensor], us: Sequence[Tensor | None]
+) -> list[Gradient]:
+    """Gradients that are connected to all that they may depend on, in a graph that never runs.
+
+    Not to the values, which a host call may have computed: these keep their own derivatives.
+    """
+    of_values = {id(y): u for y, u in zip(ys, us, strict=True)}
+    number = unknown.depending_on([*(x for x in xs if id(x) not in of_values), *present(us)])
+
+    def connected(x: Tensor) -> Gradient:
+        if id(x) in of_values or not structures.is_differentiable(x.dtype):
+            return of_values.get(id(x))
+        return tf.fill(tf.shape(x), tf.cast(number, x.dtype))
+
+    return list(map(connected, xs))
 
 
 def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | None]:
@@ -210,7 +222,7 @@ def _pull_for_graph(
     The latter is of all arguments, whether or not somebody asked for it, so it raises no errors.
     TensorFlow may transpose it.
     """
-    if graphs.is_thrown_away() or ys[0].graph is tf.compat.v1.get_default_graph():
+    if _counts_as_connected(rule) or ys[0].graph is tf.compat.v1.get_default_graph():
         return _pull(rule, ys, xs, upstream)
 
     def pull() -> list[Gradient]:
@@ -244,7 +256,7 @@ def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tenso
         outputs = rule.batched(inputs)
         is_stacked = any(is_stacked for _, is_stacked in inputs)
         return list(outputs if is_stacked else map(batch.stack, outputs))
-    if graphs.is_thrown_away():
+    if _counts_as_connected(rule):
         ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
         xs = [x for x, _ in batch.inputs[count:]]
     else:

@@ -139,7 +139,7 @@ def embed(
         # There is no zero like a list of tensors.
         return [refuse(t, xs, message) if others.has_lists else t for t in tensors]
 
-    rule_of_all = Rule(name, pull, pushed, transposes=rule.transposes)
+    rule_of_all = rule._replace(pull=pull, push=pushed)
     return keep(ys, [*ys, *covered_and_not], rule_of_all)
 
 

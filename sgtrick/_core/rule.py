@@ -18,6 +18,7 @@ class Rule(NamedTuple):
         transposes: Whether `push` transposes `pull`.
         batched: Under `tf.vectorized_map`, from the inputs for all members, and whether each has a
             batch dimension, to the outputs with their derivatives; None to map `pull`.
+        is_guarded: Whether `pull` comes with errors for derivatives that TensorFlow would lose.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Rule(NamedTuple):
     push: Pushforward | str | None = None
     transposes: bool = False
     batched: Callable[[Sequence[tuple[Tensor, bool]]], Sequence[Tensor]] | None = None
+    is_guarded: bool = False
 
 
 def in_addition(rule: Rule, count: int = 1) -> Rule:

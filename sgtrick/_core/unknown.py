@@ -70,16 +70,19 @@ def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) 
     def derivatives(part: Tensor, inputs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
         of = [*inputs, part]  # what is unknown may depend on all that this depends on
 
+        def where_not_zero(along: Tensor) -> Tensor:
+            if not linear:
+                return along
+            return tf.where(are_zero(inputs[-linear:]), tf.zeros_like(along), along)
+
         def again(known: Tensor, along: Sequence[Tensor]) -> Tensor:
             more = [None] * len(along)
             return refuse(known, [*inputs, *along], lambda: [*messages(), *more], len(along))
 
         def pull(z: Tensor) -> list[Gradient]:
-            why, u = messages(), z
+            why, u = messages(), where_not_zero(z)
             if not any(why):
                 return [z, *[None] * len(inputs)]
-            if linear:
-                u = tf.where(are_zero(inputs[-linear:]), tf.zeros_like(z), z)
 
             def by_one(x: Tensor, why: str | None) -> Gradient:
                 if not structures.is_differentiable(x.dtype):
@@ -93,6 +96,7 @@ def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) 
             for why in filter(None, dict.fromkeys(whys)):
                 moving = present([t for t, w in zip(tangents, whys, strict=True) if w == why])
                 if moving:
+                    moving = list(map(where_not_zero, moving))
                     along = tf.zeros_like(part) if along is None else along
                     (along,) = unless_moving(why, [along], moving, of)
             if along is None or all(whys) or not any(whys):
@@ -136,7 +140,7 @@ def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tenso
     if tf.executing_eagerly() and not still:
         _note(message)
     may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
-    wave = depending_on([like, *zs, *of])
+    wave = depending_on(list(map(_finite, [like, *zs, *of])))
     value = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), still)
     # Where the value is an error, its derivatives are: they may be all that is computed.
     slope = tf.where(still, tf.constant(float("nan"), wave.dtype), value)
@@ -270,6 +274,17 @@ def depending_on(of: Sequence[Tensor]) -> Tensor:
         return tf.constant(1.0)
     dtype = max((t.dtype for t in parts), key=lambda dtype: dtype.size)
     return tf.cos(tf.add_n([tf.cast(tf.reduce_sum(t), dtype) for t in parts]))
+
+
+def _finite(t: Tensor) -> Tensor:
+    """Numbers with the derivatives of `t`, except where `t` is not finite, and with a finite sum.
+
+    What is not finite may be a mask, and must not spoil a zero.
+    """
+    if not structures.is_differentiable(t.dtype):
+        return t
+    t = structures.wide(tf.math.real(t)) * 2.0**-64
+    return tf.where(tf.math.is_finite(tf.stop_gradient(t)), t, tf.zeros_like(t))
 
 
 @dataclasses.dataclass(frozen=True)

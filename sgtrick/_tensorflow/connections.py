@@ -236,8 +236,8 @@ def _before(
 ) -> list[Any]:
     """The operations with these names, and those before them in a graph.
 
-    If `differentiably`, not what is stopped, nor the values of a kept override, whose own
-    derivatives are not used.
+    If `differentiably`, not what is stopped, nor the values of a kept override: either their own
+    derivatives are not used, or they are those of a function whose host calls are its own affair.
     """
     found, stack = dict[str, Any](), list(names)
     while stack:
@@ -245,12 +245,19 @@ def _before(
         if name in found or name not in nodes:  # as an argument of a function
             continue
         node = found[name] = nodes[name]
-        inputs = [_name(i) for i in node.input if not i.startswith("^")]
-        if not differentiably:
-            stack += inputs
-        elif node.op != "StopGradient":
-            stack += inputs[node.attr[VALUES].i :]
+        inputs = [i for i in node.input if not i.startswith("^")]
+        if differentiably:
+            values = inputs[: node.attr[VALUES].i]
+            # The override may have its values among its inputs, too.
+            prevented = [i for v in values for i in _prevented(nodes[_name(v)])]
+            inputs = [i for i in inputs if i not in values and i not in prevented]
+        if not (differentiably and node.op == "StopGradient"):
+            stack += map(_name, inputs)
     return list(found.values())
+
+
+def _prevented(node: Any) -> Sequence[str]:
+    return node.input if node.op == "PreventGradient" else ()  # type: ignore[no-any-return]
 
 
 def _name(connection: str) -> str:

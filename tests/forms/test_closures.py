@@ -274,6 +274,20 @@ class TestTensors:
         with pytest.raises(tf.errors.InvalidArgumentError, match="a tensor that it closes over"):
             run(X, A)
 
+    @pytest.mark.parametrize("wrap", EXECUTED.values(), ids=EXECUTED)
+    @pytest.mark.parametrize("name", OF_SLOPE)
+    def test_that_operations_without_gradients_use(self, name, wrap):
+        """In a function that has a gradient of its own."""
+        step = tf.custom_gradient(lambda a: (tf.cast(a > 0, a.dtype), lambda u: u))
+        run = reverse(lambda x, a: OF_SLOPE[name](lambda x: x * step(a), lambda _: step(a))(x), 1)
+        if name == "custom_vjp":
+            message = "a tensor that it closes over"
+        else:
+            np.testing.assert_allclose(wrap(run)(X, A), X)
+            run, message = reverse(run), "mixed derivative"
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
+            wrap(run)(X, A)
+
 
 class TestLists:
     """What is in a `tf.TensorArray` that a function closes over."""

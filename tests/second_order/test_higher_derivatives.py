@@ -23,7 +23,16 @@ from asinh_forms import (
 )
 from matrix import spread, traced
 from matrix.functions import misled
-from shared import LOUD, WRAPS, compiled, constant, derivative, forward_derivative, mapped
+from shared import (
+    LOUD,
+    WRAPS,
+    compiled,
+    constant,
+    derivative,
+    forward_derivative,
+    mapped,
+    on_host,
+)
 
 DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
 SECOND = {
@@ -347,3 +356,38 @@ class TestAssignedVariables:
         for loud in (compiled(self.run("x")), self.run("x", wrap=tf.function)):
             first, second = loud(constant(1.0))
             assert (float(first), np.isnan(second)) == (6, True)
+
+
+class TestRulesThatCallForms:
+    """What the check of the rule asks is left to these, if they have an answer."""
+
+    BY_HOST = sgtrick.with_gradient(on_host(lambda x, w: x**3 * w), lambda x, w: 3 * x**2 * w)
+    ENGINE = sgtrick.from_numpy(
+        lambda x: x**3, grad=lambda x: 3 * x**2, hessp=lambda x, v: 6 * x * v, event_ndims=0
+    )
+    CUBES = {
+        "whose value the host computes": lambda x: TestRulesThatCallForms.BY_HOST(x, constant(1.0)),
+        "beside a tensor": lambda x: TestRulesThatCallForms.BY_HOST(x, 1 + 0 * x),
+        "an engine": ENGINE,
+    }
+    LINEAR = {
+        "a trick": lambda x: 3 * sgtrick.clip_gradient(x, -1.0, 5.0),
+        "a Hessian of zero": lambda x: sgtrick.custom_gradient(
+            3 * x, constant(3.0), x, batch_ndims=0, hx=0
+        ),
+    }
+
+    @WRAPS
+    @pytest.mark.parametrize("make", [sgtrick.with_gradient, vjp_form])
+    @pytest.mark.parametrize("cube", CUBES.values(), ids=CUBES)
+    def test_that_have_derivatives(self, cube, make, wrap):
+        form = make(lambda x: x**3, derivative(cube))
+        np.testing.assert_allclose(wrap(derivative(derivative(form)))(constant(2.0)), 12)
+
+    @WRAPS
+    @pytest.mark.parametrize("make", [sgtrick.with_gradient, vjp_form])
+    @pytest.mark.parametrize("linear", LINEAR.values(), ids=LINEAR)
+    def test_whose_derivative_is_a_constant(self, linear, make, wrap):
+        form = make(lambda x: 3 * x, derivative(linear))
+        with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="no connection"):
+            wrap(derivative(derivative(form)))(constant(2.0))

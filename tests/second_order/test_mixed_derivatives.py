@@ -52,8 +52,16 @@ def of_variable(read, **options):
     return source
 
 
+def unseen(make):
+    """Operations that have no gradient compute it, in a function that has one of its own."""
+    whole = tf.custom_gradient(lambda w: (tf.cast(tf.cast(w, tf.int32), w.dtype), lambda u: u))
+    w = constant(W)
+    return make(lambda x: value(x, whole(w)), lambda x: slope(x, whole(w))), w
+
+
 SOURCES = {
     "a tensor": closed_over,
+    "a tensor, by tf.custom_gradient": unseen,
     "a variable": of_variable(lambda v: v[1]),
     "a variable that is watched": of_variable(lambda v: v[1], trainable=False),
     "a row that is gathered": of_variable(lambda v: tf.gather(v, [1])[0]),
@@ -140,6 +148,42 @@ def test_of_another_argument_in_both_modes(name, modes, way):
 
     np.testing.assert_allclose(run(0, 1)(x, w), 2 * W)
     assert verdict(lambda x: run(1, 0)(x, w), np.asarray(2 * W), X) in LOUD
+
+
+@pytest.mark.parametrize("way", ["eager", "in tf.function", "in XLA"])
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_along_the_point_alone(name, outer, way):
+    """The derivative along it and zero, differentiated again."""
+
+    def along(f):
+        def run(x, w):
+            tangents = [tf.ones_like(x), tf.zeros_like(w)]
+            with tf.autodiff.ForwardAccumulator([x, w], tangents) as accumulator:
+                y = f(x, w)
+            return accumulator.jvp(y)
+
+        return run
+
+    run = RUN_IN[way](lambda f: MODES[outer](along(f)), OF_TWO[name](value, slope))
+    np.testing.assert_allclose(run(constant(X), constant(W)), EXACT["xx"])
+
+
+@pytest.mark.parametrize("masked", [-np.inf, np.nan, np.finfo(float).min])
+@pytest.mark.parametrize("way", ["around tf.function", "in XLA"])
+@pytest.mark.parametrize("name", OF_TWO)
+def test_a_mask_as_the_other_argument(name, way, masked):
+    """Whatever it holds, it does not spoil derivatives by the point alone."""
+
+    def times(x, mask):
+        return tf.where(mask == 0, x, 0)
+
+    h = OF_TWO[name](
+        lambda x, mask: tf.reduce_sum(times(x, mask) ** 3), lambda x, mask: 3 * times(x, mask) ** 2
+    )
+    mask = constant([0, masked, masked])
+    twice = derivative(derivative(compiled(h) if way == "in XLA" else tf.function(h)))
+    np.testing.assert_allclose(twice(constant([1.0, 2, 3]), mask), [6, 0, 0])
 
 
 def test_the_error_says_what_to_do():
