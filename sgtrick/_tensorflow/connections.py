@@ -158,7 +158,7 @@ def _before(
 
 
 def _prevented(node: Any) -> Sequence[str]:
-    return node.input if node.op == "PreventGradient" else ()  # type: ignore[no-any-return]
+    return node.input if node.op == "PreventGradient" else ()
 
 
 def _name(connection: str) -> str:
