@@ -152,14 +152,17 @@ def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor])
     The operations are in the order in which they ran. Each of the tensors is returned once.
     """
     leaves = tf.nest.flatten(result, expand_composites=True)
-    found = {identity_of(t): t for t in leaves if isinstance(t, tf.Tensor)}
-    for op in reversed(operations):
-        made = [identity_of(t) for t in op.outputs]
-        if any(key in found for key in made):
-            for key in made:
-                found.pop(key, None)
-            found.update((identity_of(t), t) for t in op.inputs if graphs.may_carry(t))
-    known = set(map(identity_of, passed))
+    stack = [t for t in leaves if isinstance(t, tf.Tensor)]
+    # Of two that tell of the same tensor, the later one has its derivative.
+    made_by = {identity_of(t): op for op in operations for t in op.outputs}
+    found = dict[Hashable, Tensor]()
+    while stack:  # not in one pass backwards: a loop of TensorFlow 1 is a circle
+        t = stack.pop()
+        key = identity_of(t)
+        if key not in found:
+            found[key] = t
+            stack += filter(graphs.may_carry, made_by[key].inputs if key in made_by else ())
+    known = {*map(identity_of, passed), *made_by}
     return [t for key, t in found.items() if key not in known]
 
 

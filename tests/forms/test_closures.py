@@ -288,6 +288,27 @@ class TestTensors:
         with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
             wrap(run)(X, A)
 
+    @pytest.mark.parametrize("name", OF_SLOPE)
+    def test_in_a_loop_of_tensorflow_1(self, name):
+        def run():
+            x, a = (tf.compat.v1.placeholder_with_default(t.numpy(), []) for t in (X, A))
+            times = lambda x: tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, y * a), (0, x))  # noqa: E731
+            y = OF_SLOPE[name](lambda x: times(x)[1], lambda _: a**2)(x)
+            with tf.compat.v1.Session() as session:
+                return session.run(tf.gradients(y, [x, a]))
+
+        tf.compat.v1.disable_control_flow_v2()
+        try:
+            with tf.Graph().as_default():
+                if name == "custom_vjp":
+                    with pytest.raises(tf.errors.InvalidArgumentError, match="it closes over"):
+                        run()
+                else:
+                    a = A.numpy()
+                    np.testing.assert_allclose(run(), [a**2, 2 * a * X.numpy()], rtol=1e-12)
+        finally:
+            tf.compat.v1.enable_control_flow_v2()
+
 
 class TestLists:
     """What is in a `tf.TensorArray` that a function closes over."""
