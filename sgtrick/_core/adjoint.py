@@ -9,7 +9,7 @@ norm, or sorting. So `L` is differentiated at `far_probes`, and tested at `probe
 In one sum over everything, what is large hides what is lost of the small, and what is not finite
 hides all. So each result is tested by itself, and in it each row, if all tensors have as many of
 them; what is connected to nothing has to be zero, and arguments that nothing is connected to have
-to have no effect; and probes are zero where the transpose, or `L` itself, is not finite.
+to have no effect. A row that is not finite passes.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.nones import present
-from sgtrick._tensorflow import graphs, tapes, tracing
+from sgtrick._tensorflow import graphs, tracing
 from sgtrick._types import Array, DType, Gradient, Tensor
 
 # Tensors, and as many others of the same dtypes.
@@ -55,10 +55,10 @@ def transpose(
     found = tape.gradient(ys, far, zs)
     if graphs.is_thrown_away():
         return found, tf.constant(True), zs
-    ts = list(map(_where_finite, probes(likes), found))
+    ts = probes(likes)
     moved, _ = paired(f(ts), cotangents)
     # Not tested at the cotangents, which are zero where only their slope is wanted.
-    ws = list(map(_where_finite, probes(moved), moved))
+    ws = probes(moved)
     pulled = [tape.gradient(y, far, w) for y, w in zip(ys, ws, strict=True)]
     fits = _holds(ws, moved, pulled, ts)
     # Results that are connected to no argument, and arguments that no result is connected to.
@@ -72,21 +72,9 @@ def transpose(
     return found, fits, [*zs, *moved]
 
 
-def _where_finite(probe: Tensor, t: Gradient) -> Tensor:
-    """A probe that is zero where a tensor like it is not finite."""
-    if t is None:
-        return probe
-    with tapes.not_recording():
-        return tf.where(_is_finite(tf.convert_to_tensor(t)), probe, tf.zeros([], probe.dtype))
-
-
-def _is_finite(t: Tensor) -> Tensor:
-    return tf.equal(t - t, 0) if t.dtype.is_complex else tf.math.is_finite(t)
-
-
 def _are_zero(*tensors: Tensor) -> Tensor:
     """Whether all entries that are finite are zero."""
-    lost = [tf.reduce_any(_is_finite(t) & tf.not_equal(t, 0)) for t in tensors]
+    lost = [tf.reduce_any(tf.equal(t - t, 0) & tf.not_equal(t, 0)) for t in tensors]
     return ~tf.reduce_any(tf.stack(lost))
 
 
@@ -133,13 +121,16 @@ class _Balance:
 
 
 def _difference_and_size(values: list[Tensor], at: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """That of the first product and the sum of the others, for each row."""
+    """That of the first product and the sum of the others, for each row; zeros if not finite."""
     terms = list(map(_term, values, at))
     wide = any(t.dtype == tf.float64 for t in terms)
     rows, dtype = _rows(terms), tf.float64 if wide else tf.float32
     first, *others = [tf.cast(_sums(t, rows), dtype) for t in terms]
     sizes = [tf.cast(_sums(tf.abs(t), rows), dtype) for t in terms]
-    return tf.add_n([first, *map(tf.negative, others)]), tf.add_n(sizes)
+    size = tf.add_n(sizes)
+    difference, zeros = tf.add_n([first, *map(tf.negative, others)]), tf.zeros_like(size)
+    is_finite = tf.math.is_finite(size)
+    return tf.where(is_finite, difference, zeros), tf.where(is_finite, size, zeros)
 
 
 def _rows(tensors: Sequence[Tensor]) -> int | Tensor | None:
@@ -277,10 +268,10 @@ def paired(some: Sequence[Gradient], others: Sequence[Tensor | None]) -> Paired:
 
 
 def _term(value: Tensor, probe: Tensor) -> Tensor:
-    """Their product, entry by entry: zero where the probe is, even if the value is not finite."""
+    """Their product, entry by entry."""
     if value.dtype.is_complex:
-        return tf.math.real(tf.math.multiply_no_nan(value, tf.math.conj(probe)))
-    return tf.math.multiply_no_nan(structures.wide(value), structures.wide(probe))
+        return tf.math.real(value * tf.math.conj(probe))
+    return structures.wide(value) * structures.wide(probe)
 
 
 def _eps(dtype: DType) -> float:
