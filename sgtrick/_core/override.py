@@ -61,7 +61,7 @@ def keep(
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
         elsewhere = rule
         is_differentiated_elsewhere = tracing.is_soon_closed() or is_for_graph()
-        if is_differentiated_elsewhere and not (_IS_CARRYING.get() or _counts_as_connected(rule)):
+        if is_differentiated_elsewhere and not (_DEPTH.get() == 2 or _counts_as_connected(rule)):
             elsewhere = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, elsewhere, natural, in_graph)
     tapes.record_override(
@@ -73,9 +73,10 @@ def keep(
     return outputs
 
 
-# Whether a pullback is being carried. Those that it calls are not carried in turn: rules that call
-# each other would be traced for ever.
-_IS_CARRYING: ContextVar[bool] = ContextVar("_IS_CARRYING", default=False)
+# How many pullbacks are being carried, one called by the other. Forward mode over the gradient of a
+# function, whose rule has a rule of its own, needs two. Rules that call each other would be traced
+# for ever.
+_DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
 
 
 def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
@@ -112,7 +113,7 @@ def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     """The same rule, whose pullback captures nothing more when it is called."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    with scope(_IS_CARRYING, True), unknown.not_raising(), for_later():
+    with scope(_DEPTH, _DEPTH.get() + 1), unknown.not_raising(), for_later():
         pull = tracing.carried(rule.pull, live)
 
     def pulled(*us: Tensor | None) -> list[Gradient]:
