@@ -169,13 +169,12 @@ def _differentiable(
     known = [leaf.gx for leaf in leaves if leaf is not None]
 
     def read_variables() -> list[Tensor]:
-        if tf.executing_eagerly() and not tapes.somebody_records():
-            return []
         with tapes.not_recording():
             trainable = map(tf.convert_to_tensor, value.used.variables)
             return [*trainable, *map(tapes.value_of, value.used.fixed)]
 
-    reads = read_variables()
+    is_differentiated = not tf.executing_eagerly() or tapes.somebody_records()
+    reads = read_variables() if is_differentiated else []
 
     def gradients(
         zs: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
