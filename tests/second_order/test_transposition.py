@@ -293,6 +293,7 @@ FINE = {
     "no members": (lambda u, x: u * x, np.zeros([0, 3])),
 }  # fmt: skip
 SOME_WAYS = ["eager", "in tf.function", "around tf.function", "in XLA"]
+DTYPES = ["bfloat16", "float16", "float32", "float64"]
 
 
 class TestPartsThatAreLost:
@@ -332,8 +333,9 @@ class TestPartsThatAreLost:
         }[form]
         assert is_loud(WAYS[way](mode, f), tf.constant(0.5), tf.constant(1.0))
 
-    @pytest.mark.parametrize(("form", "way", "rule"), spread(TRANSPOSED, SOME_WAYS, FINE))
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+    @pytest.mark.parametrize(
+        ("form", "way", "rule", "dtype"), spread(TRANSPOSED, SOME_WAYS, FINE, DTYPES)
+    )
     def test_are_not_seen_where_nothing_is(self, form, way, rule, dtype):
         (make, mode), (rule, x) = TRANSPOSED[form], FINE[rule]
         x = tf.cast(x, dtype)
