@@ -68,26 +68,24 @@ def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) 
         return [message] * len(by) if isinstance(message, str) else message()
 
     def derivatives(part: Tensor, inputs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
-        of = [*inputs, part]  # what is unknown may depend on all that this depends on
-
-        def where_not_zero(along: Tensor) -> Tensor:
-            if not linear:
-                return along
-            return tf.where(are_zero(inputs[-linear:]), tf.zeros_like(along), along)
+        n = len(inputs) - linear
+        of, linear_in = [*inputs[:n], part], inputs[n:]  # what is unknown may depend on all of it
 
         def again(known: Tensor, along: Sequence[Tensor]) -> Tensor:
             more = [None] * len(along)
             return refuse(known, [*inputs, *along], lambda: [*messages(), *more], len(along))
 
         def pull(z: Tensor) -> list[Gradient]:
-            why, u = messages(), where_not_zero(z)
+            why = messages()
             if not any(why):
                 return [z, *[None] * len(inputs)]
 
             def by_one(x: Tensor, why: str | None) -> Gradient:
                 if not structures.is_differentiable(x.dtype):
                     return None
-                return failure(x, why, [u], of) if why else again(tf.zeros_like(x), [z])
+                if why:
+                    return failure(x, why, [z], of, linear_in)
+                return again(tf.zeros_like(x), [z])
 
             return [z, *map(by_one, inputs, why)]
 
@@ -96,9 +94,11 @@ def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) 
             for why in filter(None, dict.fromkeys(whys)):
                 moving = present([t for t, w in zip(tangents, whys, strict=True) if w == why])
                 if moving:
-                    moving = list(map(where_not_zero, moving))
+                    if linear:
+                        zero = are_zero(linear_in)
+                        moving = [tf.where(zero, tf.zeros_like(t), t) for t in moving]
                     along = tf.zeros_like(part) if along is None else along
-                    (along,) = unless_moving(why, [along], moving, of)
+                    (along,) = unless_moving(why, [along], moving, [*of, *linear_in])
             if along is None or all(whys) or not any(whys):
                 return [along]
             return [again(along, present(tangents))]
@@ -108,11 +108,18 @@ def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) 
     return pass_on(t, by, derivatives)
 
 
-def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()) -> Tensor:
+def failure(
+    like: Tensor,
+    message: str,
+    zs: Sequence[Tensor],
+    of: Sequence[Tensor] = (),
+    along: Sequence[Tensor] = (),
+) -> Tensor:
     """An unknown gradient with respect to a tensor: NaN, or where possible an error.
 
-    It is linear in the cotangents `zs`, so it is zero where they are: around a function, TensorFlow
-    differentiates all results, those that nobody asked for with zeros.
+    It is linear in the cotangents `zs`, and in `along`, so it is zero where all of either are:
+    around a function, TensorFlow differentiates all results, those that nobody asked for with
+    zeros.
 
     Tapes call pullbacks, and graphs are traced, for derivatives that were never requested. So in
     graphs the error is raised when the NaN is computed, except in XLA, which cannot raise. In eager
@@ -122,17 +129,20 @@ def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tenso
 
     The derivatives of what is unknown are unknown too, and they may be all that is computed. So the
     derivatives of the NaN, with respect to everything that it stands for, are NaN to every order.
+    Those of the zero are zero, except with respect to what is zero, in which it is linear.
 
     Args:
         like: The tensor.
         message: The message of the error.
         zs: The cotangents.
         of: The tensors that it depends on besides.
+        along: Other tensors in which it is linear.
 
     Raises:
         LookupError: In eager execution.
     """
-    still = are_zero(zs)
+    factors = [(tensors, are_zero(tensors)) for tensors in (zs, along) if tensors]
+    still = tf.reduce_any(tf.stack([is_zero for _, is_zero in factors]))
     if tf.executing_eagerly() and _MAY_RAISE.get() and not still:
         if tapes.asked_for(like):
             raise LookupError(message)
@@ -140,13 +150,20 @@ def failure(like: Tensor, message: str, zs: Sequence[Tensor], of: Sequence[Tenso
     if tf.executing_eagerly() and not still:
         _note(message)
     may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
-    wave = depending_on(list(map(_finite, [like, *zs, *of])))
+    wave = depending_on(list(map(_finite, [like, *of])))
     value = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), still)
+
+    def differentiable(wave: Tensor, slope: Tensor) -> Tensor:
+        wave = tf.cast(wave, value.dtype)
+        return tf.math.multiply_no_nan(slope, wave - tf.stop_gradient(wave))
+
     # Where the value is an error, its derivatives are: they may be all that is computed.
-    slope = tf.where(still, tf.constant(float("nan"), wave.dtype), value)
-    value += tf.math.multiply_no_nan(slope, wave - tf.stop_gradient(wave))
+    terms = [value, differentiable(wave, value)]
+    for tensors, is_zero in factors:
+        slope = tf.where(is_zero, tf.constant(float("nan"), value.dtype), value)
+        terms.append(differentiable(depending_on(list(map(_finite, tensors))), slope))
     shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
-    return tf.fill(shape, tf.cast(value, like.dtype))
+    return tf.fill(shape, tf.cast(tf.add_n(terms), like.dtype))
 
 
 def failures(
