@@ -31,11 +31,11 @@ class Call:
         """How many arguments are passed by position."""
         return len(self.values) - len(self.keywords)
 
-    def __call__(self, f: Function, **more: object) -> Structure:
-        """Calls `f`, with more keywords."""
+    def __call__(self, f: Function) -> Structure:
+        """Calls `f`."""
         n = self.positional
         named = zip(self.keywords, self.values[n:], strict=True)
-        return f(*self.values[:n], **dict(named), **more)
+        return f(*self.values[:n], **dict(named))
 
     @property
     def leaves(self) -> list[Any]:

@@ -167,9 +167,7 @@ def _sums(t: Tensor, rows: int | Tensor | None) -> Tensor:
     return tf.concat([blocks, [tf.reduce_sum(flat[count * size :])]], 0)
 
 
-def sums_are_near(
-    differences: Tensor, sizes: Tensor, eps: float, total: Tensor | None = None
-) -> Tensor:
+def sums_are_near(differences: Tensor, sizes: Tensor, eps: float, total: Tensor) -> Tensor:
     """Whether differences of which the sum is zero, up to rounding, are rounding one by one.
 
     They are, or may be, those of independent rows. If a row depends on others, its difference is
@@ -180,14 +178,12 @@ def sums_are_near(
         differences: Of numbers, a vector.
         sizes: The sizes of what was added up to compute these numbers.
         eps: The rounding unit.
-        total: The size of everything, of which the rounding may be all that there is in a row; by
-            default the sum of `sizes`.
+        total: The size of everything, of which the rounding may be all that there is in a row.
     """
     near = are_near(differences, sizes, eps)
     if tf.executing_eagerly() and tf.reduce_all(near):
         return tf.constant(True)
     zeros = tf.zeros_like(sizes)
-    total = tf.reduce_sum(sizes) if total is None else total
     rounding = tf.reduce_sum(tf.where(near, tf.abs(differences), zeros)) + 2 * eps * total
     beyond = tf.abs(tf.reduce_sum(tf.where(near, zeros, differences))) - rounding
     return _is_near(beyond, tf.reduce_sum(tf.where(near, zeros, sizes)), eps)
