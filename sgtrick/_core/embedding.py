@@ -9,14 +9,12 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from sgtrick._arguments.nones import present
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, in_addition
-from sgtrick._tensorflow import graphs
-from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._types import Gradient, Tangent, Tensor
 
 
 def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | None]]) -> Rule:
@@ -57,23 +55,10 @@ def auxiliary(
         inputs: The tensors that it depends on.
         has_lists: Whether it may depend on lists of tensors, too.
     """
-    message = _AUXILIARY.format(name)
-
-    def derivatives(part: Tensor, xs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
-        def pull(upstream: Tensor) -> list[Gradient]:
-            return list(unknown.failures([part, *xs], message, [upstream]))
-
-        def push(*tangents: Tangent) -> list[Tangent]:
-            moving = present(tangents)
-            # Forward mode computes tangents of all results, used or not.
-            with unknown.not_raising():
-                return unknown.unless_moving(message, [tf.zeros_like(part)], moving, xs)
-
-        return pull, push
-
     # The result's own operations lead to what is in a list, and nothing else does.
-    part = result if has_lists else tf.stop_gradient(result)
-    return unknown.pass_on(part, inputs, derivatives)
+    by = [*inputs, result] if has_lists else inputs
+    message = _AUXILIARY.format(name)
+    return unknown.refuse(tf.stop_gradient(result), by, message, is_used=False)
 
 
 _AUXILIARY = (
@@ -102,21 +87,8 @@ def differentiable(
     """
     gxs, xs = [leaf.gx for leaf in leaves], [leaf.x for leaf in leaves]
     if isinstance(hessian, str):
-        gxs = refused(name, gxs, xs, hessian)
+        gxs = [unknown.refuse(gx, xs, hessian) for gx in gxs]
     elif hessian is not None:
         rule = Rule(name, hessian.pull, hessian.push)
         gxs = keep(gxs, [*gxs, *xs], in_addition(rule, len(gxs)))
     return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
-
-
-def refused(name: str, gxs: Sequence[Tensor], xs: Sequence[Tensor], message: str) -> list[Tensor]:
-    """Returns tensors that were computed elsewhere, whose derivative is an error."""
-    xs = [graphs.here(x) for x in xs]
-
-    def pull(*z: Tensor) -> list[Gradient]:
-        return [*z, *unknown.failures(xs, message, z)]
-
-    def push(*tangents: Tensor) -> list[Tangent]:
-        return unknown.unless_moving(message, tangents[: len(gxs)], tangents[len(gxs) :], xs)
-
-    return keep(gxs, [*gxs, *xs], Rule(name, pull, push))

@@ -86,13 +86,12 @@ class Check:
         n, count = len(present(self._us)), len(self._us)
 
         def values(*ts: Tensor | None) -> list[Tensor | None]:
-            with graphs.thrown_away():
+            with running(), graphs.thrown_away():
                 gradients = self._rule(ts[:count], present(ts[count:]))
                 return [None if g is None else values_of(g) for g in gradients]
 
         def trace() -> tracing.Traced:
-            with running("tapes"):
-                return tracing.Traced(values, [*self._us, *self._inputs])
+            return tracing.Traced(values, [*self._us, *self._inputs])
 
         try:
             traced = tapes.in_thread(trace) if tapes.tapes_are_silenced() else trace()

@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._arguments import value_form
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
-from sgtrick._core import adjoint, embedding, unknown
+from sgtrick._core import adjoint, unknown
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._tensorflow.graphs import here
@@ -41,15 +41,11 @@ def symmetric(
     def product(at: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
         at, xs = [here(t) for t in at], [here(x) for x in xs]
 
-        def pull(*z: Tensor) -> list[Gradient]:
-            return [*product(at, xs, z), *unknown.failures(xs, _THIRD.format(name), z, vs)]
+        def again(*vs: Tensor) -> list[Tensor]:
+            return product(at, xs, vs)
 
-        def push(*tangents: Tensor) -> list[Tangent]:
-            pushed, points = product(at, xs, tangents[: len(xs)]), tangents[len(xs) :]
-            return unknown.unless_moving(_THIRD.format(name), pushed, points, xs)
-
-        inputs = [*vs, *xs]
-        return keep(times(at, vs), inputs, Rule(name, pull, push))
+        found = keep(times(at, vs), vs, Rule(name, again, again))
+        return [unknown.refuse(hv, xs, _THIRD.format(name)) for hv in found]
 
     def at_the_point(*vs: Tensor) -> list[Tensor]:
         return product(at, xs, vs)
@@ -87,15 +83,12 @@ class Blocks(value_form.Blocks):
     def _known(self) -> list[list[Leaf | None]]:
         """The symmetric part, whose own derivative is an error."""
         rows = self.symmetric()
-        known = iter(
-            embedding.refused(
-                self._name,
-                [block.gx for row in rows for block in row if block is not None],
-                [leaf.x for leaf in self._leaves],
-                _THIRD.format(self._name),
-            )
-        )
-        return [[block and block._replace(gx=next(known)) for block in row] for row in rows]
+        return [
+            [block and block._replace(gx=self._refused(block.gx)) for block in row] for row in rows
+        ]
+
+    def _refused(self, t: Tensor) -> Tensor:
+        return unknown.refuse(t, [leaf.x for leaf in self._leaves], _THIRD.format(self._name))
 
 
 class Product(value_form.Product):
@@ -112,7 +105,7 @@ class Product(value_form.Product):
             pairs = zip(self._leaves, tangents, strict=True)
             vs = [tf.cast(t, leaf.gx.dtype) for leaf, t in pairs]
             return list(symmetric(self._name, lambda _, vs: self.times(vs), (), xs).push(*vs))
-        return embedding.refused(self._name, self.times(tangents), xs, self._third())
+        return list(map(self._refused, self.times(tangents)))
 
     def pull(self, *z: Tensor) -> list[Gradient]:
         """From cotangents of the gradients to cotangents of the points."""
@@ -120,7 +113,7 @@ class Product(value_form.Product):
         if self._is_symmetric():
             pulled = self.push(*map(TENSORFLOW.conj, z))
             return [tf.cast(TENSORFLOW.conj(hz), x.dtype) for hz, x in zip(pulled, xs, strict=True)]
-        return embedding.refused(self._name, self._summed(z), xs, self._third())
+        return list(map(self._refused, self._summed(z)))
 
     def _is_symmetric(self) -> bool:
         """Whether `H` is its own transpose: one for the whole range, and real for real points."""
@@ -137,5 +130,5 @@ class Product(value_form.Product):
         found, fits, of = adjoint.transpose(self.times, xs, z)
         return unknown.known_if(fits, self.not_connected, found, xs, of)
 
-    def _third(self) -> str:
-        return _THIRD.format(self._name)
+    def _refused(self, t: Tensor) -> Tensor:
+        return unknown.refuse(t, [leaf.x for leaf in self._leaves], _THIRD.format(self._name))

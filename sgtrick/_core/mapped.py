@@ -34,9 +34,12 @@ def of_batch(
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
 
+    def of_member(*us: Tensor | None) -> Sequence[Gradient]:
+        with unknown.not_raising(), running(for_graph=True):
+            return rule.pull(*us)
+
     def trace() -> tracing.Traced:
-        with unknown.not_raising(), running("graph"):
-            return tracing.Traced(rule.pull, live, batch.graph)
+        return tracing.Traced(of_member, live, batch.graph)
 
     # Accumulators would add their tangents to what is traced.
     member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()

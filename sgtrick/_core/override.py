@@ -113,8 +113,13 @@ def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     """The same rule, whose pullback captures nothing more when it is called."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+
+    def run(*us: Tensor | None) -> Sequence[Gradient]:
+        with running(for_graph=is_for_graph()):
+            return rule.pull(*us)
+
     with scope(_DEPTH, _DEPTH.get() + 1), unknown.not_raising(), for_later():
-        pull = tracing.carried(rule.pull, live)
+        pull = tracing.carried(run, live)
 
     def pulled(*us: Tensor | None) -> list[Gradient]:
         pairs = zip(us, live, strict=True)
@@ -168,7 +173,7 @@ def _pull(
     """Calls the pullback on the device of the outputs."""
     if _counts_as_connected(rule):
         return _connected(ys, xs, _dense(ys, upstream))
-    with running("tapes"), devices.of(ys[0]):
+    with running(), devices.of(ys[0]):
         return list(rule.pull(*_dense(ys, upstream)))
 
 
@@ -227,7 +232,7 @@ def _pull_for_graph(
         return _pull(rule, ys, xs, upstream)
 
     def pull() -> list[Gradient]:
-        with running("graph"), unknown.not_raising(), devices.of(ys[0]):
+        with running(for_graph=True), unknown.not_raising(), devices.of(ys[0]):
             us = _dense(ys, upstream)
             gradients = list(elsewhere.pull(*us))
             if callable(rule.push) and not rule.transposes:
@@ -243,7 +248,7 @@ def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list
         raise NotImplementedError(rule.push)
 
     def run(*ts: Tangent) -> Sequence[Tangent]:
-        with running("tapes"):  # in another thread
+        with running():  # in another thread
             return rule.push(*ts) if callable(rule.push) else transposed(rule, ys, ts)
 
     with devices.of(ys[0]):

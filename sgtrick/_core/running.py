@@ -3,26 +3,48 @@
 import contextlib
 from collections.abc import Hashable, Mapping
 from contextvars import ContextVar
+from typing import NamedTuple
+
+import tensorflow as tf
 
 from sgtrick._arguments.scopes import scope
+from sgtrick._tensorflow import graphs
 from sgtrick._types import Graph
 
-_FOR: ContextVar[str | None] = ContextVar("_FOR", default=None)
+
+class _Run(NamedTuple):
+    """A rule that is being run.
+
+    Attributes:
+        graph: In which graph.
+        for_graph: Whether it is for the gradient of a graph, which other graphs differentiate.
+    """
+
+    graph: Graph
+    for_graph: bool
+
+
+_RUN: ContextVar[_Run | None] = ContextVar("_RUN", default=None)
 
 
 def is_running() -> bool:
-    """Whether a rule is being run."""
-    return _FOR.get() is not None
+    """Whether what is being computed belongs to a rule that is being run, and to no other call.
+
+    A `tf.function` that the rule calls does not: TensorFlow keeps its trace for other calls.
+    """
+    run = _RUN.get()
+    return run is not None and graphs.is_part_of(run.graph)
 
 
 def is_for_graph() -> bool:
-    """Whether it is being run for the gradient of a graph, which other graphs differentiate."""
-    return _FOR.get() == "graph"
+    """Whether a rule is being run for the gradient of a graph, which other graphs differentiate."""
+    run = _RUN.get()
+    return run is not None and run.for_graph
 
 
-def running(what: str) -> contextlib.AbstractContextManager[None]:
-    """A scope in which a rule is run for "tapes", or for the gradient of a "graph"."""
-    return scope(_FOR, what)
+def running(*, for_graph: bool = False) -> contextlib.AbstractContextManager[None]:
+    """A scope in which a rule is run in the graph that is being traced, or eagerly."""
+    return scope(_RUN, _Run(tf.compat.v1.get_default_graph(), for_graph))
 
 
 # The calls whose JVP rules are being transposed, by function, and in which graphs.

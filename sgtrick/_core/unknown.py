@@ -46,7 +46,9 @@ def noted() -> Iterator[list[str]]:
 Messages = str | Callable[[], Sequence[str | None]]
 
 
-def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) -> Tensor:
+def refuse(
+    t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0, *, is_used: bool = True
+) -> Tensor:
     """The same tensor, whose derivatives by other tensors are errors.
 
     Those by which the derivative is known keep it, and it is refused by the others again: a zero is
@@ -60,6 +62,8 @@ def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) 
             by which it is known, and is called when a derivative is taken.
         linear: In how many of these, the last ones, `t` is linear: its derivatives are zero where
             these are.
+        is_used: Whether `t` was asked for. Forward mode computes tangents of all results, so the
+            error for one that may not be used is NaN there.
     """
     if not by or (tf.executing_eagerly() and not tapes.somebody_records()):
         return t
@@ -98,7 +102,8 @@ def refuse(t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0) 
                         zero = are_zero(linear_in)
                         moving = [tf.where(zero, tf.zeros_like(t), t) for t in moving]
                     along = tf.zeros_like(part) if along is None else along
-                    (along,) = unless_moving(why, [along], moving, [*of, *linear_in])
+                    with contextlib.nullcontext() if is_used else not_raising():
+                        (along,) = unless_moving(why, [along], moving, [*of, *linear_in])
             if along is None or all(whys) or not any(whys):
                 return [along]
             return [again(along, present(tangents))]

@@ -160,6 +160,14 @@ def _dtype_held(handle: Tensor) -> DType | None:
     return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
+def is_part_of(graph: Graph) -> bool:
+    """Whether the graph being traced is this one, or that of a branch or a loop in it."""
+    current = tf.compat.v1.get_default_graph()
+    while isinstance(current, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        current = current.outer_graph
+    return current is graph
+
+
 _THROWN_AWAY: ContextVar[Graph | None] = ContextVar("_THROWN_AWAY", default=None)
 
 
@@ -175,12 +183,7 @@ def is_thrown_away() -> bool:
     TensorFlow keeps the traces of both for other calls.
     """
     thrown_away = _THROWN_AWAY.get()
-    if thrown_away is None:
-        return False
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
-        graph = graph.outer_graph
-    return graph is thrown_away
+    return thrown_away is not None and is_part_of(thrown_away)
 
 
 def in_xla(graph: Graph) -> bool:
