@@ -306,7 +306,7 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
             r = equation.r(root, at)
         return list(tape.gradient(r, sources, w))
 
-    (solution,) = keep([tf.stop_gradient(x)], inputs, Rule(equation.name, pull))
+    (solution,) = keep([tf.stop_gradient(x)], inputs, Rule(equation.name, pull, is_local=True))
     return solution
 
 
@@ -342,7 +342,7 @@ def _linear(
             pulled = equation.by_x(at_x, at)(left)
         return [v, *tape.gradient(pulled, sources, right)]
 
-    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull))
+    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull, is_local=True))
     return solution
 
 

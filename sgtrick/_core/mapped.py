@@ -14,7 +14,7 @@ from sgtrick._core import unknown
 from sgtrick._core.rule import Rule
 from sgtrick._core.running import running
 from sgtrick._core.transposition import transposed
-from sgtrick._tensorflow import mapping, tapes, tracing
+from sgtrick._tensorflow import graphs, mapping, tapes, tracing
 from sgtrick._types import Gradient, Tangent, Tensor
 
 
@@ -44,7 +44,8 @@ def of_batch(
     # Accumulators would add their tangents to what is traced.
     member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
     try:
-        captured = [batch.take(t) for t in member.captured]
+        taken = map(batch.take, member.captured)
+        captured = [(graphs.as_used(t), is_stacked) for t, is_stacked in taken]
     except mapping.OutOfReachError:
         return ys, xs, _out_of_reach(rule.name, xs)
 
@@ -69,7 +70,7 @@ def of_batch(
     push = rule.push
     if callable(push):  # not mapped itself: the transpose of the pullback is the same
         push = None if rule.transposes else transpose
-    return ys, xs, Rule(rule.name, pull, push)
+    return ys, xs, Rule(rule.name, pull, push, is_local=True)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

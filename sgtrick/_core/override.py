@@ -61,7 +61,8 @@ def keep(
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
         elsewhere = rule
         is_differentiated_elsewhere = tracing.is_soon_closed() or is_for_graph()
-        if is_differentiated_elsewhere and not (_DEPTH.get() == 2 or _counts_as_connected(rule)):
+        can_be_called = rule.is_local or _DEPTH.get() == 2 or _counts_as_connected(rule)
+        if is_differentiated_elsewhere and not can_be_called:
             elsewhere = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, elsewhere, natural, in_graph)
     tapes.record_override(

@@ -19,6 +19,8 @@ class Rule(NamedTuple):
         batched: Under `tf.vectorized_map`, from the inputs for all members, and whether each has a
             batch dimension, to the outputs with their derivatives; None to map `pull`.
         is_guarded: Whether `pull` comes with errors for derivatives that TensorFlow would lose.
+        is_local: Whether `pull` uses only tensors of the graph of the call. Then it can be called
+            wherever that graph is differentiated. Else a graph that will be closed carries it.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Rule(NamedTuple):
     transposes: bool = False
     batched: Callable[[Sequence[tuple[Tensor, bool]]], Sequence[Tensor]] | None = None
     is_guarded: bool = False
+    is_local: bool = False
 
 
 def in_addition(rule: Rule, count: int = 1) -> Rule:
