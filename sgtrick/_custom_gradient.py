@@ -11,8 +11,8 @@ from sgtrick._arguments import devices, value_form
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import embedding
+from sgtrick._core.embedding import Blocks, Product
 from sgtrick._core.formula import formula
-from sgtrick._core.hessian import Blocks, Product
 from sgtrick._core.override import keep
 from sgtrick._core.rule import in_addition
 from sgtrick._tensorflow.autograph import unconverted

@@ -8,12 +8,11 @@ from collections.abc import Callable, Hashable, Sequence
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, structures
-from sgtrick._arguments.nones import present
-from sgtrick._core import adjoint, partial, unknown
+from sgtrick._arguments.structures import present
+from sgtrick._core import adjoint, unknown
 from sgtrick._core.adjoint import paired
-from sgtrick._core.running import is_for_graph, transposed_now, transposing
-from sgtrick._core.selection import Selection
-from sgtrick._core.value_at_point import ValueAtPoint
+from sgtrick._core.point import Selection, ValueAtPoint
+from sgtrick._core.rule import is_for_graph, transposed_now, transposing
 from sgtrick._tensorflow import autograph, graphs
 from sgtrick._types import (
     Argnums,
@@ -145,11 +144,8 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
             n = len(point.xs)
             return tangents_at(called.at(at, inputs[:n], inputs[n:]), ts)
 
-        kept = partial.embed(
-            name,
+        kept = called.embed(
             ys,
-            point.xs,
-            called.others,
             gradients,
             known=lambda *upstream: pulled(at, upstream),
             push=lambda *ts: tangents_at(at, ts),

@@ -9,17 +9,14 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, shapes, structures, vjp_protocol
-from sgtrick._arguments.nones import present
-from sgtrick._arguments.structures import numbers_of, with_numbers
+from sgtrick._arguments.structures import numbers_of, present, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
-from sgtrick._arguments.variables import besides
 from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
 from sgtrick._core.override import keep, with_transpose
+from sgtrick._core.point import Selection, pair_of
 from sgtrick._core.rule import Rule
-from sgtrick._core.selection import Selection
 from sgtrick._core.transposition import with_values
-from sgtrick._core.value_at_point import pair_of
 from sgtrick._tensorflow import autograph, uses
 from sgtrick._types import (
     Args,
@@ -119,7 +116,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
         point = Selection(call, range(own, len(call.values)), names, _is_input)
         at, n = point.read(), len(point.xs)
         (y, grad_fn), used = uses.call(lambda: _value_and_rule(f, at, converted), point.tensors)
-        variables = besides(used.variables, call.leaves)
+        variables = _besides(used.variables, call.leaves)
         inputs = [*point.xs, *map(structures.as_tensor, variables)]
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
         rule = _Rule(f, arguments, point, variables, inputs)
@@ -195,6 +192,13 @@ def _value_and_rule(
         return structures.to_tensor(leaf, name, beside=at.leaves)
 
     return tf.nest.map_structure(tensor, y), grad_fn
+
+
+def _besides(variables: Sequence[Variable], passed: Sequence[Any]) -> list[Variable]:
+    """The variables that were not passed. Keras layers wrap variables, and cast what they read."""
+    handles = [structures.handle_of(a) for a in passed]
+    known = {id(t) for t in (*passed, *handles) if t is not None}
+    return [v for v in variables if id(v) not in known and id(structures.handle_of(v)) not in known]
 
 
 class _Rule(NamedTuple):

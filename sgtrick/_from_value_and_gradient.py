@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from sgtrick._arguments import calls, devices, structures
 from sgtrick._arguments.structures import Leaf
-from sgtrick._core import embedding, partial, unknown
+from sgtrick._core import embedding, unknown
 from sgtrick._core.adjoint import paired
 from sgtrick._core.guard import message
-from sgtrick._core.value_at_point import (
+from sgtrick._core.point import (
     ValueAtPoint,
     as_tuple,
     checked_value,
@@ -139,7 +139,7 @@ def _from_value_and_gradient(
 
             known = _differentiable(value, at, jacobians(gradients, y), evaluated)
             # Not named y: the Jacobians are those of the value that is not embedded.
-            embedded = value.embed(y, at, evaluated, known)
+            embedded = value.embed_leaves(y, at, evaluated, known)
             return (embedded, _auxiliary(value, aux)) if has_aux else embedded
 
     return autograph.form(call)
@@ -193,7 +193,7 @@ def _differentiable(
         return unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
 
     def differentiable() -> list[Leaf | None]:
-        gxs = iter(partial.embed(value.name, known, value.point.xs, value.others, gradients))
+        gxs = iter(value.embed(known, gradients))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable

@@ -342,7 +342,9 @@ def _linear(
             pulled = equation.by_x(at_x, at)(left)
         return [v, *tape.gradient(pulled, sources, right)]
 
-    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull, is_local=True))
+    (solution,) = keep(
+        [tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull, is_local=True)
+    )
     return solution
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sgtrick._arguments import calls, devices
 from sgtrick._arguments.structures import Leaf
-from sgtrick._core.value_at_point import ValueAtPoint, as_tuple, checked_value, select
+from sgtrick._core.point import ValueAtPoint, as_tuple, checked_value, select
 from sgtrick._tensorflow import autograph
 from sgtrick._types import (
     Argnums,
@@ -128,7 +128,7 @@ def _with_gradient(
                 defaulted = function.defaulted(point.call)
                 return jacobians(function.for_rule(to, call, defaulted)(grad), y)
 
-            return value.embed(y, at, evaluated)
+            return value.embed_leaves(y, at, evaluated)
 
     form = autograph.form(call)
 

@@ -1,6 +1,6 @@
 """Structures as leaves with paths; checks of leaves whose errors name them by path."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -309,3 +309,25 @@ def equal_shapes(a: Tensor, b: Tensor) -> Tensor:
     """Whether two shape vectors, perhaps of different lengths, are equal."""
     n = tf.minimum(tf.size(a), tf.size(b))
     return tf.equal(tf.size(a), tf.size(b)) & tf.reduce_all(tf.equal(a[:n], b[:n]))
+
+
+def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """The tensors that are not None."""
+    return [t for t in tensors if t is not None]
+
+
+def spread(tensors: Sequence[Tensor], like: Sequence[object]) -> list[Tensor | None]:
+    """`tensors` at the positions where `like` is not None, and None at the others."""
+    some = iter(tensors)
+    spread = [None if place is None else next(some) for place in like]
+    assert next(some, None) is None
+    return spread
+
+
+def handle_of(variable: object) -> Tensor | None:
+    """The handle of a variable; None of anything else."""
+    variable = getattr(variable, "_value", variable)
+    try:
+        return getattr(variable, "handle", None)
+    except ValueError:  # a variable of many replicas, read outside of them
+        return None

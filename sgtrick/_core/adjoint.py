@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import present
+from sgtrick._arguments.structures import present
 from sgtrick._tensorflow import graphs, tracing
 from sgtrick._types import Array, DType, Gradient, Tensor
 

@@ -20,10 +20,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import present
+from sgtrick._arguments.structures import present
 from sgtrick._core import unknown
-from sgtrick._core.rule import Rule
-from sgtrick._core.running import is_running, running
+from sgtrick._core.rule import Rule, is_running, running
 from sgtrick._core.transposition import transposed, values_of, with_values
 from sgtrick._tensorflow import connections, graphs, tapes, tracing, uses
 from sgtrick._tensorflow.graphs import here

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from sgtrick._arguments.nones import present, spread
+from sgtrick._arguments.structures import present, spread
 from sgtrick._core import unknown
 from sgtrick._tensorflow import graphs, tapes, tracing
 from sgtrick._types import Function, Gradient, Tangent, Tensor

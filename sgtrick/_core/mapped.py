@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import present, spread
+from sgtrick._arguments.structures import present, spread
 from sgtrick._core import unknown
-from sgtrick._core.rule import Rule
-from sgtrick._core.running import running
+from sgtrick._core.rule import Rule, running
 from sgtrick._core.transposition import transposed
 from sgtrick._tensorflow import graphs, mapping, tapes, tracing
 from sgtrick._types import Gradient, Tangent, Tensor

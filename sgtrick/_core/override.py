@@ -14,11 +14,10 @@ from contextvars import ContextVar
 import tensorflow as tf
 
 from sgtrick._arguments import devices, structures
-from sgtrick._arguments.nones import present, spread
 from sgtrick._arguments.scopes import scope
+from sgtrick._arguments.structures import present, spread
 from sgtrick._core import jvp_call, mapped, unknown
-from sgtrick._core.rule import Rule, in_addition
-from sgtrick._core.running import for_later, is_for_graph, running
+from sgtrick._core.rule import Rule, for_later, in_addition, is_for_graph, running
 from sgtrick._core.transposition import checked, transposed
 from sgtrick._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import present, spread
+from sgtrick._arguments.structures import present, spread
 from sgtrick._core import adjoint, unknown
 from sgtrick._core.rule import Rule
 from sgtrick._tensorflow import graphs, tapes, tracing

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.nones import present, spread
 from sgtrick._arguments.scopes import scope
+from sgtrick._arguments.structures import present, spread
 from sgtrick._tensorflow import mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.graphs import here, is_thrown_away
 from sgtrick._types import DType, Gradient, Pullback, Pushforward, Tangent, Tensor

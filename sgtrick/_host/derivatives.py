@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import embedding, unknown
-from sgtrick._core.hessian import symmetric
+from sgtrick._core.embedding import symmetric
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, plus
 from sgtrick._host.host_call import HostCall, as_high

@@ -1,0 +1,388 @@
+"""The point of a call, by which a rule gives the derivatives of values; and all else.
+
+Let `y = f(x, w)`: a rule covers `x`; `w` are other arguments, variables and tensors that `f` closes
+over. The value is computed at a stopped point, and TensorFlow differentiates it with respect to `w`
+as ever. The rule gives the gradient with respect to the point, as a function of everything::
+
+    G(u, x, w) = (df/dx)' u
+
+So the outputs are the values at the stopped point, whose own derivatives are passed on, overridden
+with the rule. What TensorFlow computes at the stopped point does not depend on the point. So to
+each first derivative by `w` a zero is added, whose derivative by `x` is an error.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from sgtrick._arguments import calls, shapes, structures
+from sgtrick._arguments.calls import Call
+from sgtrick._arguments.structures import (
+    Leaf,
+    handle_of,
+    numbers_of,
+    present,
+    spread,
+    with_numbers,
+)
+from sgtrick._arguments.tensors import TENSORFLOW
+from sgtrick._core import embedding
+from sgtrick._core.guard import Check, ExplicitRule, guarded
+from sgtrick._core.override import keep
+from sgtrick._core.rule import Rule, in_addition, plus
+from sgtrick._core.unknown import refuse
+from sgtrick._tensorflow import tapes, uses
+from sgtrick._tensorflow.graphs import here
+from sgtrick._tensorflow.uses import Uses
+from sgtrick._types import (
+    Argnums,
+    Args,
+    Function,
+    Gradient,
+    Kwargs,
+    Pushforward,
+    Structure,
+    Tangent,
+    Tensor,
+)
+
+
+class Selection:
+    """The arguments of a call that a rule covers; all others keep their autodiff gradient.
+
+    Attributes:
+        call: The call.
+        xs: The leaves of these arguments that have derivatives, as tensors.
+        stopped_xs: The same, stopped.
+        stopped: The call with the stopped leaves.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        positions: Sequence[int],
+        names: Sequence[str],
+        differentiated: Callable[[object], bool] = structures.has_derivatives,
+    ) -> None:
+        """The arguments at some positions, in this order; `names` are those of all arguments."""
+        self.call, self._positions, self._names = call, positions, names
+        by_argument = [list(structures.flatten(value)) for value in call.values]
+        starts = list(itertools.accumulate(map(len, by_argument), initial=0))
+        self._leaves = [leaf for leaves in by_argument for _, leaf in leaves]
+        self._places, self.xs = [], list[Tensor]()
+        for k in positions:
+            for i, (place, leaf) in enumerate(by_argument[k], starts[k]):
+                if differentiated(leaf):
+                    self._places.append(i)
+                    name = names[k] + place
+                    x = structures.to_tensor(numbers_of(leaf), name, beside=self._leaves)
+                    self.xs.append(tapes.own_copy(x))
+        self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
+        self.stopped = self.at(self.stopped_xs)
+
+    def others(self) -> "Selection":
+        """The other arguments of the stopped call whose gradient may be requested."""
+        rest = [k for k in range(len(self.call.values)) if k not in self._positions]
+        return Selection(self.stopped, rest, self._names, structures.may_be_recorded)
+
+    def at(self, xs: Sequence[Tensor], call: Call | None = None) -> Call:
+        """This call, or another one, with other leaves instead of its own `xs`."""
+        return self._replaced(self._leaves if call is None else call.leaves, xs)
+
+    def _replaced(self, leaves: Sequence[Any], xs: Sequence[Tensor | None]) -> Call:
+        leaves = list(leaves)
+        for i, x in zip(self._places, xs, strict=True):
+            leaves[i] = with_numbers(self._leaves[i], x)
+        return self.call.with_leaves(leaves)
+
+    @property
+    def with_copies(self) -> Call:
+        """The call with its own copies of tensors: the function may close over the same ones."""
+        given = [self._leaves[i] for i in self._places]
+        return self.at([x if tf.is_tensor(t) else t for x, t in zip(self.xs, given, strict=True)])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors and handles of variables among the arguments, and the copies of them."""
+        leaves = list(map(numbers_of, self._selected()))
+        given = [*leaves, *map(handle_of, leaves)]
+        return [*(t for t in given if isinstance(t, tf.Tensor)), *self.xs]
+
+    def read(self) -> Call:
+        """The call with the current values of variables, which may be assigned later."""
+        leaves = [
+            here(structures.as_tensor(t)) if structures.is_dense(t) else t for t in self._leaves
+        ]
+        return self._replaced(leaves, self.xs)
+
+    def primals(self, call: Call) -> Args:
+        """These arguments, of a call that `at` returned."""
+        return tuple(call.values[k] for k in self._positions)
+
+    def tangents(self, ts: Sequence[Tensor]) -> Args:
+        """Tangents in the structure of the arguments, with None where there is no derivative."""
+        return self.primals(self._replaced([None] * len(self._leaves), ts))
+
+    def check_numbers(self, name: str) -> None:
+        """Checks that the arguments, unless they are empty, hold something numeric."""
+        leaves = self._selected()
+        if leaves and not any(map(structures.is_number, leaves)):
+            raise TypeError(
+                f"There is no derivative of {name} with respect to "
+                f"{', '.join(self._names[k] for k in self._positions)}: "
+                f"{', '.join(type(t).__name__ for t in leaves)}. Pass tensors, or structures of "
+                "them that tf.nest knows, or select other arguments."
+            )
+
+    def _selected(self) -> list[Any]:
+        return [leaf for _, leaf in structures.flatten(list(self.primals(self.call)))]
+
+    def jacobians(
+        self, gradients: Sequence[Structure], y: Tensor, batch_ndims: int | None
+    ) -> list[Leaf | None]:
+        """Returns for each of `xs` a checked `Leaf`, or None where it has no gradient."""
+        found = []
+        xs = iter(self.xs)
+        for k, gradient in zip(self._positions, gradients, strict=True):
+            name, by = self._names[k], f"the gradient with respect to {self._names[k]}"
+            for path, x, gx in structures.pair(self.call.values[k], gradient, name, by):
+                names = shapes.Names("the value", f"{by}{path}", f"{name}{path}")
+                if structures.has_derivatives(x):
+                    x = next(xs)
+                    leaf = gx is not None and TENSORFLOW.leaf(path, x, gx, y, batch_ndims, names)
+                    found.append(leaf or None)
+                elif gx is not None:
+                    raise TypeError(
+                        f"{names.x} has no derivatives, but {names.gx} is not None. Return None "
+                        f"there, or pass {names.x} as a tensor of a floating dtype."
+                    )
+        return found
+
+
+# `G`: from upstream gradients, the point, and the other tensors that are passed explicitly.
+PointGradients = Callable[
+    [Sequence[Tensor | None], Sequence[Tensor], Sequence[Tensor]], Sequence[Gradient]
+]
+
+
+class Uncovered(NamedTuple):
+    """`w`: what values depend on besides the point.
+
+    Attributes:
+        passed: Tensors that are passed to the gradients.
+        closed: Tensors that the values depend on besides, and the values of variables.
+        has_lists: Whether they depend on a list of tensors, too.
+        of_host: Tensors that only calls of the host got. The values have no derivatives by them.
+    """
+
+    passed: Sequence[Tensor]
+    closed: Sequence[Tensor] = ()
+    has_lists: bool = False
+    of_host: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(cls, passed: Sequence[Tensor], used: Uses) -> "Uncovered":
+        """What was passed to a function, and what else it used."""
+        # Of a table that is gathered from, the rows: its gradient is sparse, and a zero like the
+        # table would be dense.
+        tables = set(map(id, used.tables))
+        dense = [tf.convert_to_tensor(v) for v in used.variables if id(v) not in tables]
+        fixed = list(map(tapes.value_of, used.fixed))
+        closed = [*used.tensors, *dense, *fixed, *used.rows]
+        return cls(passed, closed, used.has_lists, used.of_host)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.passed or self.closed or self.has_lists)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are known."""
+        return [*self.passed, *self.closed]
+
+
+class ValueAtPoint(NamedTuple):
+    """A call whose value was computed at a stopped point.
+
+    Attributes:
+        name: The function's name in errors.
+        point: The arguments that the gradients are with respect to.
+        passed: The other arguments.
+        result: What the function returned.
+        used: What else this depends on.
+        others: All that it depends on besides the point.
+    """
+
+    name: str
+    point: Selection
+    passed: Selection
+    result: Structure
+    used: Uses
+    others: Uncovered
+
+    @classmethod
+    def of(cls, name: str, point: Selection, f: Function) -> "ValueAtPoint":
+        """Calls a function."""
+        passed = point.others()
+        result, used = uses.call(lambda: passed.with_copies(f), [*passed.xs, *point.stopped_xs])
+        return cls(name, point, passed, result, used, Uncovered.of(passed.xs, used))
+
+    def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
+        """A call at another point and with other tensors as the other arguments."""
+        return self.passed.at(passed, self.point.at(xs, call))
+
+    def embed(
+        self,
+        ys: Sequence[Tensor],
+        gradients: PointGradients,
+        known: Callable[..., Sequence[Gradient]] | None = None,
+        push: Pushforward | None = None,
+        tangents: ExplicitRule | None = None,
+    ) -> list[Tensor]:
+        """Returns `ys`, with their own derivatives and those with respect to a point.
+
+        Args:
+            ys: Values at the stopped point.
+            gradients: `G`, for any arguments.
+            known: The same for the arguments of this call, from upstream gradients alone.
+            push: From tangents of the point to tangents of `ys`; None to transpose the gradients.
+            tangents: `push` for any arguments, if the gradients are its transpose.
+        """
+        name, xs, others = self.name, self.point.xs, self.others
+
+        def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Gradient]:
+            return gradients(us, inputs[: len(xs)], inputs[len(xs) :])
+
+        def pull_to_point(*us: Tensor | None) -> Sequence[Gradient]:
+            return known(*us) if known else gradients(us, xs, others.passed)
+
+        is_jvp = tangents is not None
+        check = Check(
+            name, tangents or explicit, xs if is_jvp else ys, [*xs, *others.passed], is_jvp=is_jvp
+        )
+        covered_and_not = [*xs, *others.tensors]
+        rule = guarded(
+            Rule(name, pull_to_point, push), check, ys, [*covered_and_not, *others.of_host]
+        )
+        if not others:
+            if tf.executing_eagerly():  # something may be recorded all the same
+                return keep(ys, [*ys, *xs], in_addition(rule, len(ys)))
+            return keep(ys, xs, rule)
+        message = _MIXED.format(name)
+
+        def pull(*us: Tensor | None) -> list[Gradient]:
+            by_xs = rule.pull(*us)
+            if tf.executing_eagerly() and not tapes.somebody_records():
+                return [*us, *by_xs, *[None] * len(others.tensors)]
+            live = known_part(present(us))
+            return [*spread(live, us), *by_xs, *refused_zeros(others.tensors, live)]
+
+        def pushed(*tangents: Tangent) -> list[Tangent]:
+            n, m = len(ys), len(ys) + len(xs)
+            # of_ys are tangents along the others, which TensorFlow computed at the stopped point.
+            of_ys, of_xs, of_others = tangents[:n], tangents[n:m], present(tangents[m:])
+            assert callable(rule.push)
+            moved = plus(of_ys, rule.push(*of_xs))
+            if not of_others:
+                return moved
+            live = known_part(present(moved))
+            zeros = refused_zeros(live, of_others)
+            return spread([t + z for t, z in zip(live, zeros, strict=True)], moved)
+
+        def refused_zeros(likes: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
+            """Zeros, to be added to derivatives by the others, which are linear in some tensors."""
+            known = [*others.tensors, *along]
+            why = [*[message] * len(xs), *[None] * len(known)]
+            return [refuse(tf.zeros_like(t), [*xs, *known], lambda: why, len(along)) for t in likes]
+
+        def known_part(tensors: Sequence[Tensor]) -> list[Tensor]:
+            """Upstream gradients or tangents; an error if what is unknown of them is asked for."""
+            # There is no zero like a list of tensors.
+            return [refuse(t, xs, message) if others.has_lists else t for t in tensors]
+
+        rule_of_all = rule._replace(pull=pull, push=pushed)
+        return keep(ys, [*ys, *covered_and_not], rule_of_all)
+
+    def embed_leaves(
+        self,
+        y: Tensor,
+        at: calls.Call,
+        evaluated: Callable[[calls.Call], list[Leaf | None]],
+        known: Callable[[], list[Leaf | None]] | None = None,
+    ) -> Tensor:
+        """The value with its gradients; everything else that it depends on keeps autodiff.
+
+        Args:
+            y: The value.
+            at: The call, with the values that variables had when it was made.
+            evaluated: Returns the Jacobians of any call.
+            known: Returns those that this call computed with the value, if it did.
+        """
+        if not self.point.xs:
+            return y
+        rule = embedding.of_jacobians(self.name, y, known or (lambda: evaluated(at)))
+        assert callable(rule.push)
+
+        def gradients(
+            us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        ) -> list[Gradient]:
+            leaves = evaluated(self.at(at, xs, passed))
+            return [leaf and TENSORFLOW.transpose(leaf, us[0]) for leaf in leaves]
+
+        (kept,) = self.embed([y], gradients, known=rule.pull, push=rule.push)
+        return kept
+
+
+_MIXED = (
+    "A mixed derivative of {0} is unknown: its derivative with respect to something that its rule "
+    "does not cover (another argument, or what it closes over) was differentiated with respect to "
+    "the arguments that the rule covers. Let the rule cover both: pass the former as an argument "
+    "that is among argnums. Or differentiate with respect to the covered arguments first."
+)
+
+
+def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> Selection:
+    """The arguments that `argnums` selects, checked to be numeric."""
+    call = f.bind(args, kwargs)
+    point = Selection(call, f.positions(argnums, call), f.names(call))
+    if not point.xs:
+        point.check_numbers(f.name)
+    return point
+
+
+def checked_value(y: Structure, name: str, call: calls.Call) -> Tensor:
+    """The value that the function `name` returned, checked to be one tensor with derivatives."""
+    if isinstance(y, (tuple, list, dict)):  # converting would stack a list
+        raise TypeError(
+            f"{name} must return one tensor, got a {structures.kind_of(y)}. For several outputs "
+            "use sgtrick.custom_jvp or sgtrick.custom_vjp."
+        )
+    y = structures.to_tensor(y, f"the result of {name}", beside=call.leaves)
+    if not structures.is_differentiable(y.dtype):
+        raise TypeError(
+            f"{name} returned dtype {y.dtype.name}, which has no derivatives. Cast it to a "
+            "floating dtype."
+        )
+    return y
+
+
+def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Sequence[Structure]:
+    """The gradients as a tuple, one for each of `argnums`."""
+    if not isinstance(argnums, (list, tuple)):
+        return (gradients,)
+    if not (isinstance(gradients, (list, tuple)) and len(gradients) == len(argnums)):
+        raise ValueError(
+            f"{name} must return a tuple of {len(argnums)} gradients, one for each of "
+            f"argnums={argnums!r}, got {structures.kind_of(gradients)}."
+        )
+    return gradients
+
+
+def pair_of(result: Structure, what: str) -> tuple[Structure, Structure]:
+    """The result of a function, checked to be a pair; `what` is the start of the error."""
+    if not structures.is_pair(result):
+        raise TypeError(f"{what}, got {structures.kind_of(result)}.")
+    first, second = result
+    return first, second
