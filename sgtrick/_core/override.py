@@ -59,9 +59,8 @@ def keep(
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
         elsewhere = rule
-        is_differentiated_elsewhere = tracing.is_soon_closed() or is_for_graph()
-        can_be_called = rule.is_local or _DEPTH.get() == 2 or _counts_as_connected(rule)
-        if is_differentiated_elsewhere and not can_be_called:
+        out_of_reach = tracing.is_soon_closed() or (is_for_graph() and not rule.is_local)
+        if out_of_reach and not (_DEPTH.get() == 2 or _counts_as_connected(rule)):
             elsewhere = _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, elsewhere, natural, in_graph)
     tapes.record_override(

@@ -25,8 +25,8 @@ class Rule(NamedTuple):
         batched: Under `tf.vectorized_map`, from the inputs for all members, and whether each has a
             batch dimension, to the outputs with their derivatives; None to map `pull`.
         is_guarded: Whether `pull` comes with errors for derivatives that TensorFlow would lose.
-        is_local: Whether `pull` uses only tensors of the graph of the call. Then it can be called
-            wherever that graph is differentiated. Else a graph that will be closed carries it.
+        is_local: Whether `pull` uses only tensors of the graph of the call, and variables. Then it
+            can be called where the gradient of that graph is differentiated; else it is carried.
     """
 
     name: str
