@@ -25,10 +25,23 @@ def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
     """
     if not xs or not is_differentiable(y.dtype):
         return False
+    # The gradients of loops and calls take long. Mostly there is a connection beside them.
+    calls = [t for op in y.graph.get_operations() if op.type in _CALLS for t in op.outputs]
+    return (bool(calls) and _is_found(y, xs, calls)) or _is_found(y, xs, [])
+
+
+_CALLS = (
+    *("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"),
+    *("PartitionedCall", "StatefulPartitionedCall"),
+)
+
+
+def _is_found(y: Tensor, xs: Sequence[Tensor], constant: Sequence[Tensor]) -> bool:
+    """Whether it finds one beside some tensors that count as constant."""
     with func_graph.FuncGraph("sgtrick_connections").as_default(), graphs.thrown_away():
         upstream = tf.compat.v1.placeholder(y.dtype, y.shape)
         try:
-            found = gradients_in(y.graph, [y], xs, [upstream])
+            found = gradients_in(y.graph, [y], xs, [upstream], constant)
         except LookupError as error:  # an operation without a gradient, where TensorFlow raises
             if type(error) is not LookupError:
                 raise
