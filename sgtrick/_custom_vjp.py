@@ -152,7 +152,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)
         outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
         outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
-        return tf.nest.pack_sequence_as(y, list(map(with_numbers, tf.nest.flatten(y), outputs)))
+        return structures.pack_as(y, list(map(with_numbers, tf.nest.flatten(y), outputs)))
 
     form = autograph.form(call)
 
@@ -191,7 +191,7 @@ def _value_and_rule(
         name = f"the result of {calls.name_of(f)}"
         return structures.to_tensor(leaf, name, beside=at.leaves)
 
-    return tf.nest.map_structure(tensor, y), grad_fn
+    return structures.map_leaves(tensor, y), grad_fn
 
 
 def _besides(variables: Sequence[Variable], passed: Sequence[Any]) -> list[Variable]:

@@ -107,7 +107,7 @@ def straight_through(fx: Structure, x: Structure) -> Structure:
         value = structures.shaped_like(value, point, f"fx{path}", f"x{path}")
         minus_z = tf.cast(formula.minus_zero(point), value.dtype)
         leaves.append(formula.with_linear(tf.stop_gradient(value), [minus_z]))
-    return tf.nest.pack_sequence_as(fx, leaves)
+    return structures.pack_as(fx, leaves)
 
 
 @unconverted
@@ -297,7 +297,7 @@ def _map(f: Function, x: Structure, **options: Structure) -> Structure:
         for name, option in options.items()
     ]
     mapped = [f(*leaf, *of_leaf) for leaf, *of_leaf in zip(leaves, *columns, strict=True)]
-    return tf.nest.pack_sequence_as(x, mapped)
+    return structures.pack_as(x, mapped)
 
 
 def _differentiable(value: TensorLike, name: str, like: Tensor | None = None) -> Tensor:

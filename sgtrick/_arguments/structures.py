@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._arguments import dtypes, shapes
-from sgtrick._types import DType, DTypeLike, Ndims, Structure, Tensor, TensorLike
+from sgtrick._types import DType, DTypeLike, Function, Ndims, Structure, Tensor, TensorLike
 
 
 class Leaf(NamedTuple):
@@ -309,6 +309,19 @@ def equal_shapes(a: Tensor, b: Tensor) -> Tensor:
     """Whether two shape vectors, perhaps of different lengths, are equal."""
     n = tf.minimum(tf.size(a), tf.size(b))
     return tf.equal(tf.size(a), tf.size(b)) & tf.reduce_all(tf.equal(a[:n], b[:n]))
+
+
+# Each call of tf.nest takes as long as an eager operation, or two.
+def pack_as(structure: Structure, leaves: Sequence[Tensor]) -> Structure:
+    """Leaves in a structure; at once if that is one tensor."""
+    if isinstance(structure, tf.Tensor):
+        return leaves[0]
+    return tf.nest.pack_sequence_as(structure, leaves)
+
+
+def map_leaves(f: Function, structure: Structure) -> Structure:
+    """The results for each leaf, in the structure; at once if that is one tensor."""
+    return f(structure) if isinstance(structure, tf.Tensor) else tf.nest.map_structure(f, structure)
 
 
 def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
