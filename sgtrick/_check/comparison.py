@@ -119,8 +119,9 @@ def compared(
     swept = [(line, point.quotients(line.direction, line.weights, bounds)) for line in lines]
     # What computes in a lower precision along one line does so along all.
     jumps = np.max([quotients.jumps for _, quotients in swept], axis=0)
-    sizes = point.sizes_of_values(swept[0][0].weights)
-    point.jump = float(np.max(jumps / np.where(jumps > 0, sizes, 1.0)))
+    jump = np.max(jumps / np.fmax(point.sizes_of_values(swept[0][0].weights), point.least))
+    if jump > ROUNDINGS_OF_A_VALUE * point.unit:
+        point.jump = float(jump)
     rtol = point.rtol if rtol is None else rtol
     return [
         entry

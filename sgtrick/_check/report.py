@@ -25,8 +25,7 @@ ADVICE = {
     ),
     "cannot tell": (
         "cannot tell: the differences are too inaccurate to detect an error of 1 %. Try a float64 "
-        "x, steps (max_step) at which f is smooth and above its noise, or a larger rtol. Each entry "
-        "has its steps and its differences."
+        "x, steps (max_step) at which f is smooth and above its noise, or a larger rtol."
     ),
     "kink": (
         "kink: f has different slopes on the two sides of x (left | right), so no derivative. The "
