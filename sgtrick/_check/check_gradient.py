@@ -12,8 +12,8 @@ from sgtrick._arguments import calls, structures
 from sgtrick._check.comparison import compared, entry_lines, forward_line, random_lines
 from sgtrick._check.leaves import Named, OfLeaves, concatenate
 from sgtrick._check.point import Point
+from sgtrick._check.recorded import gradient_of
 from sgtrick._check.report import Entry, GradientCheckError, GradientReport
-from sgtrick._check.second_order import gradient_of
 from sgtrick._types import Array, Function, Structure, Tensor
 
 # None: by the size of x. Otherwise the largest step, or the smallest and the largest.
@@ -37,7 +37,8 @@ def check_gradient(
     Differences are taken for a sweep of step sizes and extrapolated, with an estimate of their
     error. So the verdict does not depend on a lucky step: functions that are noisy or badly scaled
     pass if their gradient is right, and if the differences are too inaccurate to decide, the report
-    says so.
+    says so. If all errors have something in common, such as one factor or a reversed sign, it says
+    that too.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -75,7 +76,8 @@ def check_gradient(
             largest entry of the leaf, down to 1e-7 times the entry.
         rtol: The relative tolerance. It is relative to the larger of the two derivatives; in random
             mode, to the root of the sum of squares of the entries' contributions. None: the square
-            root of the rounding unit, 3e-4 for float32, but at least 1e-6.
+            root of the rounding unit, 3e-4 for float32, but at least 1e-6. A gradient from a solver
+            needs the tolerance of the solver.
         atol: The absolute tolerance, added to the relative one. None: 16 rounding units of the
             largest derivative of the same value with respect to the same leaf, about the rounding
             error of autodiff; plus the smallest normal number of the dtype, since TensorFlow takes
@@ -106,6 +108,11 @@ def check_gradient(
     difference is at most 64 rounding units of the value, divided by the size of `x`. This is so
     where `tanh` is almost 1, for example. With `atol`, that is the tolerance instead.
 
+    If `f` computes in a lower precision than its dtypes say, its values do not move over small
+    steps, and jump where they begin to. The size of the jumps is then taken for the rounding unit,
+    and a note says so. The entries are often `cannot tell`, since the value says too little. Then
+    check `f` in a higher precision, or with a larger `max_step`.
+
     The extrapolation follows C. J. F. Ridders, Advances in Engineering Software 4 (1982) 75-76.
     Central differences with a single step, as in `tf.test.compute_gradient`, have no error
     estimate.
@@ -114,8 +121,10 @@ def check_gradient(
         raise ValueError(f"order must be 1 or 2, got {order!r}.")
     if mode not in ("full", "random"):
         raise ValueError(f"mode must be 'full' or 'random', got {mode!r}.")
-    for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        _checked(name, tolerance, " or a non-negative number", lambda t: t.shape == () and t >= 0)
+    rtol, atol = (
+        _checked(name, number, " or a non-negative number", lambda n: n.shape == () and n >= 0)
+        for name, number in (("rtol", rtol), ("atol", atol))
+    )
     bounds = _checked(
         "max_step",
         max_step,
@@ -158,7 +167,8 @@ def check_gradient(
 
 
 def _notes(point: Point, rtol: float | None) -> Iterator[str]:
-    dtypes, tolerance = point.narrow_dtypes, f"(rtol {rtol or point.rtol:.1g})"
+    dtypes = point.narrow_dtypes
+    tolerance = f"(rtol {point.rtol if rtol is None else rtol:.1g})"
     if point.why_narrow:
         yield f"f was evaluated in {dtypes}, because {point.why_narrow} {tolerance}"
     elif dtypes:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgtrick._check.finite_differences import Estimate, estimated
-from sgtrick._check.leaves import sizes_of_leaves, unit
+from sgtrick._check.leaves import sizes_of_leaves
 from sgtrick._check.point import ROUNDINGS_OF_A_VALUE, Point
 from sgtrick._check.recorded import Recorded
 from sgtrick._check.report import Entry
@@ -58,7 +58,7 @@ def entry_lines(point: Point) -> Iterator[Line]:
         together = np.abs(jacobian[:, point.leaf_of == point.leaf_of[i]])
         yield Line(
             names=[by] if len(values) == 1 else [f"{value} by {by}" for value in values],
-            direction=unit(len(point.names), i),
+            direction=1.0 * (np.arange(len(point.names)) == i),
             weights=None,
             derivative=jacobian[:, i],
             widened=widened[:, i],
@@ -70,8 +70,8 @@ def entry_lines(point: Point) -> Iterator[Line]:
 
 def _jacobian(recorded: Recorded) -> tuple[Array, list[str]]:
     """The derivatives `[m, n]`, and the refusals of the rows."""
-    m = len(recorded.value)
-    gradients, refusals = zip(*(recorded.pulled(unit(m, i)) for i in range(m)), strict=True)
+    rows = np.eye(len(recorded.value))
+    gradients, refusals = zip(*map(recorded.pulled, rows), strict=True)
     return np.stack(gradients), list(refusals)
 
 

@@ -78,7 +78,8 @@ def sweep(size: float, position: float, bounds: Array | None) -> Array:
         smallest = SMALLEST * max(min(size, position), 1e-30 * max(size, 1.0))
         largest = LARGEST * max(size, 1.0)
     else:
-        smallest, largest = bounds if bounds.ndim else (bounds * SMALLEST / LARGEST, bounds)
+        largest = float(bounds.max())
+        smallest = float(bounds.min()) if bounds.ndim else largest * SMALLEST / LARGEST
     count = 1 + math.ceil(math.log(largest / smallest) / math.log(RATIO))
     return largest * RATIO ** -np.arange(max(count, 3), dtype=np.float64)
 

@@ -5,17 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._check import finite_differences
-from sgtrick._check.leaves import (
-    Named,
-    OfLeaves,
-    concatenate,
-    least_normal,
-    names_of_entries,
-    sizes_of_leaves,
-    split,
-    unit_roundoff,
-)
+from sgtrick._check import finite_differences, leaves
+from sgtrick._check.leaves import Named, OfLeaves, concatenate, unit_roundoff
 from sgtrick._check.recorded import Recorded
 from sgtrick._types import Array, Tensor
 
@@ -58,12 +49,12 @@ class Point:
                     "Choose an x where f is finite."
                 )
         self._tensors = [*self.recorded.xs, *self.recorded.ys]
-        self.least = max(map(least_normal, self._tensors))
+        self.least = max(map(leaves.least_normal, self._tensors))
         self.why_narrow = self._widen() if self.narrow_dtypes else ""
-        self.names = names_of_entries(inputs)
+        self.names = leaves.names_of_entries(inputs)
         lengths = [leaf.shape.num_elements() for _, leaf in inputs]
         self.leaf_of = np.repeat(np.arange(len(lengths)), lengths)
-        self.sizes = sizes_of_leaves(self.widened.xs)
+        self.sizes = leaves.sizes_of_leaves(self.widened.xs)
         x = self.widened.x
         self.scales = np.where(x == 0, np.minimum(self.sizes, 1.0), np.abs(x))
         self.check_repeatable()
@@ -106,7 +97,7 @@ class Point:
             return value if weights is None else np.sum(weights * value, keepdims=True)
 
         def move(step: float) -> tuple[Array, float]:
-            moved = split(self.widened.x + step * direction, self.widened.xs)
+            moved = leaves.split(self.widened.x + step * direction, self.widened.xs)
             taken = concatenate(moved) - self.widened.x  # rounded to the dtype
             return seen(self._at(moved)), float(taken @ direction / (direction @ direction))
 

@@ -64,6 +64,55 @@ class TestKinks:
         assert caught.value.report.worst.verdict == "cannot tell"
 
 
+def rounded(f, dtype):
+    """`f` of float64, computed in another dtype."""
+    return lambda x: tf.cast(f(tf.cast(x, dtype)), tf.float64)
+
+
+class TestJumps:
+    """Values that were computed in a lower precision than their dtype's do not move at all, or not
+    smoothly, at small steps: what these show is no derivative.
+    """
+
+    @pytest.mark.parametrize("prior", ["float32", "float64"])
+    @pytest.mark.parametrize("mode", ["full", "random"])
+    def test_a_likelihood_in_float32_whose_prior_has_no_gradient_is_wrong(self, prior, mode):
+        def f(x):
+            value = tf.cast(tf.reduce_sum(tf.sin(x)) - 2e3, tf.float32)
+            prior_ = tf.cast(-2 * tf.reduce_sum(x), prior)
+            return tf.cast(tf.cast(value, prior) + prior_, tf.float64)
+
+        x = constant([0.5, 2.0])
+        for slope, verdicts in [(-2.0, {"ok", "cannot tell"}), (0.0, {"wrong"})]:
+            h = sgtrick.with_gradient(f, lambda x, slope=slope: tf.cos(x) + slope)
+            found = report(h, x, mode=mode)
+            assert {entry.verdict for entry in found.entries} <= verdicts
+            assert "The values of f move by jumps of" in str(found)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_the_right_gradient_passes_over_steps_that_are_large_enough(self, dtype):
+        f = rounded(lambda x: 4 + 2 * x, dtype)
+        found = check_gradient(f, constant(1.3), max_step=2.0)
+        assert found.worst.numerical == pytest.approx(2.0, rel=0.1)
+        wrong = sgtrick.with_gradient(f, lambda x: 0.5 * tf.ones_like(x))
+        assert report(wrong, constant(1.3), max_step=2.0).worst.verdict == "wrong"
+
+    def test_logarithm_in_float32(self):
+        f = rounded(lambda x: tf.math.log(1000 + x), "float32")
+        assert report(f, constant(1.0)).worst.verdict != "wrong"
+        assert check_gradient(f, constant(1.0), max_step=10.0).passed
+
+    @pytest.mark.parametrize("distance", [1e-4, 3e-3])
+    def test_what_is_flat_nearby_and_begins_continuously_is_flat(self, distance):
+        found = check_gradient(lambda x: tf.nn.relu(x - 1 - distance), constant(1.0))
+        assert found.worst.numerical == 0.0
+        assert not found.notes
+
+    def test_a_jump_of_the_function_itself_is_no_rounding(self):
+        f = sgtrick.with_gradient(lambda x: tf.sin(x) + tf.floor(x), lambda x: 1.01 * tf.cos(x))
+        assert report(f, constant(0.999)).worst.verdict == "wrong"
+
+
 class TestPrecision:
     def test_float32_is_checked_in_float64(self):
         found = check_gradient(tf.sin, tf.constant(0.5))
