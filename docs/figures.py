@@ -77,7 +77,9 @@ def differences(path):
         h = sgtrick.with_gradient(energy, gradient(factor))
         report = sgtrick.check_gradient(h, x, raise_exception=False)
         (entry,) = (entry for entry in report.entries if entry.name == "x[1]")
-        error = np.maximum(abs(entry.differences - entry.embedded), 1e-16)  # not zero, for the axis
+        error = np.maximum(
+            abs(entry.differences - entry.embedded), 1e-16
+        )  # not zero, for the axis
         axis.loglog(entry.steps, error, color=TANGENT, marker="o")
         axis.set(xlabel="step", title=f"x[1]: {entry.verdict}")
     axes[0].set_ylabel("|difference - embedded|")

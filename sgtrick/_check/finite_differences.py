@@ -121,6 +121,11 @@ def quotients(move: Move, value: Array, steps: Array, rounding: Array) -> Quotie
             window = (rows <= last) & (rows > last - _noisy(last + 1))
             jumps = np.where(window, changes, 0.0).max(0)
             jumps[jumps > LARGEST_JUMP * np.abs(value)] = 0.0
+        # What does not move at any step may do so at larger ones, if it is a number of float32.
+        single = value.astype(np.float32)
+        still = np.all(changes == 0.0, axis=0) & (single == value)
+        still &= (single.astype(np.float16) != value) & (value % 1 != 0)  # others are constants
+        jumps = np.where(still, np.spacing(np.abs(single)), jumps)
     return Quotients(left, right, central, h[:, None], noise, jumps)
 
 

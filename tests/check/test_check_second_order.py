@@ -152,7 +152,9 @@ class TestWrong:
 
 
 class TestRefused:
-    @pytest.mark.parametrize(("case", "mode"), in_turn(REFUSED))
+    @pytest.mark.parametrize(
+        ("case", "mode"), [("from_numpy", "random"), *((case, "full") for case in REFUSED)]
+    )
     def test_is_a_verdict_with_the_forms_own_message(self, case, mode):
         f, x, message = REFUSED[case]
         with pytest.raises(sgtrick.GradientCheckError, match="second derivative is refused") as e:

@@ -5,15 +5,18 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from checked_functions import MODES, density, report
+from checked_functions import density, report
 from sgtrick import check_gradient
 from sgtrick._check import finite_differences
 from shared import constant
 
 
+def kinked(x):
+    return -tf.abs(x) + tf.exp(x)
+
+
 class TestKinks:
-    @MODES
-    @pytest.mark.parametrize("f", [tf.abs, tf.nn.relu, lambda x: -tf.abs(x) + tf.exp(x)])
+    @pytest.mark.parametrize(("f", "mode"), [(tf.abs, "random"), (kinked, "full")])
     def test_are_reported(self, f, mode):
         found = check_gradient(f, constant(0.0), mode=mode)
         assert {entry.verdict for entry in found.entries} == {"kink"}
@@ -74,8 +77,7 @@ class TestJumps:
     smoothly, at small steps: what these show is no derivative.
     """
 
-    @pytest.mark.parametrize("prior", ["float32", "float64"])
-    @pytest.mark.parametrize("mode", ["full", "random"])
+    @pytest.mark.parametrize(("prior", "mode"), [("float32", "full"), ("float64", "random")])
     def test_a_likelihood_in_float32_whose_prior_has_no_gradient_is_wrong(self, prior, mode):
         def f(x):
             value = tf.cast(tf.reduce_sum(tf.sin(x)) - 2e3, tf.float32)
@@ -84,7 +86,7 @@ class TestJumps:
 
         x = constant([0.5, 2.0])
         for slope, verdicts in [(-2.0, {"ok", "cannot tell"}), (0.0, {"wrong"})]:
-            h = sgtrick.with_gradient(f, lambda x, slope=slope: tf.cos(x) + slope)
+            h = tf.function(sgtrick.with_gradient(f, lambda x, slope=slope: tf.cos(x) + slope))
             found = report(h, x, mode=mode)
             assert {entry.verdict for entry in found.entries} <= verdicts
             assert "The values of f move by jumps of" in str(found)
@@ -96,6 +98,10 @@ class TestJumps:
         assert found.worst.numerical == pytest.approx(2.0, rel=0.1)
         wrong = sgtrick.with_gradient(f, lambda x: 0.5 * tf.ones_like(x))
         assert report(wrong, constant(1.3), max_step=2.0).worst.verdict == "wrong"
+
+    def test_what_moves_at_no_step_is_no_proof(self):
+        f = sgtrick.with_gradient(rounded(lambda x: 5e4 / 3 + 1e-3 * x, "float32"), lambda x: 0 * x)
+        assert report(f, constant(1.0)).worst.verdict == "cannot tell"
 
     def test_logarithm_in_float32(self):
         f = rounded(lambda x: tf.math.log(1000 + x), "float32")
@@ -134,8 +140,7 @@ class TestPrecision:
         assert found.worst.verdict == "cannot tell"
         assert check_gradient(lambda x: 1e6 + tf.sin(x), tf.constant(0.5)).passed  # in float64
 
-    @pytest.mark.parametrize("mode", ["full", "random"])
-    @pytest.mark.parametrize("x", [[1.5], [1.5, -2.0]])
+    @pytest.mark.parametrize(("x", "mode"), [([1.5], "random"), ([1.5, -2.0], "full")])
     def test_rounding_of_float32_is_told_from_errors(self, x, mode):
         """Where tanh is almost 1, its gradient in float32 has few digits, but only there."""
 
@@ -146,7 +151,7 @@ class TestPrecision:
             def grad(x):
                 return slope(x) + (error(x) if x.dtype in dtypes else 0 * x)
 
-            return sgtrick.with_gradient(lambda x: tf.tanh(5 * x), grad, batch_ndims=1)
+            return tf.function(sgtrick.with_gradient(lambda x: tf.tanh(5 * x), grad, batch_ndims=1))
 
         x = tf.constant(x)
         for dtypes in ([tf.float32], [tf.float32, tf.float64]):
@@ -178,7 +183,7 @@ class TestPrecision:
     def test_estimated_errors_are_honest(self):
         """The true error of the differences is below the estimate, over many functions."""
         rng = np.random.default_rng(0)
-        for _ in range(300):
+        for _ in range(100):
             rate, shift, noise = 10 ** rng.uniform(-2, 2), rng.normal(), 10 ** rng.uniform(-16, -3)
             x = rng.normal()
 
@@ -222,8 +227,8 @@ class TestCost:
             assert found.evaluations == calls
             return found.evaluations
 
-        assert count(10) == count(100_000) < 300
+        assert count(10) == count(1000) < 300
 
     def test_full_mode_is_linear(self):
-        few, many = (check_gradient(density, constant([[1.0] * n])).evaluations for n in (2, 20))
-        assert many < 11 * few
+        few, many = (check_gradient(density, constant([[1.0] * n])).evaluations for n in (1, 5))
+        assert many < 6 * few
