@@ -4,6 +4,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def load_rates():
 
 
 class TestRates:
+    @pytest.mark.long
     def test_small_run(self):
         rates = load_rates()
         kinds = ["entries of 1e-4 to 1e4", "float32 and an offset, as float64"]

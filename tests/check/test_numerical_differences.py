@@ -140,8 +140,7 @@ class TestPrecision:
         assert found.worst.verdict == "cannot tell"
         assert check_gradient(lambda x: 1e6 + tf.sin(x), tf.constant(0.5)).passed  # in float64
 
-    @pytest.mark.parametrize(("x", "mode"), [([1.5], "random"), ([1.5, -2.0], "full")])
-    def test_rounding_of_float32_is_told_from_errors(self, x, mode):
+    def test_rounding_of_float32_is_told_from_errors(self):
         """Where tanh is almost 1, its gradient in float32 has few digits, but only there."""
 
         def slope(x):
@@ -153,17 +152,17 @@ class TestPrecision:
 
             return tf.function(sgtrick.with_gradient(lambda x: tf.tanh(5 * x), grad, batch_ndims=1))
 
-        x = tf.constant(x)
+        x = tf.constant([1.5, -2.0])
         for dtypes in ([tf.float32], [tf.float32, tf.float64]):
             for error, verdict in [
                 (lambda x: 0 * x, "ok"),
                 (lambda x: 1e-4 * tf.ones_like(x), "wrong"),  # more than rounding of a value of 1
             ]:
-                found = report(off_by(error, dtypes), x, mode=mode)
+                found = report(off_by(error, dtypes), x)
                 assert found.worst.verdict == verdict
         in_both = off_by(lambda x: 0.5 * slope(x), [tf.float32, tf.float64])
-        assert report(in_both, x, mode=mode).worst.verdict == "wrong"
-        with_atol = report(off_by(lambda x: 0 * x, []), x, mode=mode, atol=0.0)
+        assert report(in_both, x).worst.verdict == "wrong"
+        with_atol = report(off_by(lambda x: 0 * x, []), x, atol=0.0)
         assert with_atol.worst.verdict == "wrong"  # the caller's tolerance is not widened
 
     @pytest.mark.parametrize(
@@ -230,5 +229,5 @@ class TestCost:
         assert count(10) == count(1000) < 300
 
     def test_full_mode_is_linear(self):
-        few, many = (check_gradient(density, constant([[1.0] * n])).evaluations for n in (1, 5))
-        assert many < 6 * few
+        few, many = (check_gradient(density, constant([[1.0] * n])).evaluations for n in (2, 8))
+        assert many < 5 * few
