@@ -190,7 +190,7 @@ def _in_common(entries: tuple[Entry, ...]) -> str:
     ratio = embedded[largest] / numerical[largest] if numerical[largest] else 0.0
     for factor in [*FACTORS, ratio][: None if len(seen) > 1 else -1]:
         if np.all(np.abs(embedded - factor * numerical) <= (1 + abs(factor)) * allowed):
-            said = FACTORS.get(factor, f"is {factor:.4g} times the numerical one")
+            said = FACTORS.get(factor, f"is {factor:.3g} times the numerical one")
             return f" The {DERIVATIVES[worst.order]} {said}."
     return ""
 
