@@ -1,4 +1,4 @@
-"""The figures that the build of the docs draws: of the idea, and of a report's plot.
+"""The figures that the build of the docs draws: of the idea, and of an entry of a report.
 
 python docs/figures.py docs/_generated
 """
@@ -62,8 +62,8 @@ def embedded(path):
     plt.close(figure)
 
 
-def report_plot(path):
-    """`report.plot`, for the wrong gradient of the page on checking and for the right one."""
+def differences(path):
+    """Of the wrong gradient of the page on checking, and of the right one."""
 
     def energy(x):
         return tf.reduce_sum(x**4) / 4 + x[0] * x[1]
@@ -76,9 +76,13 @@ def report_plot(path):
     for axis, factor in zip(axes, (2, 1), strict=True):
         h = sgtrick.with_gradient(energy, gradient(factor))
         report = sgtrick.check_gradient(h, x, raise_exception=False)
-        report.plot("x[1]", ax=axis)
-    axes[1].set_ylabel("")
-    axes[1].get_legend().remove()
+        (entry,) = (entry for entry in report.entries if entry.name == "x[1]")
+        error = np.maximum(
+            abs(entry.differences - entry.embedded), 1e-16
+        )  # not zero, for the axis
+        axis.loglog(entry.steps, error, color=TANGENT, marker="o")
+        axis.set(xlabel="step", title=f"x[1]: {entry.verdict}")
+    axes[0].set_ylabel("|difference - embedded|")
     figure.savefig(path)
     plt.close(figure)
 
@@ -87,4 +91,4 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with plt.rc_context(STYLE):
         embedded(folder / "idea_value.svg")
-        report_plot(folder / "report_plot.svg")
+        differences(folder / "differences.svg")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations  # signatures that show the names of types
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, structures
-from sgtrick._check.comparison import compared, compared_in_forward_mode
-from sgtrick._check.finite_differences import StepBounds
+from sgtrick._check.comparison import compared, entry_lines, forward_line, random_lines
 from sgtrick._check.leaves import Named, OfLeaves, concatenate
 from sgtrick._check.point import Point
-from sgtrick._check.report import GradientCheckError, GradientReport
-from sgtrick._check.second_order import gradient_of
-from sgtrick._check.verdicts import Tolerance
-from sgtrick._types import Function, Structure, Tensor
+from sgtrick._check.recorded import gradient_of
+from sgtrick._check.report import Entry, GradientCheckError, GradientReport
+from sgtrick._types import Array, Function, Structure, Tensor
+
+# None: by the size of x. Otherwise the largest step, or the smallest and the largest.
+StepBounds: TypeAlias = float | Sequence[float] | None
 
 
 def check_gradient(
@@ -35,7 +37,8 @@ def check_gradient(
     Differences are taken for a sweep of step sizes and extrapolated, with an estimate of their
     error. So the verdict does not depend on a lucky step: functions that are noisy or badly scaled
     pass if their gradient is right, and if the differences are too inaccurate to decide, the report
-    says so.
+    says so. If all errors have something in common, such as one factor or a reversed sign, it says
+    that too.
 
         >>> import tensorflow as tf
         >>> import sgtrick
@@ -73,7 +76,8 @@ def check_gradient(
             largest entry of the leaf, down to 1e-7 times the entry.
         rtol: The relative tolerance. It is relative to the larger of the two derivatives; in random
             mode, to the root of the sum of squares of the entries' contributions. None: the square
-            root of the rounding unit, 3e-4 for float32, but at least 1e-6.
+            root of the rounding unit, 3e-4 for float32, but at least 1e-6. A gradient from a solver
+            needs the tolerance of the solver.
         atol: The absolute tolerance, added to the relative one. None: 16 rounding units of the
             largest derivative of the same value with respect to the same leaf, about the rounding
             error of autodiff; plus the smallest normal number of the dtype, since TensorFlow takes
@@ -104,36 +108,57 @@ def check_gradient(
     difference is at most 64 rounding units of the value, divided by the size of `x`. This is so
     where `tanh` is almost 1, for example. With `atol`, that is the tolerance instead.
 
+    If `f` computes in a lower precision than its dtypes say, its values do not move over small
+    steps, and jump where they begin to. The size of the jumps is then taken for the rounding unit,
+    and a note says so. The entries are often `cannot tell`, since the value says too little. Then
+    check `f` in a higher precision, or with a larger `max_step`.
+
     The extrapolation follows C. J. F. Ridders, Advances in Engineering Software 4 (1982) 75-76.
     Central differences with a single step, as in `tf.test.compute_gradient`, have no error
     estimate.
     """
-    _check_options(order, mode, max_step, rtol, atol)
+    if order not in (1, 2):
+        raise ValueError(f"order must be 1 or 2, got {order!r}.")
+    if mode not in ("full", "random"):
+        raise ValueError(f"mode must be 'full' or 'random', got {mode!r}.")
+    rtol, atol = (
+        _checked(name, number, " or a non-negative number", lambda n: n.shape == () and n >= 0)
+        for name, number in (("rtol", rtol), ("atol", atol))
+    )
+    bounds = _checked(
+        "max_step",
+        max_step,
+        ", the largest step, or a pair of the smallest and the largest step, all positive",
+        lambda h: h.shape in ((), (2,)) and np.all(h > 0) and (h.shape == () or h[0] < h[1]),
+    )
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly: call it outside tf.function and graphs.")
     function, inputs = _of_leaves(f, x)
     random = np.random.default_rng(seed) if mode == "random" else None
-    point = Point(function, inputs)
-    tolerance = Tolerance.of(point.tensors, rtol, atol)
-    points, entries = [point], compared(point, 1, max_step, tolerance, random)
-    notes = []
+
+    def entries_of(point: Point, order: int) -> list[Entry]:
+        lines = entry_lines(point) if random is None else random_lines(point, random, order)
+        return compared(point, lines, order, bounds, rtol, atol)
+
+    points = [Point(function, inputs)]
+    entries, notes = entries_of(points[0], 1), []
     if getattr(f, "has_both_rules", False):
-        directions = np.random.default_rng(seed)
-        entries += compared_in_forward_mode(point, max_step, tolerance, directions)
+        line = forward_line(points[0], np.random.default_rng(seed))
+        entries += compared(points[0], [line], 1, bounds, rtol, atol)
     if order == 2 and not all(np.isfinite(entry.embedded) for entry in entries):
         notes.append("Not every gradient is finite, so second derivatives were not checked.")
     elif order == 2:
-        gradient = gradient_of(function, point.leaves, random)
+        gradient = gradient_of(function, points[0].leaves, random)
         # Its own rounding is not what is checked here.
-        wide = list(zip(point.leaves, point.widened.xs, strict=True))
-        points.append(Point(gradient, wide))
-        entries += compared(points[-1], 2, max_step, tolerance, random)
-    for of_order in points:
-        of_order.check_repeatable()  # a state may have changed since
-        notes += _notes(of_order, tolerance)
+        wide = zip(points[0].leaves, points[0].widened.xs, strict=True)
+        points.append(Point(gradient, list(wide)))
+        entries += entries_of(points[1], 2)
+    for point in points:
+        point.check_repeatable()  # a state may have changed since
+        notes += _notes(point, rtol)
     report = GradientReport(
         tuple(sorted(entries, key=lambda e: e.rank)),
-        sum(of_order.evaluations for of_order in points),
+        sum(point.evaluations for point in points),
         tuple(dict.fromkeys(notes)),
     )
     if raise_exception and not report.passed:
@@ -141,40 +166,30 @@ def check_gradient(
     return report
 
 
-def _notes(point: Point, tolerance: Tolerance) -> list[str]:
-    notes = []
-    dtypes, rtol = point.narrow_dtypes, f"(rtol {tolerance.rtol:.1g})"
+def _notes(point: Point, rtol: float | None) -> Iterator[str]:
+    dtypes = point.narrow_dtypes
+    tolerance = f"(rtol {point.rtol if rtol is None else rtol:.1g})"
     if point.why_narrow:
-        notes.append(f"f was evaluated in {dtypes}, because {point.why_narrow} {rtol}")
+        yield f"f was evaluated in {dtypes}, because {point.why_narrow} {tolerance}"
     elif dtypes:
-        notes.append(f"embedded gradient in {dtypes}, differences in float64 {rtol}")
+        yield f"embedded gradient in {dtypes}, differences in float64 {tolerance}"
+    if point.jump:
+        yield (
+            f"The values of f move by jumps of {point.jump:.0e} of their size, as if computed in a "
+            f"lower precision than {dtypes or 'float64'} {tolerance}"
+        )
     for name, is_connected in zip(point.leaves, point.recorded.connected, strict=True):
         if not is_connected:
-            notes.append(
-                f"No gradient with respect to {name}: the tape returns None, compared as zero."
-            )
-    return notes
+            yield f"No gradient with respect to {name}: the tape returns None, compared as zero."
 
 
-def _check_options(
-    order: int, mode: str, max_step: StepBounds, rtol: float | None, atol: float | None
-) -> None:
-    if order not in (1, 2):
-        raise ValueError(f"order must be 1 or 2, got {order!r}.")
-    if mode not in ("full", "random"):
-        raise ValueError(f"mode must be 'full' or 'random', got {mode!r}.")
-    for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if tolerance is not None and not 0 <= tolerance < np.inf:
-            raise ValueError(f"{name} must be None or a non-negative number, got {tolerance!r}.")
-    if max_step is None:
-        return
-    bounds = np.array(max_step)
-    positive = np.all(np.isfinite(bounds) & (bounds > 0))
-    if not positive or bounds.shape not in ((), (2,)) or (bounds.ndim and bounds[0] >= bounds[1]):
-        raise ValueError(
-            "max_step must be None, the largest step, or a pair of the smallest and the largest "
-            f"step, all positive and finite, got {max_step!r}."
-        )
+def _checked(name: str, option: Any, expected: str, fits: Callable[[Array], Any]) -> Any:
+    if option is None:
+        return None
+    numbers = np.asarray(option)
+    if numbers.dtype.kind not in "iuf" or not np.all(np.isfinite(numbers)) or not fits(numbers):
+        raise ValueError(f"{name} must be None{expected}, got {option!r}.")
+    return numbers
 
 
 def _of_leaves(f: Function, x: Structure) -> tuple[OfLeaves, Named]:

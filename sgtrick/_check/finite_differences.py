@@ -2,30 +2,35 @@
 
 The steps shrink by a constant factor. Large steps suffer from truncation error, small ones from the
 noise of the function. Which are best depends on the function, so all are tried, in four steps, each
-a function below: the noise is estimated from the smallest steps, where nothing else is left; kinks
-are told from curvature by how one-sided derivatives come together; Richardson extrapolation removes
-and estimates the truncation error, as in C. J. F. Ridders, "Accurate computation of F'(x) and
-F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76; and finer differences may doubt it.
+a function below: the noise is estimated from the smallest steps, or from those at which the value
+begins to move; kinks are told from curvature by how one-sided derivatives come together; Richardson
+extrapolation removes and estimates the truncation error, as in C. J. F. Ridders, "Accurate
+computation of F'(x) and F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76; and finer
+differences may doubt it.
 
 Nothing here depends on TensorFlow.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from sgtrick._types import Array
-
-# None: by the size of x. Otherwise the largest step, or the smallest and the largest.
-StepBounds: TypeAlias = float | Sequence[float] | None
 
 RATIO = 4.0  # of each step to the next
 LARGEST = 0.1  # largest step, relative to the size of x or 1
 SMALLEST = 1e-7  # smallest step; below it, differences in float64 are rounding error
 LEVELS = 4  # of extrapolation; higher ones amplify noise and gain no digits
 NOISY_STEPS = 5  # number of smallest steps, where truncation is negligible
+# What a smooth function does that its derivative does not say falls by RATIO**3 from one step to
+# the next. What falls by more than this ends at once.
+ABRUPT = 1e3
+BISECTIONS = 14  # to tell an end by a jump from one that is continuous
+# Relative to the value, and as seen in differences, which hold 1/8 of a jump: rounding to the eight
+# bits of bfloat16 jumps by less. A larger jump is one of the function.
+LARGEST_JUMP = 1 / 64
 # By how much a gap may differ between two steps and still count as the same. That of a smooth
 # function shrinks in proportion to the step, by RATIO; that of pure noise grows by RATIO.
 SAME_GAP = RATIO**0.4
@@ -33,6 +38,8 @@ KINK_STEPS = 3  # over so many a gap must stay the same: over two it may do so b
 # Finer differences that are so close to an estimate, relative to its size, do not doubt it: what
 # they could doubt would not be seen as an error of the gradient.
 CLOSE = 0.01
+
+Move = Callable[[float], tuple[Array, float]]
 
 
 class Estimate(NamedTuple):
@@ -47,16 +54,18 @@ class Estimate(NamedTuple):
     differences: Array  # [k, m]
 
 
-class _Quotients(NamedTuple):
-    """Difference quotients for `k` steps, large to small, and their noise; arrays are `[k, m]`."""
+class Quotients(NamedTuple):
+    """Difference quotients for `k` steps, large to small; arrays are `[k, m]` unless noted."""
 
     left: Array
     right: Array
     central: Array
-    noise: Array
+    steps: Array  # [k, 1]
+    noise: Array  # of the values, [m]
+    jumps: Array  # of values that do not move at smaller steps, [m]
 
 
-def sweep(size: float, position: float, bounds: StepBounds) -> Array:
+def sweep(size: float, position: float, bounds: Array | None) -> Array:
     """Returns the steps, large to small.
 
     Args:
@@ -68,18 +77,15 @@ def sweep(size: float, position: float, bounds: StepBounds) -> Array:
     if bounds is None:
         smallest = SMALLEST * max(min(size, position), 1e-30 * max(size, 1.0))
         largest = LARGEST * max(size, 1.0)
-    elif isinstance(bounds, (int, float)):
-        smallest, largest = bounds * SMALLEST / LARGEST, bounds
     else:
-        smallest, largest = bounds
+        largest = float(bounds.max())
+        smallest = float(bounds.min()) if bounds.ndim else largest * SMALLEST / LARGEST
     count = 1 + math.ceil(math.log(largest / smallest) / math.log(RATIO))
     return largest * RATIO ** -np.arange(max(count, 3), dtype=np.float64)
 
 
-def differentiate(
-    move: Callable[[float], tuple[Array, float]], value: Array, steps: Array, rounding: Array
-) -> Estimate:
-    """Differentiates `value` along a line.
+def quotients(move: Move, value: Array, steps: Array, rounding: Array) -> Quotients:
+    """The difference quotients of `value` along a line.
 
     Args:
         move: Takes a signed step; returns the values `[m]` there, and the step as rounded in the
@@ -88,44 +94,91 @@ def differentiate(
         steps: The steps from `sweep`.
         rounding: The rounding error of the values, `[m]`; their noise may be larger.
     """
+
+    def at(step: float) -> tuple[Array, Array, Array, float]:
+        (f1, h1), (f2, h2) = move(step), move(-step)
+        # The two steps differ only by rounding, so the third is still of second order.
+        return (value - f2) / -h2, (f1 - value) / h1, (f1 - f2) / (h1 - h2), (h1 - h2) / 2
+
     with np.errstate(all="ignore"):  # values that are not finite are dropped below
-        ahead, behind = (list(zip(*map(move, s * steps), strict=True)) for s in (1, -1))
-        f1, f2 = np.stack(ahead[0]), np.stack(behind[0])
-        h1, h2 = np.array(ahead[1])[:, None], -np.array(behind[1])[:, None]
-        # The two steps differ only by rounding, so this is still of second order.
-        central = (f1 - f2) / (h1 + h2)
-        noise = _noise(central, (h1 + h2) / 2, rounding)
-        quotients = _Quotients((value - f2) / h2, (f1 - value) / h1, central, noise)
-        return _chosen(quotients, steps)
+        left, right, central, h = map(np.stack, zip(*map(at, steps), strict=True))
+        # Where truncation is negligible, neighbours differ by noise alone.
+        changes = np.abs(np.diff(central, axis=0)) * h[1:, None]
+        changes = np.where(np.isfinite(changes), changes, 0.0)
+        noise = np.fmax(rounding, changes[-_noisy(len(h)) :].max(0))
+
+        finer = np.fmax.accumulate(changes[::-1], axis=0)[::-1]
+        finer = np.append(finer[1:], 0 * finer[:1], axis=0)
+        least = 4 * np.fmax(rounding, np.spacing(np.abs(central[1:])) * h[1:, None])
+        abrupt = changes > np.fmax(ABRUPT * finer, least)
+        rows = np.arange(len(changes))[:, None]
+        last = np.where(abrupt, rows, -1).max(0)
+        i, k = int(last.argmax()), int(last.max())
+        jumps = np.zeros_like(noise)
+        if k >= 0 and _ends_by_a_jump(
+            lambda step: float(abs(at(step)[2][i] - central[k + 1, i]) * step), steps[k : k + 2]
+        ):
+            window = (rows <= last) & (rows > last - _noisy(last + 1))
+            jumps = np.where(window, changes, 0.0).max(0)
+            jumps[jumps > LARGEST_JUMP * np.abs(value)] = 0.0
+        # What does not move at any step may do so at larger ones, if it is a number of float32.
+        single = value.astype(np.float32)
+        still = np.all(changes == 0.0, axis=0) & (single == value)
+        still &= (single.astype(np.float16) != value) & (value % 1 != 0)  # others are constants
+        jumps = np.where(still, np.spacing(np.abs(single)), jumps)
+    return Quotients(left, right, central, h[:, None], noise, jumps)
 
 
-def _noise(central: Array, h: Array, rounding: Array) -> Array:
-    """The noise of the quotients: where truncation is negligible, neighbours differ by it alone."""
-    small = -min(NOISY_STEPS, math.ceil(len(h) / 3))
-    changes = (np.abs(np.diff(central, axis=0)) * h[1:])[small:]
-    of_values = np.fmax(rounding, np.where(np.isfinite(changes), changes, 0).max(0))
-    noise: Array = 2 * of_values / h
-    return noise
+def _noisy(count: Array | int) -> Array:
+    noisy: Array = np.minimum(NOISY_STEPS, np.ceil(np.divide(count, 3))).astype(int)
+    return noisy
 
 
-def _chosen(quotients: _Quotients, steps: Array) -> Estimate:
-    """Takes the entry of the extrapolation tableau with the smallest estimated error."""
-    left, right, central, _ = quotients
-    kink, penalty = _kinks(quotients)
-    best, error = np.full(len(kink), np.nan), np.full(len(kink), np.inf)
-    cost, row = error, np.zeros(len(kink), int)
-    for k, estimate, spread in _tableau(quotients):
-        its_error = np.maximum(spread, _doubt(estimate, k, quotients))  # NaN stays NaN
-        its_cost = its_error + penalty[k]
-        better = its_cost < cost
-        best, error = np.where(better, estimate, best), np.where(better, its_error, error)
-        cost, row = np.where(better, its_cost, cost), np.where(better, k, row)
-    column = np.arange(len(kink))
-    kink &= np.isfinite(error)
-    return Estimate(best, error, left[row, column], right[row, column], kink, steps, central)
+def _ends_by_a_jump(moved: Callable[[float], float], between: Array) -> bool:
+    """Whether what is flat, or straight, at small steps begins to move by a jump.
+
+    Values that were computed in a lower precision than that of their dtype do not move at small
+    steps, so that these show no noise. Where they begin to move, they jump. A function that is flat
+    or straight near `x` begins continuously, and so one bisection tells the two.
+    """
+    high, low = (float(step) for step in between)
+    first = above = moved(high)
+    below = 0.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        at = moved(middle)
+        if at > first / 8:
+            high, above = middle, at
+        else:
+            low, below = middle, at
+    return above - below > first / 16
 
 
-def _kinks(quotients: _Quotients) -> tuple[Array, Array]:
+def estimated(quotients: Quotients, jumps: Array) -> Estimate:
+    """Takes the entry of the extrapolation tableau with the smallest estimated error.
+
+    Args:
+        quotients: Those along a line.
+        jumps: Those of the values, `[m]`, along this line or another.
+    """
+    with np.errstate(all="ignore"):
+        left, right, central, steps, noise, _ = quotients
+        noise = 2 * np.fmax(noise, jumps) / steps
+        kink, penalty = _kinks(left, right, central, noise)
+        best, error = np.full(len(kink), np.nan), np.full(len(kink), np.inf)
+        cost, row = error, np.zeros(len(kink), int)
+        for k, estimate, spread in _tableau(central, noise):
+            its_error = np.maximum(spread, _doubt(estimate, k, central, noise))  # NaN stays NaN
+            its_cost = its_error + penalty[k]
+            better = its_cost < cost
+            best, error = np.where(better, estimate, best), np.where(better, its_error, error)
+            cost, row = np.where(better, its_cost, cost), np.where(better, k, row)
+        column = np.arange(len(kink))
+        slopes = left[row, column], right[row, column]
+        return Estimate(best, error, *slopes, kink & np.isfinite(error), steps[:, 0], central)
+
+
+def _kinks(left: Array, right: Array, central: Array, noise: Array) -> tuple[Array, Array]:
     """Whether there is a kink at step zero, `[m]`, and the penalty for each step, `[k, m]`.
 
     It is a kink if one-sided derivatives keep their distance from some step down to the last that
@@ -133,7 +186,6 @@ def _kinks(quotients: _Quotients) -> tuple[Array, Array]:
     distance at steps that show something else: at a kink, all others; elsewhere, those that are too
     large to see that the function is smooth.
     """
-    left, right, central, noise = quotients
     gap = np.abs(right - left)
     # Each of the two has twice the noise of a central difference.
     significant = gap > 4 * noise
@@ -151,27 +203,25 @@ def _kinks(quotients: _Quotients) -> tuple[Array, Array]:
     return kink, np.where(np.where(kink, ~shown, kept), gap, 0.0)
 
 
-def _tableau(quotients: _Quotients) -> Iterator[tuple[int, Array, Array]]:
+def _tableau(level: Array, noise: Array) -> Iterator[tuple[int, Array, Array]]:
     """Yields extrapolated derivatives, each with its smallest step and its estimated error."""
-    level = quotients.central
     for m in range(1, min(LEVELS + 1, len(level))):
         coarse, fine = level[:-1], level[1:]
         level = fine + (fine - coarse) / (RATIO ** (2 * m) - 1)
         # The distance to the unextrapolated pair bounds the truncation error of the extrapolation.
-        spread = np.fmax(np.abs(level - fine), np.abs(level - coarse)) + quotients.noise[m:]
+        spread = np.fmax(np.abs(level - fine), np.abs(level - coarse)) + noise[m:]
         for k, (estimate, error) in enumerate(zip(level, spread, strict=True), start=m):
             yield k, estimate, error
 
 
-def _doubt(estimate: Array, row: int, quotients: _Quotients) -> Array:
+def _doubt(estimate: Array, row: int, central: Array, noise: Array) -> Array:
     """The largest distance to finer differences that contradict an estimate made with this step.
 
     They do if the next one confirms them, up to noise: far from `x`, a function may look like
     another one, with a convergence of its own.
     """
-    central = quotients.central
     change = np.abs(np.diff(central, axis=0, append=np.nan))[row + 1 :]
-    finer, noise = central[row + 1 :], quotients.noise[row + 1 :]
+    finer, noise = central[row + 1 :], noise[row + 1 :]
     distance = np.abs(estimate - finer)
     size = np.fmax(np.abs(estimate), np.abs(finer))
     contradict = (distance > change + noise) & (distance > CLOSE * size)

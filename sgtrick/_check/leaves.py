@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._types import Array, Gradient, Tape, Tensor
+from sgtrick._types import Array, Tensor
 
 Named = list[tuple[str, Any]]  # leaves with their paths
 OfLeaves = Callable[[Sequence[Tensor]], Named]
@@ -39,32 +39,6 @@ def names_of_entries(named: Named) -> list[str]:
         for name, tensor in named
         for index in np.ndindex(*tensor.shape)
     ]
-
-
-def unit(size: int, place: int) -> Array:
-    """The vector that selects one entry."""
-    vector = np.zeros(size)
-    vector[place] = 1.0
-    return vector
-
-
-def recorded(function: OfLeaves, xs: Sequence[Tensor]) -> tuple[Tape, Named]:
-    """The outputs of a function, and a tape for their gradients with respect to `xs`."""
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch(xs)
-        ys = function(xs)
-    return tape, ys
-
-
-def tape_gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Array) -> list[Gradient]:
-    """The gradients of the outputs whose weight is not zero: others may refuse."""
-    tensors = [y for _, y in ys]
-    used = [
-        (y, u)
-        for y, u in zip(tensors, split(upstream, tensors), strict=True)
-        if np.any(concatenate([u]))
-    ]
-    return list(tape.gradient([y for y, _ in used], xs, [u for _, u in used]))
 
 
 def unit_roundoff(tensor: Tensor) -> float:

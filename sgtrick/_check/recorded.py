@@ -1,4 +1,7 @@
-"""A function evaluated at a point under a tape, and its embedded derivatives there."""
+"""A function evaluated at a point under a tape, and its embedded derivatives there.
+
+Its gradient is a function in turn, so that second derivatives are compared as first ones are.
+"""
 
 import contextlib
 import warnings
@@ -12,13 +15,12 @@ from sgtrick._check.leaves import (
     OfLeaves,
     concatenate,
     names_of_entries,
-    recorded,
     split,
-    tape_gradients,
+    unit_roundoff,
 )
 from sgtrick._core import unknown
 from sgtrick._tensorflow import tapes
-from sgtrick._types import Array, Tape, Tensor
+from sgtrick._types import Array, Gradient, Tape, Tensor
 
 UNEXPLAINED = "The gradient is NaN, and no function says why."
 
@@ -37,7 +39,7 @@ class Recorded:
 
     def __init__(self, function: OfLeaves, xs: Sequence[Tensor]) -> None:
         self._function, self.xs, self.x = function, xs, concatenate(xs)
-        self._tape, self._named = recorded(function, xs)
+        self._tape, self._named = _taped(function, xs)
         self.ys = [y for _, y in self._named]
         self.names, self.value = names_of_entries(self._named), concatenate(self.ys)
         self.connected = [False] * len(xs)
@@ -61,7 +63,7 @@ class Recorded:
             return gradient, ""
         # Some functions run only in a graph.
         with _eagerly(), unknown.noted() as messages, contextlib.suppress(RuntimeError):
-            again = self._gradient(*recorded(self._function, self.xs), upstream)
+            again = self._gradient(*_taped(self._function, self.xs), upstream)
             gradient = again if messages else gradient
         return gradient, " ".join(messages) or why or UNEXPLAINED
 
@@ -73,7 +75,7 @@ class Recorded:
         return concatenate([accumulator.jvp(y, unconnected_gradients=zero) for y in ys])
 
     def _gradient(self, tape: Tape, ys: Named, upstream: Array) -> Array:
-        gradients = tape_gradients(tape, ys, self.xs, upstream)
+        gradients = _gradients(tape, ys, self.xs, upstream)
         connected = [g is not None for g in gradients]
         self.connected = list(map(any, zip(self.connected, connected, strict=True)))
         pairs = zip(self.xs, gradients, strict=True)
@@ -91,3 +93,48 @@ def _eagerly() -> Iterator[None]:
         yield
     finally:
         tf.config.run_functions_eagerly(before)
+
+
+def gradient_of(
+    function: OfLeaves, names_of_xs: Sequence[str], random: np.random.Generator | None
+) -> OfLeaves:
+    """The gradient as a function: all rows of the Jacobian, or one row of a random projection."""
+    seed = None if random is None else int(random.integers(2**32))
+
+    def gradient(xs: Sequence[Tensor]) -> Named:
+        tape, ys = _taped(function, xs)
+        names = names_of_entries(ys)
+        upstreams = np.eye(len(names))
+        if seed is not None:
+            upstreams = np.random.default_rng(seed).choice([-1.0, 1.0], (1, len(names)))
+        found = []
+        for name, upstream in zip(names, upstreams, strict=False):
+            prefix = f"{name} by " if len(names) > 1 else ""
+            gradients = _gradients(tape, ys, xs, upstream)
+            for leaf, x, g in zip(names_of_xs, xs, gradients, strict=True):
+                g = tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
+                # No more accurate than the value: the function may compute in its dtype.
+                dtype = max([g, *(y for _, y in ys)], key=unit_roundoff).dtype
+                found.append((prefix + leaf, tf.cast(g, dtype)))
+        return found
+
+    return gradient
+
+
+def _taped(function: OfLeaves, xs: Sequence[Tensor]) -> tuple[Tape, Named]:
+    """The outputs of a function, and a tape for their gradients with respect to `xs`."""
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(xs)
+        ys = function(xs)
+    return tape, ys
+
+
+def _gradients(tape: Tape, ys: Named, xs: Sequence[Tensor], upstream: Array) -> list[Gradient]:
+    """The gradients of the outputs whose weight is not zero: others may refuse."""
+    tensors = [y for _, y in ys]
+    used = [
+        (y, u)
+        for y, u in zip(tensors, split(upstream, tensors), strict=True)
+        if np.any(concatenate([u]))
+    ]
+    return list(tape.gradient([y for y, _ in used], xs, [u for _, u in used]))

@@ -1,16 +1,23 @@
 """The report of `check_gradient`: entries, their table and plot, and the error that carries it."""
 
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+import math
+from typing import NamedTuple
 
 import numpy as np
 
 from sgtrick._types import Args, Array
 
-Axes: TypeAlias = Any  # of Matplotlib, which is optional
-
 SEVERITY = ("wrong", "refused", "cannot tell", "kink", "ok")
 SHOWN = 20  # entries in a printed table
+SLIGHT = 1e-4  # relative errors below it may be the tolerance of a solver
+DERIVATIVES = {1: "gradient", 2: "second derivative"}
+FACTORS = {  # by which all entries may be wrong, and how that is said
+    0.0: "is zero everywhere",
+    -1.0: "is right but for its sign, which is reversed",
+    2.0: "is twice the numerical one",
+    0.5: "is half of the numerical one",
+}
 ADVICE = {
     "refused": (
         "refused: f does not know this derivative and raises or returns NaN; its message is above. "
@@ -18,8 +25,7 @@ ADVICE = {
     ),
     "cannot tell": (
         "cannot tell: the differences are too inaccurate to detect an error of 1 %. Try a float64 "
-        "x, steps (max_step) at which f is smooth and above its noise, or a larger rtol; "
-        "report.plot() shows the differences of one entry."
+        "x, steps (max_step) at which f is smooth and above its noise, or a larger rtol."
     ),
     "kink": (
         "kink: f has different slopes on the two sides of x (left | right), so no derivative. The "
@@ -125,6 +131,7 @@ class GradientReport:
         """The table."""
         verdicts = ", ".join(f"{n} {v}" for v in SEVERITY if (n := self.count(v)))
         lines = [f"{len(self.entries)} entries: {verdicts}. {self.evaluations} evaluations."]
+        lines[0] += _in_common(self.entries)
         lines += _table(self.entries[:SHOWN])
         if len(self.entries) > SHOWN:
             lines.append(f"... and {len(self.entries) - SHOWN} more with smaller errors")
@@ -132,37 +139,6 @@ class GradientReport:
         lines += self.notes
         lines += [advice for verdict, advice in ADVICE.items() if self.count(verdict)]
         return "\n".join(lines)
-
-    def plot(self, entry: str | None = None, ax: Axes | None = None) -> Axes:
-        """Plots the difference between central differences and embedded derivative by step size.
-
-        If the embedded derivative is right, the difference falls with the step until the noise of
-        the function takes over. If it is wrong, the difference levels off at the size of the error.
-
-        Args:
-            entry: The name of the entry, as in the table; by default the worst.
-            ax: The Matplotlib axes to draw on; created if None.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ImportError: Matplotlib is not installed.
-            KeyError: No entry has this name.
-        """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("plot needs Matplotlib: pip install matplotlib") from error
-        named = {e.name: e for e in self.entries}
-        entry = self.worst.name if entry is None else entry
-        if entry not in named:
-            names = ", ".join(list(named)[:5])
-            raise KeyError(f"entry must be a name from the table, such as {names}, got {entry!r}.")
-        if ax is None:
-            ax = plt.figure(figsize=(6.4, 4.2), layout="constrained").subplots()
-        _draw(named[entry], ax)
-        return ax
 
 
 class GradientCheckError(AssertionError):
@@ -190,13 +166,33 @@ class GradientCheckError(AssertionError):
 
 
 def _headline(worst: Entry) -> str:
-    derivative = "gradient" if worst.order == 1 else "second derivative"
+    derivative = DERIVATIVES[worst.order]
     known = {"wrong": "is wrong at", "refused": "is refused at"}
     why = f"embedded {worst.embedded:.8g}, numerical {worst.numerical:.8g}"
     if worst.verdict == "refused":
         why = worst.remark
     how = known.get(worst.verdict, "could not be checked at")
     return f"The {derivative} {how} {worst.name}: {why}"
+
+
+def _in_common(entries: tuple[Entry, ...]) -> str:
+    """What a person would see in all entries of the worst one's order, if that is wrong."""
+    worst = entries[0]
+    if worst.verdict != "wrong":
+        return ""
+    seen = [e for e in entries if e.order == worst.order and e.verdict in ("wrong", "ok")]
+    error = max(e.relative for e in seen if e.verdict == "wrong")
+    if error < SLIGHT:
+        rtol = f"{10.0 ** math.ceil(math.log10(error)):.0e}"
+        return f" All errors are below {rtol}: if that is a solver's tolerance, pass rtol={rtol}."
+    embedded, numerical, allowed = np.array([(e.embedded, e.numerical, e.allowed) for e in seen]).T
+    largest = np.argmax(np.abs(numerical))
+    ratio = embedded[largest] / numerical[largest] if numerical[largest] else 0.0
+    for factor in [*FACTORS, ratio][: None if len(seen) > 1 else -1]:
+        if np.all(np.abs(embedded - factor * numerical) <= (1 + abs(factor)) * allowed):
+            said = FACTORS.get(factor, f"is {factor:.3g} times the numerical one")
+            return f" The {DERIVATIVES[worst.order]} {said}."
+    return ""
 
 
 def _table(entries: tuple[Entry, ...]) -> list[str]:
@@ -214,29 +210,3 @@ def _table(entries: tuple[Entry, ...]) -> list[str]:
         cells = [n.rjust(width) for n, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *cells, verdict]))
     return lines
-
-
-def _draw(entry: Entry, ax: Axes) -> None:
-    error = np.abs(entry.differences - entry.embedded)
-    seen = np.isfinite(error)
-    # A logarithmic axis cannot show an error of zero.
-    floor = 1e-17 * max(abs(entry.numerical), abs(entry.embedded), 1e-300)
-    curve = np.maximum(error, floor)[seen]
-    # Okabe and Ito's colours; lines and markers differ too.
-    label = "|central difference - embedded|"
-    ax.loglog(entry.steps[seen], curve, color="#0072B2", marker="o", label=label)
-    for height, color, style, label in (
-        (entry.absolute, "#D55E00", "--", "|best estimate - embedded|"),
-        (entry.allowed, "#009E73", ":", "allowed: tolerance + uncertainty"),
-    ):
-        if np.isfinite(height):
-            ax.axhline(max(height, floor), color=color, linestyle=style, label=label)
-    ax.set(xlabel="step size (units of x)", ylabel="error of the derivative")
-    ax.set_title(
-        f"{entry.name}: {entry.verdict}\n"
-        f"embedded {entry.embedded:.6g}, numerical {entry.numerical:.6g} "
-        f"± {entry.uncertainty:.1g}",
-        fontsize="medium",
-    )
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=True, fontsize="small")

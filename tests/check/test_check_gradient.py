@@ -103,12 +103,11 @@ class TestRight:
         assert check_gradient(lambda ab: ab[0] * ab[1], [2.0, 3.0]).passed
         assert check_gradient(lambda a: a[0] * a[1], ((2.0, 3.0),)).passed
 
-    @MODES
-    @pytest.mark.parametrize("case", HARD)
+    @pytest.mark.parametrize(("case", "mode"), spread(HARD, ["full", "random"], together=1))
     def test_is_told_from_one_that_is_1_percent_off(self, case, mode):
         f, gradient, x = HARD[case]
-        assert check_gradient(f, x, mode=mode).passed
-        wrong = sgtrick.with_gradient(f, lambda x: 1.01 * gradient(x))
+        assert check_gradient(tf.function(f), x, mode=mode).passed
+        wrong = tf.function(sgtrick.with_gradient(f, lambda x: 1.01 * gradient(x)))
         assert report(wrong, x, mode=mode).worst.verdict == "wrong"
 
     def test_rounded_values(self):  # of a solver that prints six digits
@@ -117,10 +116,9 @@ class TestRight:
         )
         assert check_gradient(f, constant([0.5, 2.0])).passed
 
-    @MODES
-    def test_narrow_function(self, mode):  # over large steps it is as good as constant
+    def test_narrow_function(self):  # over large steps it is as good as constant
         x = constant([1e-5, -2e-5])
-        assert check_gradient(lambda x: tf.exp(-tf.reduce_sum((1e5 * x) ** 2)), x, mode=mode).passed
+        assert check_gradient(lambda x: tf.exp(-tf.reduce_sum((1e5 * x) ** 2)), x).passed
 
     def test_tolerances(self):
         f = sgtrick.with_gradient(lambda x: tf.sin(x), lambda x: 1.0001 * tf.cos(x))
@@ -145,8 +143,7 @@ SPOILED = {
 
 
 class TestWrong:
-    @MODES
-    @pytest.mark.parametrize("how", SPOILED)
+    @pytest.mark.parametrize(("how", "mode"), spread(SPOILED, ["full", "random"], together=1))
     def test_is_found(self, how, mode):
         x = constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]])
         f = tf.function(sgtrick.with_gradient(density, SPOILED[how]))
@@ -156,7 +153,6 @@ class TestWrong:
             check_gradient(f, x, mode=mode)
         assert caught.value.report.worst.verdict == verdict
 
-    @MODES
     @pytest.mark.parametrize(
         ("dtype", "size", "verdicts"),
         [
@@ -166,45 +162,36 @@ class TestWrong:
             ("float16", 1e-6, {"wrong", "cannot tell"}),  # of which it holds one digit
         ],
     )
-    def test_of_a_tiny_function_is_found(self, dtype, size, verdicts, mode):
+    def test_of_a_tiny_function_is_found(self, dtype, size, verdicts):
         f = sgtrick.with_gradient(
             lambda x: tf.constant(size, dtype) * tf.reduce_sum(x),
             lambda x: tf.constant(2 * size, dtype) * tf.ones_like(x),
         )
-        assert report(f, tf.constant([1.0, 2.0], dtype), mode=mode).worst.verdict in verdicts
+        assert report(f, tf.constant([1.0, 2.0], dtype)).worst.verdict in verdicts
 
     @MODES
     def test_transposed_jacobian(self, mode):
         a = np.random.default_rng(0).normal(size=(3, 3))
         f = sgtrick.with_gradient(lambda x: tf.linalg.matvec(a, x), lambda x: constant(a.T))
-        x = constant([0.5, 2.0, -1.0])
-        found = report(f, x, mode=mode)
-        assert found.worst.verdict == "wrong"
-        right = sgtrick.with_gradient(lambda x: tf.linalg.matvec(a, x), lambda x: constant(a))
-        assert check_gradient(right, x, mode=mode).passed
+        assert report(f, constant([0.5, 2.0, -1.0]), mode=mode).worst.verdict == "wrong"
 
-    @MODES
-    def test_zipf(self, mode):
+    def test_zipf(self):
         def f(power):
             return tf.reduce_sum(tfp.distributions.Zipf(power).log_prob([1.0, 1.0, 2.0, 5.0]))
 
-        assert report(f, constant(2.0), mode=mode).worst.verdict == "wrong"
+        assert report(f, constant(2.0)).worst.verdict == "wrong"
 
-    @pytest.mark.parametrize("off", [1e-2, -2.0])
-    def test_one_entry_in_a_thousand_is_in_every_random_direction(self, off):
-        f = tf.function(wrong_in({617: off}))
-        for seed in range(5):
-            found = report(f, constant(np.ones(1000)), mode="random", seed=seed)
-            assert found.count("wrong") == len(found.entries)
+    def test_one_entry_in_a_thousand_is_in_every_random_direction(self):
+        f = tf.function(wrong_in({617: 1e-2}))
+        found = report(f, constant(np.ones(1000)), mode="random")
+        assert found.count("wrong") == len(found.entries) == 10
 
     def test_two_entries_cancel_in_half_of_the_random_directions(self, monkeypatch):
         f, x = tf.function(wrong_in({1: 0.1, 617: 0.1})), constant(np.ones(1000))
-        for seed in range(5):  # 2**-10 each for being missed
-            assert report(f, x, mode="random", seed=seed).worst.verdict == "wrong"
-        monkeypatch.setattr(comparison, "DIRECTIONS", 1)
-        verdicts = [report(f, x, mode="random", seed=s).worst.verdict for s in range(40)]
-        assert set(verdicts) == {"wrong", "ok"}
-        assert 10 <= verdicts.count("ok") <= 30  # three standard deviations
+        monkeypatch.setattr(comparison, "DIRECTIONS", 40)
+        found = report(f, x, mode="random")
+        assert found.count("ok") + found.count("wrong") == 40
+        assert 10 <= found.count("ok") <= 30  # three standard deviations
 
 
 def wrong_in(errors):
@@ -221,32 +208,25 @@ class TestTheSameTensorTwice:
 
     X = constant([1.0, 2.0, -3.0])
 
-    @MODES
     @pytest.mark.parametrize("pack", [tuple, list])
-    @pytest.mark.parametrize("order", [1, 2])
-    def test_native(self, pack, order, mode):
+    def test_native(self, pack):
         f = {
             tuple: lambda a, b: tf.reduce_sum(a * b**2),
             list: lambda x: tf.reduce_sum(x[0] * x[1] ** 2),
         }[pack]
-        assert check_gradient(f, pack([self.X, self.X]), order=order, mode=mode).passed
+        assert check_gradient(f, pack([self.X, self.X]), order=2).passed
 
-    @MODES
     @pytest.mark.parametrize("x", [X, tf.cast(X, tf.float32)], ids=["float64", "float32"])
-    @pytest.mark.parametrize(
-        "grad", [lambda a, b: (b, None), lambda a, b: (b / 2, a / 2)], ids=["none", "halves"]
-    )
-    def test_wrong_gradients_of_the_right_sum(self, grad, x, mode):
+    def test_wrong_gradients_of_the_right_sum(self, x):
         @sgtrick.custom_vjp
         def f(a, b):
-            return tf.reduce_sum(a * b), lambda u: [g if g is None else u * g for g in grad(a, b)]
+            return tf.reduce_sum(a * b), lambda u: (u * b, None)
 
-        assert report(f, (x, x), mode=mode).worst.verdict == "wrong"
+        assert report(f, (x, x)).worst.verdict == "wrong"
 
-    @MODES
-    def test_that_the_function_reads_too(self, mode):
+    def test_that_the_function_reads_too(self):
         """The differences do not move what is not an argument, so neither may the tape."""
-        assert check_gradient(lambda x: tf.reduce_sum(x * self.X), self.X, mode=mode).passed
+        assert check_gradient(lambda x: tf.reduce_sum(x * self.X), self.X).passed
 
 
 class TestUnconnected:
@@ -263,9 +243,8 @@ class TestUnconnected:
             assert found.worst.name == "x[1]"
             assert found.count("wrong") == 1
 
-    @MODES
-    def test_is_right_where_the_derivative_is_zero(self, mode):
-        found = check_gradient(lambda a, b: a + 0.0, (constant(1.0), constant(3.0)), mode=mode)
+    def test_is_right_where_the_derivative_is_zero(self):
+        found = check_gradient(lambda a, b: a + 0.0, (constant(1.0), constant(3.0)))
         assert any("No gradient with respect to x[1]" in note for note in found.notes)
 
     @MODES
@@ -274,21 +253,22 @@ class TestUnconnected:
 
 
 class TestOrder2:
-    @MODES
     @pytest.mark.parametrize(
-        "f", [density, lambda x: tf.sin(x) * tf.reduce_sum(x)], ids=["scalar", "tensor"]
+        ("f", "mode"),
+        [(density, "random"), (lambda x: tf.sin(x) * tf.reduce_sum(x), "full")],
+        ids=["scalar", "tensor"],
     )
     def test_native(self, f, mode):
         found = check_gradient(f, constant([0.5, 2.0, -1.0]), order=2, mode=mode)
         assert {entry.order for entry in found.entries} == {1, 2}
         assert len({entry.name for entry in found.entries}) == len(found.entries)
 
-    @MODES
-    def test_twice_the_second_derivative(self, mode):  # the formula naively un-stopped
+    def test_twice_the_second_derivative(self):  # the formula naively un-stopped
         def h(x):
             s = tf.stop_gradient(x)
             return tf.sin(s) + tf.cos(x) * (x - s)
 
-        found = report(h, constant(0.5), order=2, mode=mode)
+        found = report(h, constant(0.5), order=2)
         assert (found.worst.order, found.worst.verdict) == (2, "wrong")
         assert found.worst.embedded == pytest.approx(2 * found.worst.numerical)
+        assert "The second derivative is twice the numerical one." in str(found)

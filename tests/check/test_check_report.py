@@ -1,9 +1,7 @@
 """What `check_gradient` refuses to check, and its report as text and as a plot."""
 
 import pickle
-import sys
 
-import matplotlib
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,9 +10,6 @@ import sgtrick
 from checked_functions import MODES, density, density_gradient, report
 from sgtrick import check_gradient
 from shared import constant
-
-matplotlib.use("Agg")
-
 
 REFUSED = [
     (
@@ -78,8 +73,12 @@ class TestRefusals:
             ({"mode": "fast"}, "mode must be 'full' or 'random', got 'fast'"),
             ({"rtol": -1.0}, "rtol must be None or a non-negative number"),
             ({"atol": np.nan}, "atol must be None or a non-negative number"),
+            ({"rtol": "1e-3"}, "rtol must be None or a non-negative number, got '1e-3'"),
             ({"max_step": 0.0}, "max_step must be None, the largest step, or a pair"),
             ({"max_step": (1e-2, 1e-4)}, "smallest and the largest step"),
+            ({"max_step": (1e-4, 1e-3, 1e-2)}, "max_step must be None, the largest step, or a"),
+            ({"max_step": "small"}, "max_step must be None.*, got 'small'"),
+            ({"max_step": (None, 0.1)}, r"max_step must be None.*, got \(None, 0.1\)"),
         ],
     )
     def test_options(self, options, message):
@@ -108,6 +107,32 @@ class TestReport:
         text = str(check_gradient(lambda x: tf.reduce_sum(x**2), constant(np.ones(30))))
         assert "... and 10 more with smaller errors" in text
 
+    @pytest.mark.parametrize(
+        ("factor", "message"),
+        [
+            (-1.0, "The gradient is right but for its sign, which is reversed."),
+            (0.0, "The gradient is zero everywhere."),
+            (2.0, "The gradient is twice the numerical one."),
+            (0.5, "The gradient is half of the numerical one."),
+            (1.37, "The gradient is 1.37 times the numerical one."),
+            (1 + 8e-6, "All errors are below 1e-05: .* solver's tolerance, pass rtol=1e-05."),
+        ],
+    )
+    def test_what_all_errors_share_is_said(self, factor, message):
+        f = sgtrick.with_gradient(density, lambda x: factor * density_gradient(x))
+        x = constant([0.5, 2.0, -1.0])
+        with pytest.raises(sgtrick.GradientCheckError, match=message) as caught:
+            check_gradient(f, x)
+        if "rtol" in message:
+            assert check_gradient(f, x, rtol=1e-5).passed
+        else:
+            assert caught.value.report.count("wrong") == 3
+
+    def test_what_one_error_shares_with_none_is_not_said(self, found):
+        assert str(found).splitlines()[0].endswith("evaluations.")
+        odd = sgtrick.with_gradient(tf.sin, lambda x: 1.37 * tf.cos(x))
+        assert str(report(odd, 0.5)).splitlines()[0].endswith("evaluations.")
+
     def test_errors(self, found):
         error = sgtrick.GradientCheckError(found)
         assert error.report is found
@@ -120,22 +145,3 @@ class TestReport:
         assert worst.absolute == pytest.approx(abs(worst.embedded - worst.numerical))
         assert worst.relative == pytest.approx(1 / 3, rel=1e-6)
         assert worst.embedded == pytest.approx(1.5 * worst.numerical)
-
-    def test_plot(self, found, tmp_path):
-        ax = found.plot()
-        line = ax.lines[0]
-        np.testing.assert_array_equal(line.get_xdata(), found.worst.steps)
-        expected = np.abs(found.worst.differences - found.worst.embedded)
-        np.testing.assert_allclose(line.get_ydata(), expected)
-        assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-        assert "x[1]: wrong" in ax.get_title()
-        ax.figure.savefig(tmp_path / "plot.png")
-        assert "x[0]: ok" in found.plot("x[0]", ax=ax).get_title()
-        with pytest.raises(KeyError, match=r"entry must be .*, got 'x\[9\]'"):
-            found.plot("x[9]")
-        matplotlib.pyplot.close("all")
-
-    def test_plot_without_matplotlib(self, found, monkeypatch):
-        monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-        with pytest.raises(ImportError, match="pip install matplotlib"):
-            found.plot()

@@ -5,15 +5,18 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from checked_functions import MODES, density, report
+from checked_functions import density, report
 from sgtrick import check_gradient
 from sgtrick._check import finite_differences
 from shared import constant
 
 
+def kinked(x):
+    return -tf.abs(x) + tf.exp(x)
+
+
 class TestKinks:
-    @MODES
-    @pytest.mark.parametrize("f", [tf.abs, tf.nn.relu, lambda x: -tf.abs(x) + tf.exp(x)])
+    @pytest.mark.parametrize(("f", "mode"), [(tf.abs, "random"), (kinked, "full")])
     def test_are_reported(self, f, mode):
         found = check_gradient(f, constant(0.0), mode=mode)
         assert {entry.verdict for entry in found.entries} == {"kink"}
@@ -64,6 +67,58 @@ class TestKinks:
         assert caught.value.report.worst.verdict == "cannot tell"
 
 
+def rounded(f, dtype):
+    """`f` of float64, computed in another dtype."""
+    return lambda x: tf.cast(f(tf.cast(x, dtype)), tf.float64)
+
+
+class TestJumps:
+    """Values that were computed in a lower precision than their dtype's do not move at all, or not
+    smoothly, at small steps: what these show is no derivative.
+    """
+
+    @pytest.mark.parametrize(("prior", "mode"), [("float32", "full"), ("float64", "random")])
+    def test_a_likelihood_in_float32_whose_prior_has_no_gradient_is_wrong(self, prior, mode):
+        def f(x):
+            value = tf.cast(tf.reduce_sum(tf.sin(x)) - 2e3, tf.float32)
+            prior_ = tf.cast(-2 * tf.reduce_sum(x), prior)
+            return tf.cast(tf.cast(value, prior) + prior_, tf.float64)
+
+        x = constant([0.5, 2.0])
+        for slope, verdicts in [(-2.0, {"ok", "cannot tell"}), (0.0, {"wrong"})]:
+            h = tf.function(sgtrick.with_gradient(f, lambda x, slope=slope: tf.cos(x) + slope))
+            found = report(h, x, mode=mode)
+            assert {entry.verdict for entry in found.entries} <= verdicts
+            assert "The values of f move by jumps of" in str(found)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_the_right_gradient_passes_over_steps_that_are_large_enough(self, dtype):
+        f = rounded(lambda x: 4 + 2 * x, dtype)
+        found = check_gradient(f, constant(1.3), max_step=2.0)
+        assert found.worst.numerical == pytest.approx(2.0, rel=0.1)
+        wrong = sgtrick.with_gradient(f, lambda x: 0.5 * tf.ones_like(x))
+        assert report(wrong, constant(1.3), max_step=2.0).worst.verdict == "wrong"
+
+    def test_what_moves_at_no_step_is_no_proof(self):
+        f = sgtrick.with_gradient(rounded(lambda x: 5e4 / 3 + 1e-3 * x, "float32"), lambda x: 0 * x)
+        assert report(f, constant(1.0)).worst.verdict == "cannot tell"
+
+    def test_logarithm_in_float32(self):
+        f = rounded(lambda x: tf.math.log(1000 + x), "float32")
+        assert report(f, constant(1.0)).worst.verdict != "wrong"
+        assert check_gradient(f, constant(1.0), max_step=10.0).passed
+
+    @pytest.mark.parametrize("distance", [1e-4, 3e-3])
+    def test_what_is_flat_nearby_and_begins_continuously_is_flat(self, distance):
+        found = check_gradient(lambda x: tf.nn.relu(x - 1 - distance), constant(1.0))
+        assert found.worst.numerical == 0.0
+        assert not found.notes
+
+    def test_a_jump_of_the_function_itself_is_no_rounding(self):
+        f = sgtrick.with_gradient(lambda x: tf.sin(x) + tf.floor(x), lambda x: 1.01 * tf.cos(x))
+        assert report(f, constant(0.999)).worst.verdict == "wrong"
+
+
 class TestPrecision:
     def test_float32_is_checked_in_float64(self):
         found = check_gradient(tf.sin, tf.constant(0.5))
@@ -85,9 +140,7 @@ class TestPrecision:
         assert found.worst.verdict == "cannot tell"
         assert check_gradient(lambda x: 1e6 + tf.sin(x), tf.constant(0.5)).passed  # in float64
 
-    @pytest.mark.parametrize("mode", ["full", "random"])
-    @pytest.mark.parametrize("x", [[1.5], [1.5, -2.0]])
-    def test_rounding_of_float32_is_told_from_errors(self, x, mode):
+    def test_rounding_of_float32_is_told_from_errors(self):
         """Where tanh is almost 1, its gradient in float32 has few digits, but only there."""
 
         def slope(x):
@@ -97,19 +150,19 @@ class TestPrecision:
             def grad(x):
                 return slope(x) + (error(x) if x.dtype in dtypes else 0 * x)
 
-            return sgtrick.with_gradient(lambda x: tf.tanh(5 * x), grad, batch_ndims=1)
+            return tf.function(sgtrick.with_gradient(lambda x: tf.tanh(5 * x), grad, batch_ndims=1))
 
-        x = tf.constant(x)
+        x = tf.constant([1.5, -2.0])
         for dtypes in ([tf.float32], [tf.float32, tf.float64]):
             for error, verdict in [
                 (lambda x: 0 * x, "ok"),
                 (lambda x: 1e-4 * tf.ones_like(x), "wrong"),  # more than rounding of a value of 1
             ]:
-                found = report(off_by(error, dtypes), x, mode=mode)
+                found = report(off_by(error, dtypes), x)
                 assert found.worst.verdict == verdict
         in_both = off_by(lambda x: 0.5 * slope(x), [tf.float32, tf.float64])
-        assert report(in_both, x, mode=mode).worst.verdict == "wrong"
-        with_atol = report(off_by(lambda x: 0 * x, []), x, mode=mode, atol=0.0)
+        assert report(in_both, x).worst.verdict == "wrong"
+        with_atol = report(off_by(lambda x: 0 * x, []), x, atol=0.0)
         assert with_atol.worst.verdict == "wrong"  # the caller's tolerance is not widened
 
     @pytest.mark.parametrize(
@@ -129,7 +182,7 @@ class TestPrecision:
     def test_estimated_errors_are_honest(self):
         """The true error of the differences is below the estimate, over many functions."""
         rng = np.random.default_rng(0)
-        for _ in range(300):
+        for _ in range(100):
             rate, shift, noise = 10 ** rng.uniform(-2, 2), rng.normal(), 10 ** rng.uniform(-16, -3)
             x = rng.normal()
 
@@ -139,7 +192,8 @@ class TestPrecision:
 
             steps = finite_differences.sweep(abs(x), abs(x), None)
             value = f(0.0)[0]
-            found = finite_differences.differentiate(f, value, steps, 2e-16 * np.abs(value))
+            quotients = finite_differences.quotients(f, value, steps, 2e-16 * np.abs(value))
+            found = finite_differences.estimated(quotients, quotients.jumps)
             truth = rate * np.cos(rate * x + shift)
             assert abs(found.derivative[0] - truth) < found.error[0]
 
@@ -150,7 +204,7 @@ class TestPrecision:
         assert check_gradient(fast, constant(0.5), max_step=(0.02, 1.0), rtol=0.05).passed
         assert report(fast, constant(0.5), max_step=1e-6).worst.verdict == "wrong"
         steps = check_gradient(tf.sin, constant(0.5), max_step=(1e-4, 1e-2)).worst.steps
-        assert steps.max() == 1e-2
+        assert steps.max() == pytest.approx(1e-2)
         assert 1e-4 / 4 < steps.min() <= 1e-4
 
     def test_steps_outside_the_domain_are_left_out(self):
@@ -172,8 +226,8 @@ class TestCost:
             assert found.evaluations == calls
             return found.evaluations
 
-        assert count(10) == count(100_000) < 300
+        assert count(10) == count(1000) < 300
 
     def test_full_mode_is_linear(self):
-        few, many = (check_gradient(density, constant([[1.0] * n])).evaluations for n in (2, 20))
-        assert many < 11 * few
+        few, many = (check_gradient(density, constant([[1.0] * n])).evaluations for n in (2, 8))
+        assert many < 5 * few
