@@ -122,6 +122,24 @@ class TestFirstDerivatives:
         insist_on_error(WAYS[way](form, 1), X, W)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a branch"])
+def test_in_a_function_that_a_rule_was_the_first_to_call(inside):
+    """Its trace is kept for other calls, where what it closes over is no constant."""
+    form = sgtrick.custom_vjp(lambda x: (hidden(x) * W, lambda u: u * slope(x) * W))
+
+    @tf.function
+    def traced(x):
+        return tf.cond(x[0] > 0, lambda: form(x), lambda: x) if inside else form(x)
+
+    first = sgtrick.custom_vjp(lambda x: (tf.sin(x), lambda u: u * traced(x)))
+    assert not np.isnan(reverse(first)(X)).any()
+    with tf.GradientTape() as tape:
+        tape.watch(W)
+        y = traced(X)
+    assert np.isnan(tape.gradient(y, W)).any()
+
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_error(form):
     for way in ("tape", "forward mode"):
