@@ -40,12 +40,12 @@ class Uses(NamedTuple):
 
     @property
     def all_tensors(self) -> list[Tensor]:
-        """The tensors that have derivatives."""
+        """The tensors that have derivatives, without the values of variables."""
         return [*self.tensors, *self.of_host]
 
     @property
     def values(self) -> list[Tensor]:
-        """The same, and the values of all variables."""
+        """Those, and the values of all variables."""
         trainable = map(structures.as_tensor, self.variables)
         return [*self.all_tensors, *trainable, *map(tapes.value_of, self.fixed)]
 
