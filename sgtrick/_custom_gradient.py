@@ -158,14 +158,14 @@ def _embed(
     a function for the Hessian, which would run in each forward pass.
     """
     leaves = [leaf._replace(x=here(leaf.x)) for leaf in leaves]
-    xs, natural = [leaf.x for leaf in leaves], None
+    xs, if_lost = [leaf.x for leaf in leaves], None
     if xs and not (tf.executing_eagerly() or isinstance(hessian, Product)):
         times = hessian.times if isinstance(hessian, Blocks) else None
         order = None if hessian is None else 1 if times is None else 2
         # Recorded, since tapes know no more of a copy of the operation than what it copies. In
         # forward mode, TensorFlow cannot differentiate all of it twice.
         with not_recording() if is_pushed([fx, *xs]) else contextlib.nullcontext():
-            natural = [formula(fx, leaves, times, order=order, stopped=stopped)]
+            if_lost = [formula(fx, leaves, times, order=order, stopped=stopped)]
     if xs and not stopped:
         # gx has derivatives of its own here, so hx belongs to a second gradient of zeros.
         fx = formula(fx, leaves, order=None, stopped=False)
@@ -173,7 +173,7 @@ def _embed(
 
     rule = embedding.of_jacobians(name, fx, lambda: embedding.differentiable(name, leaves, hessian))
     rule = in_addition(rule)
-    return keep([fx], [fx, *xs], rule, natural=natural, in_graph=natural is None)[0]
+    return keep([fx], [fx, *xs], rule, if_lost=if_lost, in_graph=if_lost is None)[0]
 
 
 _FIRST_ORDER = (

@@ -18,7 +18,7 @@ from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import present, spread
 from sgtrick._core import jvp_call, mapped, unknown
 from sgtrick._core.rule import Rule, for_later, in_addition, is_for_graph, running
-from sgtrick._core.transposition import checked, transposed
+from sgtrick._core.transposition import tested, transposed
 from sgtrick._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
@@ -30,7 +30,7 @@ def keep(
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
     rule: Rule,
-    natural: Sequence[Tensor] | None = None,
+    if_lost: Sequence[Tensor] | None = None,
     *,
     in_graph: bool = True,
 ) -> list[Tensor]:
@@ -42,10 +42,10 @@ def keep(
             records, they are returned as they are.
         xs: Tensors.
         rule: The derivatives.
-        natural: The same values, by operations whose own derivatives are right to first order, for
+        if_lost: The same values, by operations whose own derivatives are right to first order, for
             transformations that drop overrides from a stored model. Without it, these raise.
         in_graph: Whether a graph keeps the override. If not, tapes and accumulators within it use
-            the rule, and everything else uses `natural`.
+            the rule, and everything else uses `if_lost`.
     """
     ys, xs = list(ys), list(xs)
     if not any(structures.is_differentiable(x.dtype) for x in xs):
@@ -58,11 +58,11 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        elsewhere = rule
+        carried = rule
         out_of_reach = tracing.is_soon_closed() or (is_for_graph() and not rule.is_local)
         if out_of_reach and not (_DEPTH.get() == 2 or _counts_as_connected(rule)):
-            elsewhere = _carried(rule, ys)
-        outputs = _outputs(ys, xs, rule, elsewhere, natural, in_graph)
+            carried = _carried(rule, ys)
+        outputs = _outputs(ys, xs, rule, carried, if_lost, in_graph)
     tapes.record_override(
         outputs,
         xs,
@@ -133,27 +133,27 @@ def _outputs(
     ys: list[Tensor],
     xs: list[Tensor],
     rule: Rule,
-    elsewhere: Rule,
-    natural: Sequence[Tensor] | None,
+    carried: Rule,
+    if_lost: Sequence[Tensor] | None,
     in_graph: bool,
 ) -> list[Tensor]:
     """The outputs in a graph, not recorded by any tape.
 
-    `elsewhere` is the rule for other graphs.
+    `carried` is the rule for other graphs.
     """
     if not in_graph:
         with tapes.not_recording():
-            return [tf.identity(y) for y in natural or ys]
+            return [tf.identity(y) for y in if_lost or ys]
     meaning = overrides.Override(
-        lambda *upstream: _pull_for_graph(rule, elsewhere, ys, xs, upstream),
-        lambda batch: _vectorized(elsewhere, len(ys), batch),
+        lambda *upstream: _pull_for_graph(rule, carried, ys, xs, upstream),
+        lambda batch: _vectorized(carried, len(ys), batch),
     )
     dropped = _DROPPED.format(rule.name)
-    natural = natural or [
+    if_lost = if_lost or [
         mapping.unconvertible(y, dropped) if structures.is_differentiable(y.dtype) else y
         for y in ys
     ]
-    outputs = overrides.override(natural, xs, meaning)
+    outputs = overrides.override(if_lost, xs, meaning)
     for output, y in zip(outputs, ys, strict=True):
         output.set_shape(y.shape)
     return outputs
@@ -217,7 +217,7 @@ def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | 
 
 def _pull_for_graph(
     rule: Rule,
-    elsewhere: Rule,
+    carried: Rule,
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
     upstream: Sequence[Gradient],
@@ -233,10 +233,10 @@ def _pull_for_graph(
     def pull() -> list[Gradient]:
         with running(for_graph=True), unknown.not_raising(), devices.of(ys[0]):
             us = _dense(ys, upstream)
-            gradients = list(elsewhere.pull(*us))
+            gradients = list(carried.pull(*us))
             if callable(rule.push) and not rule.transposes:
                 return gradients
-            return checked(elsewhere, gradients, us)
+            return tested(carried, gradients, us)
 
     return tapes.in_thread(pull) if tapes.tapes_are_silenced() else pull()
 
@@ -266,4 +266,4 @@ def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tenso
         xs = [x for x, _ in batch.inputs[count:]]
     else:
         ys, xs, rule = mapped.of_batch(rule, count, batch)
-    return keep(ys, xs, rule, natural=ys)
+    return keep(ys, xs, rule, if_lost=ys)

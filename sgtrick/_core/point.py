@@ -167,7 +167,7 @@ PointGradients = Callable[
 ]
 
 
-class Uncovered(NamedTuple):
+class Others(NamedTuple):
     """`w`: what values depend on besides the point.
 
     Attributes:
@@ -183,7 +183,7 @@ class Uncovered(NamedTuple):
     of_host: Sequence[Tensor] = ()
 
     @classmethod
-    def of(cls, passed: Sequence[Tensor], used: Uses) -> "Uncovered":
+    def of(cls, passed: Sequence[Tensor], used: Uses) -> "Others":
         """What was passed to a function, and what else it used."""
         # Of a table that is gathered from, the rows: its gradient is sparse, and a zero like the
         # table would be dense.
@@ -220,14 +220,14 @@ class ValueAtPoint(NamedTuple):
     passed: Selection
     result: Structure
     used: Uses
-    others: Uncovered
+    others: Others
 
     @classmethod
     def of(cls, name: str, point: Selection, f: Function) -> "ValueAtPoint":
         """Calls a function."""
         passed = point.others()
         result, used = uses.call(lambda: passed.with_copies(f), [*passed.xs, *point.stopped_xs])
-        return cls(name, point, passed, result, used, Uncovered.of(passed.xs, used))
+        return cls(name, point, passed, result, used, Others.of(passed.xs, used))
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
         """A call at another point and with other tensors as the other arguments."""

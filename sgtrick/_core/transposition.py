@@ -28,7 +28,7 @@ def transposed(
     return spread(found, likes)
 
 
-def checked(
+def tested(
     rule: Rule,
     gradients: Sequence[Gradient],
     upstream: Sequence[Tensor | None],

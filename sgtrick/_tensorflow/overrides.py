@@ -66,14 +66,14 @@ _IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
 
 
 def override(
-    natural: Sequence[Tensor], inputs: Sequence[Tensor], meaning: Override
+    if_lost: Sequence[Tensor], inputs: Sequence[Tensor], meaning: Override
 ) -> list[Tensor]:
-    """Returns `natural` as outputs of an operation of the default graph with other derivatives.
+    """Returns `if_lost` as outputs of an operation of the default graph with other derivatives.
 
     Tapes and accumulators do not see it: see `record_override`.
 
     Args:
-        natural: The values. If the override is lost, their own derivatives are used.
+        if_lost: The values. If the override is lost, their own derivatives are used.
         inputs: The tensors that the gradients are with respect to.
         meaning: The override.
     """
@@ -97,18 +97,18 @@ def override(
 
     overrides.by_name[name] = meaning._replace(vectorize=vectorize)
     overrides.names.append(name)
-    _register(name, len(natural), len(indices), weakref.ref(overrides))
-    values = {VALUES: tf.compat.v1.AttrValue(i=len(natural))}
+    _register(name, len(if_lost), len(indices), weakref.ref(overrides))
+    values = {VALUES: tf.compat.v1.AttrValue(i=len(if_lost))}
     with (
         not_recording(),
         graph.gradient_override_map({"IdentityN": name}),
         graph._attr_scope(values),
     ):
-        outputs = tf.identity_n([*natural, *inputs, *indices], name=_IF_LOST)
+        outputs = tf.identity_n([*if_lost, *inputs, *indices], name=_IF_LOST)
     overrides.operations[name] = outputs[0].op.name
     # tf.vectorized_map looks for this attribute before it looks into its registry.
     outputs[0].op.pfor_converter = _map
-    return list(outputs[: len(natural)])
+    return list(outputs[: len(if_lost)])
 
 
 def _map(pfor_input: Any) -> list[Any]:
