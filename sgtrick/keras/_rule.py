@@ -15,12 +15,10 @@ from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
 
-class Rule:
-    """The caller's function and arguments as `rule(*inputs) -> (outputs, pull)`.
+class FunctionRule:
+    """The caller's function and arguments as a `Rule` of the tensors that have derivatives."""
 
-    Attributes:
-        inputs: The tensors among the arguments that have derivatives.
-    """
+    push = None
 
     def __init__(self, function: calls.Callee, args: Args, kwargs: Kwargs) -> None:
         call = function.bind(args, kwargs)
@@ -29,6 +27,8 @@ class Rule:
         positional = tuple(call.values[own : call.positional])
         self._arguments = vjp_protocol.arguments_of(function, call, own, function.defaulted(call))
         self.__name__, self._grad = function.name, f"grad of {function.name}"
+        self.not_argument = _NOT_ARGUMENT.format(function.name)
+        self.not_connected = _NOT_CONNECTED.format(function.name)
         self._f, self._keywords = function.f, call.keywords
         self._call = (positional, list(call.values[call.positional :]))
         self._leaves = [_value_of(leaf) for a in self._arguments for leaf in a.leaves]
@@ -173,3 +173,15 @@ def _value_of(leaf: TensorLike) -> TensorLike:
 
 def _is_input(leaf: TensorLike) -> bool:
     return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
+
+
+_NOT_ARGUMENT = (
+    "{0} reads a tensor that is being differentiated but is not among its arguments, so its "
+    "gradient is unknown. Pass it itself, not an object that holds it, as an argument, or apply "
+    "keras.ops.stop_gradient to it."
+)
+_NOT_CONNECTED = (
+    "The gradient of {0} was differentiated again, but is not connected to the arguments: it is a "
+    "constant, or keras.ops.stop_gradient or NumPy has cut it off. If it really is a constant, add "
+    "0 * x to it. Otherwise compute it from the arguments themselves."
+)

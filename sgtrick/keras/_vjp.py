@@ -8,7 +8,7 @@ import sgtrick
 from sgtrick._arguments import calls
 from sgtrick._types import Function, Structure
 from sgtrick.keras import _backends
-from sgtrick.keras._rule import Rule
+from sgtrick.keras._rule import FunctionRule
 from sgtrick.keras._symbolic import Call, any_symbolic
 
 
@@ -76,10 +76,10 @@ def _custom_vjp(function: calls.Callee) -> Function:
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
             return Call(h)(*args, **kwargs)
-        rule = Rule(function, args, kwargs)
+        rule = FunctionRule(function, args, kwargs)
         if _backends.is_tensorflow():
             return rule.pack(sgtrick.custom_vjp(rule)(*rule.inputs))
-        return rule.pack(_backends.native().with_vjp(rule, rule.inputs))
+        return rule.pack(_backends.native().with_vjp(rule))
 
     h.__name__ = function.name
     if _backends.is_tensorflow():
