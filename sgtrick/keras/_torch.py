@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 from sgtrick._types import Args
 from sgtrick.keras._torch_closures import Outside, Unchanged, read_by
-from sgtrick.keras._types import Derived, Gradients, Product, Pullback, Rule, Tensors
+from sgtrick.keras._types import Derived, Gradient, Gradients, Product, Pullback, Rule, Tensors
 
 
 def with_vjp(rule: Rule) -> list[Tensor]:
@@ -61,7 +61,7 @@ class _Kept(torch.autograd.Function):  # type: ignore[misc]
         ctx.smooth = list(map(_is_smooth, output))
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradients, ...]:
+    def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradient, ...]:
         smooth = [u if s else None for u, s in zip(us, ctx.smooth, strict=True)]
         return None, None, *[None] * len(us), *ctx.call.pull(ctx.saved_tensors, smooth)
 
@@ -95,7 +95,7 @@ class _Call:
         nothing = [None] * len(constants)
         if self.evaluated is not None:
             pull, read = self.evaluated
-            read.check(self._rule.__name__)
+            read.check()
             # For higher derivatives, it has to be recomputed with a graph from these xs.
             return [*(self._once_more(xs, us) if torch.is_grad_enabled() else pull(*us)), *nothing]
         if not constants:
@@ -126,14 +126,15 @@ class _CompiledKept(torch.autograd.Function):  # type: ignore[misc]
         return tuple(y.detach() for y in rule(*xs)[0])
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradients, ...]:
+    def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradient, ...]:
         xs = ctx.saved_tensors
         gradients = ctx.rule(*xs)[1](*us)
         # torch.compile raises for second derivatives only if the first visibly depend on x.
-        return None, *[
+        known = [
             g if g is None else torch.where(torch.zeros_like(x, dtype=torch.bool), x, g)
             for g, x in zip(gradients, xs, strict=True)
         ]
+        return (None, *known)
 
 
 def prepared(
@@ -144,7 +145,7 @@ def prepared(
         return gs, [], lambda _, gs, xs: _derived(gs, xs, product, message)
     # By the time of the derivative, what product closes over may no longer be differentiable.
     _check_one_forward_mode()
-    return _derived(gs, xs, product, message), [], lambda _, gs, xs: gs
+    return _derived(gs, xs, product, message), [], lambda _, gs, __: gs
 
 
 def _derived(gs: Tensors, xs: Tensors, product: Product, message: str) -> Tensors:

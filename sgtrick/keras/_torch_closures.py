@@ -59,16 +59,16 @@ class Unchanged:
     def __init__(self, tensors: Tensors) -> None:
         self._versions = [(weakref.ref(t), t._version) for t in tensors]
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """Raises the error of torch if one was changed."""
         for reference, version in self._versions:
             t = reference()
             if t is not None and t._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: a tensor of shape {list(t.shape)} that the gradient "
-                    f"function of {name} reads is at version {t._version}; expected version "
-                    f"{version} instead. Change a copy of it, as in out = out + 1."
+                    f"inplace operation: a tensor of shape {list(t.shape)}, which a gradient "
+                    f"function of sgtrick.keras.custom_vjp reads, is at version {t._version}; "
+                    f"expected version {version} instead. Change a copy, as in out = out + 1."
                 )
 
 

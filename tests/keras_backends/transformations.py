@@ -314,12 +314,12 @@ else:
 
 
 def reverse(transformations):
-    """Those that are open to a rule: jax and torch have no forward mode of a pullback."""
+    """Those that are open to a rule: torch has no forward mode of a pullback."""
     forward = re.compile("fwd|jvp|linearize|hessian|forward")
     return {
         name: transformation
         for name, transformation in transformations.items()
-        if BACKEND == "tensorflow" or not forward.search(name)
+        if BACKEND != "torch" or not forward.search(name)
     }
 
 
