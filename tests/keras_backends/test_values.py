@@ -356,6 +356,20 @@ class TestValues:
         np.testing.assert_array_equal(array(g)[[0, 2, 3]], 2.0)
         assert not np.isnan(array(g)).any()
 
+    def test_second_derivatives_may_be_not_finite(self):
+        """They are `u z hx`, and zero where `u` or `z` is, whatever `gx` is."""
+        grid = itertools.product([INF, 2.0], [INF, NAN, 3.0], [0.0, 5.0], [0.0, 7.0])
+        gx, hessian, u, z = np.array([*grid]).T
+
+        def form(x):
+            return embed(ops.zeros_like(x), tensor(gx), x, hx=hessian)
+
+        x = tensor(np.ones(len(u)))
+        (came,) = TWICE(form, [x], tensor(u), [tensor(z)])
+        with np.errstate(invalid="ignore"):
+            expected = np.where((u == 0) | (z == 0), 0, u * z * hessian)
+        np.testing.assert_array_equal(array(came), expected)
+
     @pytest.mark.parametrize(
         "form", [lambda x, y: embed(0.0, [3.0, None], [x, y]), lambda x, y: embed(x * y, y, x)]
     )
@@ -456,6 +470,20 @@ class TestRefusals:
     def test_arguments_that_do_not_fit(self, args, options, message):
         with pytest.raises((TypeError, ValueError), match=message):
             embed(*args, **options)
+
+    @pytest.mark.parametrize("rule", [False, True])
+    def test_symbols_have_the_same_message(self, rule):
+        """Without advice to implement something else."""
+
+        @sgtrick.keras.custom_vjp
+        def refusing(x):
+            raise ValueError("gx [2] and x [3] do not fit")
+
+        (x,) = symbols((3,))
+        with pytest.raises(ValueError, match="^[fg]x .* do not fit") as caught:
+            refusing(x) if rule else embed(ops.sum(x, -1), x[:, :2], x)
+        assert "Could not automatically" not in str(caught.value)
+        assert "when calling Call" not in str(caught.value)
 
     @pytest.mark.parametrize(
         ("hx", "message"),
