@@ -26,10 +26,7 @@ class FunctionRule:
         own = 0 if args and ops.is_tensor(args[0]) else function.receivers(args)
         self._owner = call.values[:own]  # self of a method has no gradient
         positional = tuple(call.values[own : call.positional])
-        defaulted = function.defaulted(call)
-        self._arguments = vjp_protocol.arguments_of(function, call, own, defaulted)
-        self._names = [a.name for a in self._arguments]
-        self._defaulted = defaulted
+        self._arguments = vjp_protocol.arguments_of(function, call, own, function.defaulted(call))
         self.__name__, self._grad = function.name, f"grad of {function.name}"
         self.not_argument = _NOT_ARGUMENT.format(function.name)
         self.not_connected = _NOT_CONNECTED.format(function.name)
@@ -61,10 +58,9 @@ class FunctionRule:
         returned = self._f(*self._owner, *args, **kwargs)
         y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
         like = _structures.pack(y, [None] * len(_structures.leaves(y)))  # y itself may be freed
-        named = dict(zip(self._names, [*args, *values], strict=True))
-        grad = _of_leaves(grad, self._grad, named, self._defaulted, like)
         # What a pullback reads is looked for in its closure: nothing else may be there.
         arguments, primals, name = self._arguments, self._primals, self._grad
+        grad = _of_leaves(grad, name, arguments, [*args, *values], like)
 
         def pull(*us: Gradient) -> list[Gradient]:
             kept = vjp_protocol.gradients_of(arguments, primals, grad(*us), name)
@@ -134,7 +130,11 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
 
 
 def _of_leaves(
-    grad: Function, name: str, args: dict[str, Structure], defaulted: set[str], y: Structure
+    grad: Function,
+    name: str,
+    arguments: Sequence[vjp_protocol.Argument],
+    args: Sequence[Structure],
+    y: Structure,
 ) -> Function:
     """`grad` as a function of one upstream gradient for each leaf of `y`.
 
@@ -146,8 +146,8 @@ def _of_leaves(
     Args:
         grad: The function of the caller.
         name: Its name in errors.
-        args: The arguments by name.
-        defaulted: Those that have their default, which `grad` need not take.
+        arguments: What is known of the arguments. Those that have their default may be missing.
+        args: Their values.
         y: The structure of the value.
     """
     count = len(_structures.leaves(y))
@@ -167,7 +167,7 @@ def _of_leaves(
                 raise
         return by_name(*us)
 
-    signature, values = _signature(grad), list(args.values())
+    signature, values = _signature(grad), list(args)
     if signature is None:
         return grad
     if signature.is_of_r:
@@ -180,9 +180,10 @@ def _of_leaves(
         if set(required) <= {*own, "upstream"}:
             if not own:
                 return lambda *us: grad(in_one(us))
-            if own in (list(args), [key for key in args if key not in defaulted]):
-                values = [args[key] for key in own]
-                return by_name
+            for needed in (arguments, [a for a in arguments if not a.is_default]):
+                if own == [a.name for a in needed]:
+                    values = [v for a, v in zip(arguments, args, strict=True) if a.name in own]
+                    return by_name
     more = count - len(required)
     if more == 0 or (more > 0 and signature.has_star and positional == required):
         return grad
@@ -190,7 +191,7 @@ def _of_leaves(
         f"{name} takes ({', '.join(required)}) besides parameters with defaults, but there are "
         f"{count} upstream gradients, one for each leaf of y. It may take these; or all of them as "
         "`upstream`; or the arguments, as `*args` or under their own names, and then `upstream`: "
-        f"({', '.join([*args, 'upstream'])})."
+        f"({', '.join([*(a.name for a in arguments), 'upstream'])})."
     )
 
     def refuse(*_: Gradient) -> Structure:

@@ -480,7 +480,7 @@ class TestRefusals:
             raise ValueError("gx [2] and x [3] do not fit")
 
         (x,) = symbols((3,))
-        with pytest.raises(ValueError, match="^[fg]x .* do not fit") as caught:
+        with pytest.raises(ValueError, match=r"^[fg]x .* do not fit") as caught:
             refusing(x) if rule else embed(ops.sum(x, -1), x[:, :2], x)
         assert "Could not automatically" not in str(caught.value)
         assert "when calling Call" not in str(caught.value)
