@@ -29,10 +29,10 @@ Pull: TypeAlias = Callable[[Arrays, Arrays], Arrays]
 def with_vjp(rule: Rule) -> list[Array]:
     """Returns the outputs of the rule at its inputs, with its derivative."""
     xs = list(rule.inputs)
-    ys, _ = rule(*map(jax.lax.stop_gradient, xs))
     if rule.push is not None:
-        push = rule.push
+        push, (ys, _) = rule.push, rule(*xs)
         return _keep(ys, xs, lambda _, xs, __, moved: push(xs, _as_arrays(moved)))  # type: ignore[no-any-return]
+    ys, _ = rule(*map(jax.lax.stop_gradient, xs))
     smooth = [dtypes.is_differentiable(y.dtype.name) for y in ys]
     kept = [y for y, s in zip(ys, smooth, strict=True) if s]
 

@@ -36,7 +36,8 @@ def with_vjp(rule: Rule) -> list[Tensor]:
             pull(*(torch.ones_like(y) if _is_smooth(y) else None for y in ys))
     call = _Call(rule, outside.found)
     if not transformed:
-        call.evaluated = pull, Unchanged([*read_by(pull), *ys])
+        is_followed = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        call.evaluated = pull, Unchanged([*read_by(pull), *ys] if is_followed else [])
     # Passed as arguments, so that every transformation sees them.
     found = [refused([t.detach()], [t], rule.not_argument) for t in outside.found.values()]
     constants = [c for (c,) in found]

@@ -24,7 +24,7 @@ TRACED = [
     "numbers_in_a_structure",
     "method",
     "without_self",
-    "required",
+    "by_their_own_names",
     "grad_is_a_partial_of_a_lambda",
 ]
 
