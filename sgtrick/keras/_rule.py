@@ -167,7 +167,7 @@ def _of_leaves(
                 raise
         return by_name(*us)
 
-    signature, values = _signature(grad), list(args)
+    signature, values = _signature(grad, count), list(args)
     if signature is None:
         return grad
     if signature.is_of_r:
@@ -210,11 +210,13 @@ class _Signature(NamedTuple):
     is_of_r: bool = False
 
 
-def _signature(f: Function) -> _Signature | None:
+def _signature(f: Function, needed: int) -> _Signature | None:
+    """The signature of `f`; torch.compile cannot tell defaults, and takes all but the needed."""
     if isinstance(f, types.FunctionType) and not f.__code__.co_flags & inspect.CO_VARKEYWORDS:
         # What torch.compile can trace, unlike inspect.signature.
         names, count = list(f.__code__.co_varnames), f.__code__.co_argcount
-        required = names[: count - len(f.__defaults__ or ())]
+        is_clear = needed == count or not _backends.is_compiling()
+        required = names[: count - len(f.__defaults__ or ()) if is_clear else min(needed, count)]
         keywords = names[count : count + f.__code__.co_kwonlyargcount]
         has_star = bool(f.__code__.co_flags & inspect.CO_VARARGS)
         return _Signature(names[:count], required, keywords, has_star)

@@ -227,6 +227,12 @@ def by_their_own_names_without_a_default(x, factor=2):
     return misled(x * factor), lambda x, upstream: upstream * 2
 
 
+@law(lambda x: 3 * x)
+@custom_vjp
+def with_a_default(x):
+    return misled(3 * x), lambda u, factor=3.0: factor * u
+
+
 @law(lambda x, y: x * y + 2 * (x + y), "by their own names, several upstream")
 def _(x, y):
     f = custom_vjp(lambda x, y: ((misled(x * y), misled(x + y)), pulled))

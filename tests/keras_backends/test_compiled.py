@@ -25,6 +25,7 @@ TRACED = [
     "method",
     "without_self",
     "by_their_own_names",
+    "with_a_default",
     "grad_is_a_partial_of_a_lambda",
 ]
 
