@@ -82,6 +82,20 @@ def test_grad_is_called_as_it_is(f, x, u, expected):
     np.testing.assert_array_equal(array(custom_vjp(f)(tensor(x))), array(f(tensor(x))[0]))
 
 
+def test_grad_in_r_with_the_names_of_the_arguments():
+    """reticulate does not tell the names; R says that an argument is missing when it reads it."""
+
+    def grad(x, y=None, upstream=None):
+        if y is None:
+            raise RuntimeError('argument "y" is missing, with no default')
+        return y * upstream, x * upstream
+
+    namespace = {"__name__": "rpytools.call", "f": grad}
+    exec("def python_function(*args, **kwargs): return f(*args, **kwargs)", namespace)
+    form = custom_vjp(lambda x, y: (misled(x * y), namespace["python_function"]))
+    check_reverse(form, lambda x, y: x * y, POINTS, POINTS + 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "returned"),
     [
