@@ -15,11 +15,12 @@ def is_tensorflow() -> bool:
 def native() -> ModuleType:
     """The module for jax or torch, with the operations that `keras.ops` lacks there.
 
-    * `with_vjp(f, xs)`: the outputs of `f(*xs) -> (outputs, pull)`, with `pull` as the derivative.
-      Derivatives with respect to tensors that are not among `xs` raise.
-    * `embed(fx, leaves, product)`: `fx` with the Jacobians of the leaves, whose derivative is
-      `product`. If `product` is None, second derivatives raise `NO_SECOND`; third derivatives
-      always raise `NO_THIRD`.
+    * `with_vjp(rule)`: the outputs of a `Rule` at its inputs, with its derivative. Derivatives with
+      respect to tensors that it closes over raise.
+    * `prepared(gs, xs, product, message)`: `gs`, the constants of `product`, and a function of the
+      constants, `gs` and `xs` that returns `gs` with `product` as its derivative by `xs`; the next
+      one raises.
+    * `refused(kept, by, message)`: the tensors `kept`, whose derivatives by the tensors `by` raise.
     * `depends(f, xs)`: whether `f(xs)` is connected to `xs`.
     * `zero(x)`: zero with the identity as its derivative, for any `x`.
     * `times(c, z)`: the bilinear product of tensors of the same shape, zero where `z` is zero even

@@ -3,6 +3,7 @@
 import inspect
 import types
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -15,12 +16,10 @@ from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
 
-class Rule:
-    """The caller's function and arguments as `rule(*inputs) -> (outputs, pull)`.
+class FunctionRule:
+    """The caller's function and arguments as a `Rule` of the tensors that have derivatives."""
 
-    Attributes:
-        inputs: The tensors among the arguments that have derivatives.
-    """
+    push = None
 
     def __init__(self, function: calls.Callee, args: Args, kwargs: Kwargs) -> None:
         call = function.bind(args, kwargs)
@@ -29,25 +28,26 @@ class Rule:
         positional = tuple(call.values[own : call.positional])
         self._arguments = vjp_protocol.arguments_of(function, call, own, function.defaulted(call))
         self.__name__, self._grad = function.name, f"grad of {function.name}"
+        self.not_argument = _NOT_ARGUMENT.format(function.name)
+        self.not_connected = _NOT_CONNECTED.format(function.name)
         self._f, self._keywords = function.f, call.keywords
         self._call = (positional, list(call.values[call.positional :]))
         self._leaves = [_value_of(leaf) for a in self._arguments for leaf in a.leaves]
         self._primals = [leaf if _is_input(leaf) else None for leaf in self._leaves]
         self.inputs = [x for x in self._primals if x is not None]
-        self._y: Structure = None  # the structure of the value, set by the first call
+        self._like: list[Structure] = []  # the structure of the value, set by the first call
 
     def __call__(self, *xs: Tensor) -> tuple[list[Tensor], Pullback]:
         """Returns the outputs at `xs`, and the pullback from them to `xs`."""
-        if self._y is not None:
-            y, pull = self._at(xs)
-            return self._outputs(y), pull
+        if self._like:
+            return self._at(xs)[:2]
         # State is changed in the first call alone; torch.compile forbids it in a derivative.
         with _Uses() as uses:
-            self._y, pull = self._at(xs)
+            outputs, pull, self._like = self._at(xs)
         uses.check_none(self.__name__)
-        return self._outputs(self._y), pull
+        return outputs, pull
 
-    def _at(self, xs: Sequence[Tensor]) -> tuple[Structure, Pullback]:
+    def _at(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], Pullback, list[Structure]]:
         some = iter(xs)
         leaves = [
             leaf if x is None else next(some)
@@ -57,16 +57,17 @@ class Rule:
         kwargs = dict(zip(self._keywords, values, strict=True))
         returned = self._f(*self._owner, *args, **kwargs)
         y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
-        grad = _of_leaves(grad, [*args, *values], y)
+        like = _structures.pack(y, [None] * len(_structures.leaves(y)))  # y itself may be freed
+        # What a pullback reads is looked for in its closure: nothing else may be there.
+        arguments, primals, name = self._arguments, self._primals, self._grad
+        grad = _of_leaves(grad, name, arguments, [*args, *values], like)
 
         def pull(*us: Gradient) -> list[Gradient]:
-            returned = grad(*us)
-            kept = vjp_protocol.gradients_of(self._arguments, self._primals, returned, self._grad)
-            return [
-                self._checked(g, x, path) for (g, path), x in zip(kept, self.inputs, strict=True)
-            ]
+            kept = vjp_protocol.gradients_of(arguments, primals, grad(*us), name)
+            inputs = [x for x in primals if x is not None]
+            return [_checked(g, x, path, name) for (g, path), x in zip(kept, inputs, strict=True)]
 
-        return y, pull
+        return self._outputs(y), pull, [like]
 
     def _outputs(self, y: Structure) -> list[Tensor]:
         def tensor(leaf: TensorLike) -> Tensor:
@@ -79,29 +80,30 @@ class Rule:
 
     def pack(self, outputs: list[Tensor]) -> Structure:
         """Packs `outputs` into the structure of the value."""
-        return _structures.pack(self._y, outputs)
+        return _structures.pack(self._like[0], outputs)
 
-    def _checked(self, g: Gradient, x: Tensor, path: str) -> Gradient:
-        if g is None:
-            return None
-        dtype = KERAS.dtype_of(x)
-        if not (ops.is_tensor(g) and KERAS.dtype_of(g) == dtype):
-            what = f"the gradient of {path} that {self._grad} returned"
-            g = KERAS.to_dtype(g, dtype, what, f"{path} is {dtype}", masks=True)
-        vjp_protocol.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, self._grad)
-        return g
+
+def _checked(g: Gradient, x: Tensor, path: str, rule: str) -> Gradient:
+    if g is None:
+        return None
+    dtype = KERAS.dtype_of(x)
+    if not (ops.is_tensor(g) and KERAS.dtype_of(g) == dtype):
+        what = f"the gradient of {path} that {rule} returned"
+        g = KERAS.to_dtype(g, dtype, what, f"{path} is {dtype}", masks=True)
+    vjp_protocol.check_shape(KERAS.shape_of(g), KERAS.shape_of(x), path, rule)
+    return g
 
 
 class _Uses(keras.StatelessScope):  # type: ignore[misc]
-    """Records which variables are read and assigned, without changing them."""
+    """Records which variables are read and assigned, without changing them, and which losses."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(collect_losses=True)
         self._read: list[keras.Variable] = []
         self._assigned: list[keras.Variable] = []
 
     def check_none(self, name: str) -> None:
-        """Raises if variables were used, because no rule gives their gradients."""
+        """Raises if variables or losses were used, because no rule gives their gradients."""
         if self._read:
             raise TypeError(
                 f"{name} reads the variables {[v.path for v in self._read]}, which would get no "
@@ -111,6 +113,11 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
             raise TypeError(
                 f"{name} assigns the variables {[v.path for v in self._assigned]}. Return the new "
                 "values, and assign them outside the function."
+            )
+        if self.losses:
+            raise TypeError(
+                f"{name} adds a loss, by add_loss or a layer with an activity regularizer, which "
+                "would get no gradient. Add it outside the function, from what this returns."
             )
 
     def get_current_value(self, variable: keras.Variable) -> Tensor:
@@ -122,48 +129,109 @@ class _Uses(keras.StatelessScope):  # type: ignore[misc]
         self._assigned.append(update[0])
 
 
-def _of_leaves(grad: Function, args: Sequence[Structure], y: Structure) -> Function:
+def _of_leaves(
+    grad: Function,
+    name: str,
+    arguments: Sequence[vjp_protocol.Argument],
+    args: Sequence[Structure],
+    y: Structure,
+) -> Function:
     """`grad` as a function of one upstream gradient for each leaf of `y`.
 
     Keras documents `grad(upstream)` for tensorflow and jax, `grad(*args, upstream)` for torch, and
-    for all `grad(*args, upstream=None)`, which may also be called in the way of torch.
+    for all `grad(*args, upstream=None)`, which may also be called in the way of torch. Instead of
+    the star there may be the names of the arguments. Parameters that have a default and another
+    name than `upstream` keep their default.
+
+    Args:
+        grad: The function of the caller.
+        name: Its name in errors.
+        arguments: What is known of the arguments. Those that have their default may be missing.
+        args: Their values.
+        y: The structure of the value.
     """
-    positional, keywords = _parameters(grad)
+    count = len(_structures.leaves(y))
 
     def in_one(us: Sequence[Gradient]) -> Structure:
-        return us[0] if len(us) == 1 else _structures.pack(y, us)
+        return us[0] if count == 1 else _structures.pack(y, us)
 
     def by_name(*us: Gradient) -> Structure:
-        return grad(*args, upstream=in_one(us))
+        return grad(*values, upstream=in_one(us))
 
     def from_r(*us: Gradient) -> Structure:
         try:
             return grad(*us)
         except RuntimeError as error:  # reticulate does not tell the names of parameters
-            if not reticulate.is_missing("upstream", error):
+            missing = ("upstream", "is missing, with no default")
+            if not any(reticulate.is_missing(what, error) for what in missing):
                 raise
         return by_name(*us)
 
-    if "upstream" in keywords:
-        return by_name
-    if [*positional] == ["upstream"]:
-        return lambda *us: grad(in_one(us))
-    # torch.compile cannot trace the second question, but for it the first is never true.
-    if [*positional] == ["args", "kwargs"] and reticulate.is_r_function(grad):
+    signature, values = _signature(grad, count), list(args)
+    if signature is None:
+        return grad
+    if signature.is_of_r:
         return from_r
-    return grad
+    positional, required = signature.positional, signature.required
+    if "upstream" in signature.keywords:
+        return by_name
+    if "upstream" in positional:
+        own = positional[: positional.index("upstream")]
+        if set(required) <= {*own, "upstream"}:
+            if not own:
+                return lambda *us: grad(in_one(us))
+            for needed in (arguments, [a for a in arguments if not a.is_default]):
+                if own == [a.name for a in needed]:
+                    values = [v for a, v in zip(arguments, args, strict=True) if a.name in own]
+                    return by_name
+    more = count - len(required)
+    if more == 0 or (more > 0 and signature.has_star and positional == required):
+        return grad
+    message = (
+        f"{name} takes ({', '.join(required)}) besides parameters with defaults, but there are "
+        f"{count} upstream gradients, one for each leaf of y. It may take these; or all of them as "
+        "`upstream`; or the arguments, as `*args` or under their own names, and then `upstream`: "
+        f"({', '.join([*(a.name for a in arguments), 'upstream'])})."
+    )
+
+    def refuse(*_: Gradient) -> Structure:
+        raise TypeError(message)
+
+    return refuse
 
 
-def _parameters(f: Function) -> tuple[Sequence[str], Sequence[str]]:
-    """The names of the positional parameters, and of those that are passed by keyword alone."""
+class _Signature(NamedTuple):
+    """The names of parameters: of all by position, those without default, and by keyword alone."""
+
+    positional: list[str]
+    required: list[str]
+    keywords: list[str]
+    has_star: bool
+    is_of_r: bool = False
+
+
+def _signature(f: Function, needed: int) -> _Signature | None:
+    """The signature of `f`; torch.compile cannot tell defaults, and takes all but the needed."""
     if isinstance(f, types.FunctionType) and not f.__code__.co_flags & inspect.CO_VARKEYWORDS:
         # What torch.compile can trace, unlike inspect.signature.
-        names, count = f.__code__.co_varnames, f.__code__.co_argcount
-        return names[:count], names[count : count + f.__code__.co_kwonlyargcount]
+        names, count = list(f.__code__.co_varnames), f.__code__.co_argcount
+        is_clear = needed == count or not _backends.is_compiling()
+        required = names[: count - len(f.__defaults__ or ()) if is_clear else min(needed, count)]
+        keywords = names[count : count + f.__code__.co_kwonlyargcount]
+        has_star = bool(f.__code__.co_flags & inspect.CO_VARARGS)
+        return _Signature(names[:count], required, keywords, has_star)
     signature = None if _backends.is_compiling() else calls.signature_of(f)
-    found = [*signature.parameters.values()] if signature else []
-    keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY]
-    return [p.name for p in found if p.name not in keywords], keywords
+    if signature is None:
+        return None
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return _Signature(
+        [p.name for p in positional],
+        [p.name for p in positional if p.default is p.empty],
+        [p.name for p in parameters if p.kind is p.KEYWORD_ONLY],
+        any(p.kind is p.VAR_POSITIONAL for p in parameters),
+        reticulate.is_r_function(f),
+    )
 
 
 def _value_of(leaf: TensorLike) -> TensorLike:
@@ -173,3 +241,15 @@ def _value_of(leaf: TensorLike) -> TensorLike:
 
 def _is_input(leaf: TensorLike) -> bool:
     return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
+
+
+_NOT_ARGUMENT = (
+    "{0} reads a tensor that is being differentiated but is not among its arguments, so its "
+    "gradient is unknown. Pass it itself, not an object that holds it, as an argument, or apply "
+    "keras.ops.stop_gradient to it."
+)
+_NOT_CONNECTED = (
+    "The gradient of {0} was differentiated again, but is not connected to the arguments: it is a "
+    "constant, or keras.ops.stop_gradient or NumPy has cut it off. If it really is a constant, add "
+    "0 * x to it. Otherwise compute it from the arguments themselves."
+)

@@ -25,7 +25,10 @@ class Call(keras.Operation):  # type: ignore[misc]
 
     def compute_output_spec(self, *args: Structure, **kwargs: Structure) -> Structure:
         args, kwargs = keras.tree.map_structure(_dense, (args, kwargs))
-        return super().compute_output_spec(*args, **kwargs)
+        try:
+            return super().compute_output_spec(*args, **kwargs)
+        except Exception as error:  # which asks to implement this very method
+            raise (error.__context__ or error) from None
 
     def get_config(self) -> Kwargs:
         return {

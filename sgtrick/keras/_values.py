@@ -14,7 +14,7 @@ from sgtrick._types import Structure
 from sgtrick.keras import _backends
 from sgtrick.keras._symbolic import Call, any_symbolic
 from sgtrick.keras._tensors import KERAS
-from sgtrick.keras._types import Product, Tensor, TensorLike
+from sgtrick.keras._types import Gradients, Product, Pullback, Tensor, TensorLike, Tensors
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")  # type: ignore[untyped-decorator]
@@ -83,15 +83,62 @@ def custom_gradient(
     options = {"batch_ndims": batch_ndims, "hx": hx}
     if any_symbolic((fx, gx, x, hx)):
         operation = Call(custom_gradient, name=name)
-        return operation(fx, gx, x, fx_gx_manually_stopped, **options)
+        return operation.symbolic_call(fx, gx, x, fx_gx_manually_stopped, **options)
     if _backends.is_tensorflow():
         return sgtrick.custom_gradient(fx, gx, x, fx_gx_manually_stopped, name, **options)
     fx, leaves = value_form.at_point(KERAS, fx, gx, x, batch_ndims)
     product = _product(hx, x, fx, leaves)
     if fx_gx_manually_stopped:
         return _unstopped(fx, leaves, product)
-    leaves = [leaf._replace(gx=ops.stop_gradient(leaf.gx)) for leaf in leaves]
-    return _backends.native().embed(ops.stop_gradient(fx), leaves, product)
+    return _with_rule(ops.stop_gradient(fx), leaves, product)
+
+
+def _with_rule(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
+    """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
+    if not leaves:
+        return fx
+    (h,) = _backends.native().with_vjp(ValueRule(fx, leaves, product))
+    return h
+
+
+class ValueRule:
+    """A value whose Jacobians, and perhaps Hessian, are known, as a `Rule`.
+
+    Its inputs are the value, constants of the Hessian, the Jacobians and the points.
+    """
+
+    not_argument = not_connected = None
+
+    def __init__(self, fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> None:
+        gs, xs = [ops.stop_gradient(leaf.gx) for leaf in leaves], [leaf.x for leaf in leaves]
+        constants: Tensors = []
+        self._leaves, self._derived = leaves, _without_hessian
+        if product is not None:
+            native = _backends.native()
+            gs, constants, self._derived = native.prepared(gs, xs, product, _NO_THIRD)
+        self.inputs = [fx, *constants, *gs, *xs]
+
+    def __call__(self, *inputs: Tensor) -> tuple[list[Tensor], Pullback]:
+        def pull(u: Tensor) -> Gradients:
+            gradients = [KERAS.transpose(leaf, u) for leaf in self._at(inputs)]
+            return [None] * (len(inputs) - len(gradients)) + gradients
+
+        return [inputs[0]], pull
+
+    def push(self, inputs: Tensors, tangents: Tensors) -> list[Tensor]:
+        """Returns the tangent of the value."""
+        return [KERAS.push(self._at(inputs), tangents[-len(self._leaves) :], like=inputs[0])]
+
+    def _at(self, inputs: Tensors) -> list[Leaf]:
+        """The leaves at these inputs, with Jacobians that have a derivative."""
+        n = len(self._leaves)
+        constants, gs, xs = inputs[1 : -2 * n], inputs[-2 * n : -n], inputs[-n:]
+        at = zip(self._leaves, self._derived(constants, gs, xs), xs, strict=True)
+        return [leaf._replace(gx=g, x=x) for leaf, g, x in at]
+
+
+def _without_hessian(_: Tensors, gs: Tensors, xs: Tensors) -> Tensors:
+    return _backends.native().refused(gs, xs, _NO_SECOND)  # type: ignore[no-any-return]
 
 
 def _product(hx: Structure, x: Structure, fx: Tensor, leaves: Sequence[Leaf]) -> Product | None:
@@ -105,12 +152,12 @@ def _product(hx: Structure, x: Structure, fx: Tensor, leaves: Sequence[Leaf]) ->
         return lambda z: blocks.times(z, blocks.symmetric())
     product = value_form.Product(KERAS, hx, x, leaves)
 
-    def times(z: list[Tensor]) -> list[Tensor]:
+    def times(z: Tensors) -> list[Tensor]:
         if not _backends.native().depends(product.times, z):
             raise ValueError(product.not_connected)
         return product.times(z)
 
-    return times if leaves else None
+    return times
 
 
 def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
@@ -124,4 +171,16 @@ def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> T
     if product is None:
         return fx
     nothing = [leaf._replace(gx=ops.zeros_like(leaf.gx)) for leaf in leaves]
-    return fx + _backends.native().embed(ops.zeros_like(fx), nothing, product)
+    return fx + _with_rule(ops.zeros_like(fx), nothing, product)
+
+
+_NO_SECOND = (
+    "sgtrick.keras.custom_gradient was asked for a second derivative, but was given only a value "
+    "and a gradient. Pass the Hessian or a function for Hessian-vector products as hx=, or hx=0 if "
+    "the Hessian is zero; None in place of a block means that this block is zero."
+)
+_NO_THIRD = (
+    "sgtrick.keras.custom_gradient was asked for a third derivative, but was given only a value, a "
+    "gradient and a Hessian. Apply keras.ops.stop_gradient to what need not be differentiated "
+    "again."
+)

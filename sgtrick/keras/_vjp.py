@@ -8,7 +8,7 @@ import sgtrick
 from sgtrick._arguments import calls
 from sgtrick._types import Function, Structure
 from sgtrick.keras import _backends
-from sgtrick.keras._rule import Rule
+from sgtrick.keras._rule import FunctionRule
 from sgtrick.keras._symbolic import Call, any_symbolic
 
 
@@ -36,16 +36,16 @@ def custom_vjp(f: Function | None = None) -> Function:
             one gradient for each argument, in the structure of the argument or None, or one for
             each leaf of all arguments, as `grad_fn` of `sgtrick.custom_vjp` does. Gradients are
             cast to the dtype of their argument: numbers, arrays and masks will do. Reverse mode
-            calls `grad`. Forward mode transposes it on tensorflow, where it must be linear in
-            `upstream`; jax and torch have no forward mode of such a function, nor forward over
-            reverse. Higher derivatives are those of `grad`. `f` must return the same for the same
-            arguments, since jax and torch run it again for the gradient: pass random masks as
-            arguments.
+            calls `grad`. Forward mode transposes it on tensorflow and jax, where it must be linear
+            in `upstream`; torch has no forward mode of such a function, nor forward over reverse.
+            Higher derivatives are those of `grad`. `f` must return the same for the same arguments,
+            since jax and torch run it again for the gradient: pass random masks as arguments.
 
             The signatures that Keras documents are accepted too. `grad(*args, upstream)` and
             `grad(*args, upstream=None)`, where `upstream` is keyword-only, get the arguments of `f`
-            in the order of their gradients. There, and in `grad(upstream)`, several leaves of `y`
-            give an `upstream` in the structure of `y`.
+            in the order of their gradients. `grad(x, y, upstream)` gets them under their own names.
+            In all these, and in `grad(upstream)`, several leaves of `y` give an `upstream` in the
+            structure of `y`. Other parameters that have a default keep it.
 
     Returns:
         A plain function of the arguments of `f` that returns `y`, or its `KerasTensor` for symbolic
@@ -56,15 +56,19 @@ def custom_vjp(f: Function | None = None) -> Function:
 
     Raises:
         TypeError: `f` does not return such a pair, reads a trainable variable that is not among its
-            arguments, or assigns one; or `grad` returned a gradient for something that has no
-            derivatives, or a complex one for a real argument.
+            arguments, assigns one, or adds a loss; or `grad` cannot take the upstream gradients, or
+            returned a gradient for something that has no derivatives, or a complex one for a real
+            argument.
         ValueError: `grad` returned gradients of another number or shape.
         LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
             argument; or a second derivative where no gradient is connected to an argument: they are
             constants, or computed from the arguments only through `stop_gradient` or NumPy. (On
             tensorflow as in `sgtrick.custom_vjp`.)
-        NotImplementedError: On torch, forward mode, and `torch.func` inside `torch.compile`; or the
-            backend has no derivatives. (On jax, forward mode is a TypeError of jax.)
+        RuntimeError: On torch, a backward pass after a tensor that `grad` reads, such as the
+            result, was changed in place.
+        NotImplementedError: On torch, forward mode, and `torch.func` inside `torch.compile`. On
+            jax, forward mode where `grad` is not linear (NaN where only the numbers tell and the
+            code is compiled or mapped) or cannot be transposed. The backend has no derivatives.
     """
     return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
 
@@ -75,11 +79,11 @@ def _custom_vjp(function: calls.Callee) -> Function:
     # A plain function, because Keras stores functions by name but no other callables.
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
-            return Call(h)(*args, **kwargs)
-        rule = Rule(function, args, kwargs)
+            return Call(h).symbolic_call(*args, **kwargs)
+        rule = FunctionRule(function, args, kwargs)
         if _backends.is_tensorflow():
             return rule.pack(sgtrick.custom_vjp(rule)(*rule.inputs))
-        return rule.pack(_backends.native().with_vjp(rule, rule.inputs))
+        return rule.pack(_backends.native().with_vjp(rule))
 
     h.__name__ = function.name
     if _backends.is_tensorflow():

@@ -215,6 +215,47 @@ def named(x, y):
     return misled(x * y), grad
 
 
+@law(lambda x, y: x * y)
+@custom_vjp
+def by_their_own_names(x, y):
+    return misled(x * y), lambda x, y, upstream: (upstream * y, upstream * x)
+
+
+@law(lambda x: 2 * x)
+@custom_vjp
+def by_their_own_names_without_a_default(x, factor=2):
+    return misled(x * factor), lambda x, upstream: upstream * 2
+
+
+@law(lambda x: 3 * x)
+@custom_vjp
+def with_a_default(x):
+    return misled(3 * x), lambda u, factor=3.0: factor * u
+
+
+@law(lambda x, y: x * y + 2 * (x + y), "by their own names, several upstream")
+def _(x, y):
+    f = custom_vjp(lambda x, y: ((misled(x * y), misled(x + y)), pulled))
+    product, total = f(x, y)
+    return product + 2 * total
+
+
+DEFAULTS = {
+    "one for each": lambda s: lambda u, v, s=s: (s * (u + v), s * v),
+    "all in one": lambda s: lambda upstream, s=s: (s * sum(upstream), s * upstream[1]),
+    "a star": lambda s: lambda *us, s=s: (s * sum(us), s * us[1]),
+    "arguments": lambda s: lambda x, y, upstream, s=s: (s * sum(upstream), s * upstream[1]),
+}
+for name, grad in DEFAULTS.items():
+
+    @law(lambda x, y: 3 * (2 * x + y), f"a default of grad beside {name}")
+    def _(x, y, grad=grad):
+        first, second = custom_vjp(lambda x, y: ((misled(3 * x), misled(3 * (x + y))), grad(3)))(
+            x, y
+        )
+        return first + second
+
+
 def pulled(x, y, upstream):
     u, v = upstream
     return u * y + v, u * x + v

@@ -24,7 +24,8 @@ TRACED = [
     "numbers_in_a_structure",
     "method",
     "without_self",
-    "required",
+    "by_their_own_names",
+    "with_a_default",
     "grad_is_a_partial_of_a_lambda",
 ]
 

@@ -82,6 +82,20 @@ def test_grad_is_called_as_it_is(f, x, u, expected):
     np.testing.assert_array_equal(array(custom_vjp(f)(tensor(x))), array(f(tensor(x))[0]))
 
 
+def test_grad_in_r_with_the_names_of_the_arguments():
+    """reticulate does not tell the names; R says that an argument is missing when it reads it."""
+
+    def grad(x, y=None, upstream=None):
+        if y is None:
+            raise RuntimeError('argument "y" is missing, with no default')
+        return y * upstream, x * upstream
+
+    namespace = {"__name__": "rpytools.call", "f": grad}
+    exec("def python_function(*args, **kwargs): return f(*args, **kwargs)", namespace)
+    form = custom_vjp(lambda x, y: (misled(x * y), namespace["python_function"]))
+    check_reverse(form, lambda x, y: x * y, POINTS, POINTS + 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "returned"),
     [
@@ -160,11 +174,30 @@ def test_a_functional_model(tmp_path):
             "of x that grad of <lambda> returned has dtype complex64, expected float64",
         ),
         (lambda x: (x + 0, lambda u: u[:2]), ValueError, r"shape \[2\] for x, expected"),
+        # A parameter with a default is no upstream gradient.
+        (
+            lambda x: ([x + 0, x + 1], lambda u, s=3.0: s * u),
+            TypeError,
+            r"takes \(u\) besides parameters with defaults, but there are 2 upstream",
+        ),
+        (lambda x: ([x + 0], lambda u=None: u), TypeError, r"takes \(\) besides"),
+        (
+            lambda x: ([x + 0, x + 1], lambda u, s=1, *more: s * u),
+            TypeError,
+            r"takes \(u\) besides",
+        ),
+        (
+            lambda x: (x + 0, lambda y, upstream: upstream),
+            TypeError,
+            r"as `\*args` or under their own names, and then `upstream`: \(x, upstream\)",
+        ),
     ],
 )
 def test_a_function_that_breaks_the_protocol(f, error, message):
     with pytest.raises(error, match=message):
-        gradient(custom_vjp(f), [tensor(POINTS)], tensor(POINTS))
+        gradient(
+            lambda x: sum(keras.tree.flatten(custom_vjp(f)(x))), [tensor(POINTS)], tensor(POINTS)
+        )
 
 
 def test_a_closed_over_tensor_that_is_differentiated():
@@ -202,6 +235,29 @@ class TestVariables:
 
         frozen = custom_vjp(lambda x: (misled(x * state), lambda u: u * state))
         check_reverse(frozen, lambda x: 2 * x, POINTS)
+
+    @pytest.mark.parametrize("way", ["add_loss", "a regularizer"])
+    def test_a_loss_inside_is_an_error(self, way):
+        """No rule gives its gradient."""
+
+        class Layer(keras.layers.Layer):
+            def __init__(self):
+                super().__init__(dtype="float64")
+                self.regularizer = keras.layers.ActivityRegularization(l2=0.1, dtype="float64")
+
+            @custom_vjp
+            def inside(self, x):
+                if way == "add_loss":
+                    self.add_loss(0.1 * ops.sum(x))
+                else:
+                    self.regularizer(x)
+                return x + 0, lambda u: u
+
+            def call(self, x):
+                return self.inside(x)
+
+        with pytest.raises(TypeError, match=r"inside adds a loss.*Add it outside"):
+            Layer()(tensor(POINTS))
 
     def test_as_an_argument(self):
         v = keras.Variable(np.array(3.0), dtype="float64")

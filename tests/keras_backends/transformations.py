@@ -61,8 +61,8 @@ def functional(fn, quick):
         "value": lambda f, args, u, z: [f(*args)],
         "vjp": lambda f, args, u, z: fn.vjp(f, *args)[1](u),
         "grad": lambda f, args, u, z: fn.grad(pulled(f, u), all_of(args))(*args),
-        "jacrev": lambda f, args, u, z: fn.jacrev(f, all_of(args))(*args),
-        "jacfwd": lambda f, args, u, z: fn.jacfwd(f, all_of(args))(*args),
+        "jacrev": lambda f, args, u, z: quick(fn.jacrev(f, all_of(args)))(*args),
+        "jacfwd": lambda f, args, u, z: quick(fn.jacfwd(f, all_of(args)))(*args),
         "jvp": lambda f, args, u, z: fn.jvp(f, tuple(args), tuple(z)),
     }
     mapped = {
@@ -83,19 +83,21 @@ def functional(fn, quick):
         "grad of grad": lambda f, args, u, z: quick(
             fn.grad(lambda *a: inner(fn.grad(pulled(f, u), all_of(a))(*a), z), all_of(args))
         )(*args),
-        "jvp of grad": lambda f, args, u, z: fn.jvp(
-            fn.grad(pulled(f, u), all_of(args)), tuple(args), tuple(z)
-        )[1],
-        "grad of jvp": lambda f, args, u, z: fn.grad(
-            lambda *a: fn.jvp(pulled(f, u), a, tuple(z))[1], all_of(args)
+        "jvp of grad": lambda f, args, u, z: quick(
+            lambda *a: fn.jvp(fn.grad(pulled(f, u), all_of(args)), a, tuple(z))[1]
+        )(*args),
+        "grad of jvp": lambda f, args, u, z: quick(
+            fn.grad(lambda *a: fn.jvp(pulled(f, u), a, tuple(z))[1], all_of(args))
         )(*args),
     }
     third = {
-        f"jac{a} of jac{b} of jac{c}": lambda f, x, names=(a, b, c): functools.reduce(
-            lambda g, name: orders[name](g), names, f
+        f"jac{a} of jac{b} of jac{c}": lambda f, x, names=(a, b, c): quick(
+            functools.reduce(lambda g, name: orders[name](g), names, f)
         )(x)
         for a, b, c in [("fwd",) * 3, ("rev",) * 3, ("fwd", "rev", "rev"), ("rev", "fwd", "rev")]
-    } | {"vmap of jacrev of hessian": lambda f, x: fn.vmap(fn.jacrev(fn.hessian(f)))(x[None])}
+    } | {
+        "vmap of jacrev of hessian": lambda f, x: quick(fn.vmap(fn.jacrev(fn.hessian(f))))(x[None])
+    }
     mapped_seconds = {
         "vmap of hessian": mapped_second(fn.jacfwd, fn.jacrev),
         "vmap of jacrev of jacrev": mapped_second(fn.jacrev, fn.jacrev),
@@ -155,9 +157,11 @@ if BACKEND == "jax":
         f"{name} of scan": lambda f, *rest, name=name: PLAIN[name](looped(f), *rest)
         for name in ("grad of grad", "jvp of grad", "jacfwd of jacrev", "jacrev of jacfwd")
     } | {
-        "grad of checkpoint of grad": lambda f, args, u, z: fn.grad(
-            lambda *a: inner(fn.checkpoint(fn.grad(pulled(f, u), all_of(a)))(*a), z),
-            all_of(args),
+        "grad of checkpoint of grad": lambda f, args, u, z: fn.jit(
+            fn.grad(
+                lambda *a: inner(fn.checkpoint(fn.grad(pulled(f, u), all_of(a)))(*a), z),
+                all_of(args),
+            )
         )(*args),
     }
     THIRD |= {"jit of hessian of grad": lambda f, x: fn.jit(fn.hessian(fn.grad(f)))(x)}
@@ -314,12 +318,12 @@ else:
 
 
 def reverse(transformations):
-    """Those that are open to a rule: jax and torch have no forward mode of a pullback."""
+    """Those that are open to a rule: torch has no forward mode of a pullback."""
     forward = re.compile("fwd|jvp|linearize|hessian|forward")
     return {
         name: transformation
         for name, transformation in transformations.items()
-        if BACKEND == "tensorflow" or not forward.search(name)
+        if BACKEND != "torch" or not forward.search(name)
     }
 
 
@@ -338,6 +342,13 @@ def misled(y):
 
 def in_turn(cases, others):
     return list(zip(cases, itertools.cycle(others), strict=False))
+
+
+def first_with_all(cases, others):
+    """All cases with the first of the others; with the rest in turn, until each was there."""
+    first, *rest = others
+    pairs = [*in_turn(cases, rest), *((case, other) for other, case in in_turn(rest, cases))]
+    return [*itertools.product(cases, [first]), *dict.fromkeys(pairs)]
 
 
 def check(transformation, form, truth, args, seed=0):
