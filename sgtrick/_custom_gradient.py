@@ -11,7 +11,7 @@ from sgtrick._arguments import devices, value_form
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import embedding
-from sgtrick._core.embedding import Blocks, Product
+from sgtrick._core.embedding import Blocks, ByVector
 from sgtrick._core.formula import formula
 from sgtrick._core.override import keep
 from sgtrick._core.rule import in_addition
@@ -135,12 +135,12 @@ def _hessian(
     fx: Tensor,
     leaves: Sequence[Leaf],
     stop: Callable[[Tensor], Tensor],
-) -> Blocks | Product | str | None:
+) -> Blocks | ByVector | str | None:
     """The Hessian, None if it is zero, or the message of the error if it is unknown."""
     if hx is None:
         return _FIRST_ORDER.format(name)
     if callable(hx):
-        return Product(name, fx, hx, x, leaves)
+        return ByVector(name, fx, hx, x, leaves)
     return None if value_form.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
 
 
@@ -148,7 +148,7 @@ def _embed(
     name: str,
     fx: Tensor,
     leaves: Sequence[Leaf],
-    hessian: Blocks | Product | str | None,
+    hessian: Blocks | ByVector | str | None,
     stopped: bool,
 ) -> Tensor:
     """The derivative in two forms: as a pullback, which is faster, and as the formula.
@@ -159,7 +159,7 @@ def _embed(
     """
     leaves = [leaf._replace(x=here(leaf.x)) for leaf in leaves]
     xs, if_lost = [leaf.x for leaf in leaves], None
-    if xs and not (tf.executing_eagerly() or isinstance(hessian, Product)):
+    if xs and not (tf.executing_eagerly() or isinstance(hessian, ByVector)):
         times = hessian.times if isinstance(hessian, Blocks) else None
         order = None if hessian is None else 1 if times is None else 2
         # Recorded, since tapes know no more of a copy of the operation than what it copies. In

@@ -101,7 +101,7 @@ class Blocks:
         return block._replace(gx=block.gx / 2 + half)
 
 
-class Product:
+class ByVector:
     """A function `v -> H v` on the structure of `x`, called only for second derivatives."""
 
     def __init__(

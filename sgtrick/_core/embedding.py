@@ -161,7 +161,7 @@ class Blocks(value_form.Blocks):
         return unknown.refuse(t, [leaf.x for leaf in self._leaves], _THIRD.format(self._name))
 
 
-class Product(value_form.Product):
+class ByVector(value_form.ByVector):
     """A function for the product with a vector, called when the gradients are differentiated."""
 
     def __init__(self, name: str, fx: Tensor, *given: Any) -> None:

@@ -150,7 +150,7 @@ def _product(hx: Structure, x: Structure, fx: Tensor, leaves: Sequence[Leaf]) ->
     if not callable(hx):
         blocks = value_form.Blocks(KERAS, hx, x, fx, leaves, ops.stop_gradient)
         return lambda z: blocks.times(z, blocks.symmetric())
-    product = value_form.Product(KERAS, hx, x, leaves)
+    product = value_form.ByVector(KERAS, hx, x, leaves)
 
     def times(z: Tensors) -> list[Tensor]:
         if not _backends.native().depends(product.times, z):
