@@ -20,7 +20,7 @@ from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, plus
 from sgtrick._host import checks
 from sgtrick._host.host_call import HostCall, Told, as_high
-from sgtrick._tensorflow import tapes
+from sgtrick._tensorflow import mapping, tapes
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Tangent, Tensor
 
@@ -214,7 +214,7 @@ def _jvp(e: Evaluation, ts: Sequence[Tensor], *, is_first: bool = True) -> list[
         for row, y in enumerate(products):
             for j, (t, message) in enumerate(zip(ts, _unknown(e, flag), strict=False)):
                 is_lost = tf.reduce_any(flag[..., n + row * m + j]) & ~unknown.are_zero([t])
-                y += tf.cast(unknown.zero_if(~is_lost, message, []), y.dtype)
+                y += _zero(is_lost, message, y)
             products[row] = y
     return products
 
@@ -325,11 +325,21 @@ def _known(e: Evaluation, found: Sequence[Any], zs: Sequence[Tensor]) -> list[Gr
         for j, message in enumerate(_unknown(e, flag)):
             is_lost = tf.reduce_any(flag[..., j]) & ~unknown.are_zero(zs)
             if not tf.executing_eagerly():
-                zero = unknown.zero_if(~is_lost, message, [])
-                products[j] += tf.cast(zero, e.points[j].dtype)
+                products[j] += _zero(is_lost, message, e.points[j])
             elif is_lost:
                 products[j] = unknown.failure(e.points[j], message, zs, e.points)
     return products
+
+
+def _zero(is_lost: Tensor, message: str, like: Tensor) -> Tensor:
+    """Zero, or an error where something is lost; in a function that is mapped, NaN.
+
+    There, TensorFlow would run what may raise even if nobody uses it.
+    """
+    if not tf.executing_eagerly() and mapping.members():
+        nan, zero = (tf.constant(number, like.dtype) for number in (float("nan"), 0.0))
+        return tf.where(is_lost, nan, zero)
+    return tf.cast(unknown.zero_if(~is_lost, message, []), like.dtype)
 
 
 def _unknown(e: Evaluation, flag: Tensor) -> list[str]:

@@ -314,6 +314,13 @@ class TestUnknownGradients:
             with pytest.raises((LookupError, tf.errors.OpError), match="with respect to data, "):
                 pushed(lambda d: h(x, d), self.DATA, self.DATA)
 
+    def test_within_a_map_nobody_is_asked(self):
+        """So it is NaN, and what is known is not disturbed."""
+        h = self.ENGINES["unknown"](self.loss)
+        by_x = tf.function(lambda x, d: gradient(lambda x: h(x, d), x))
+        run = tf.function(lambda x, d: tf.vectorized_map(lambda x: by_x(x, d), x))
+        np.testing.assert_allclose(run(self.X, self.DATA), 2 * (self.X - self.DATA))
+
     @WRAPS
     def test_of_a_further_output(self, wrap):
         h = sgtrick.from_numpy(
