@@ -15,7 +15,6 @@ from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import adjoint, unknown
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, in_addition
-from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
@@ -29,21 +28,6 @@ def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | N
         return [TENSORFLOW.push(jacobians(), tangents, y)]
 
     return Rule(name, pull, push)
-
-
-def embed_constant(
-    name: str, y: Tensor, leaves: Sequence[Leaf], hessian: "Hessian | str"
-) -> Tensor:
-    """Returns `y` with gradients that were computed with it, and have no derivative of their own.
-
-    Args:
-        name: The function's name in errors.
-        y: The value.
-        leaves: The points with their gradients.
-        hessian: See `differentiable`.
-    """
-    rule = of_jacobians(name, y, lambda: differentiable(name, leaves, hessian))
-    return keep([y], [leaf.x for leaf in leaves], rule)[0]
 
 
 def auxiliary(
@@ -104,32 +88,6 @@ _THIRD = (
 )
 
 
-def symmetric(
-    name: str,
-    times: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]],
-    at: Sequence[Tensor],
-    xs: Sequence[Tensor],
-) -> Rule:
-    """A Hessian, given by a function for its product with a vector that is never differentiated.
-
-    Args:
-        name: The function's name in errors.
-        times: Maps `at` and one tensor like each of `xs` to one tensor like each of `xs`.
-        at: Tensors that tell `times` the point.
-        xs: The points. By these, the Hessian has no derivatives.
-    """
-
-    def rule(at: Sequence[Tensor], xs: Sequence[Tensor]) -> Rule:
-        def product(*vs: Tensor) -> list[Tensor]:
-            here_at, here_xs = list(map(here, at)), list(map(here, xs))
-            found = keep(times(here_at, vs), vs, rule(here_at, here_xs))
-            return [unknown.refuse(hv, here_xs, _THIRD.format(name)) for hv in found]
-
-        return Rule(name, product, product, is_local=True)
-
-    return rule(at, xs)
-
-
 class Blocks(value_form.Blocks):
     """Blocks, of which only the symmetric part matters, as in `1/2 <H z, z>`."""
 
@@ -170,11 +128,9 @@ class ByVector(value_form.ByVector):
 
     def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
-        xs = [leaf.x for leaf in self._leaves]
         if self._is_symmetric():
             pairs = zip(self._leaves, tangents, strict=True)
-            vs = [tf.cast(t, leaf.gx.dtype) for leaf, t in pairs]
-            return list(symmetric(self._name, lambda _, vs: self.times(vs), (), xs).pull(*vs))
+            return self._product(*(tf.cast(t, leaf.gx.dtype) for leaf, t in pairs))
         return list(map(self._refused, self.times(tangents)))
 
     def pull(self, *z: Tensor) -> list[Gradient]:
@@ -184,6 +140,11 @@ class ByVector(value_form.ByVector):
             pulled = self.push(*map(TENSORFLOW.conj, z))
             return [tf.cast(TENSORFLOW.conj(hz), x.dtype) for hz, x in zip(pulled, xs, strict=True)]
         return list(map(self._refused, self._summed(z)))
+
+    def _product(self, *vs: Tensor) -> list[Tensor]:
+        """The product with vectors, which is its own derivative along them in both modes."""
+        found = keep(self.times(vs), vs, Rule(self._name, self._product, self._product))
+        return list(map(self._refused, found))
 
     def _is_symmetric(self) -> bool:
         """Whether `H` is its own transpose: one for the whole range, and real for real points."""

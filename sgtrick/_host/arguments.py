@@ -1,65 +1,143 @@
 """Arguments of an engine: tensors with a common batch, each with its own event dimensions."""
 
 import functools
+import sys
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, shapes, structures
 from sgtrick._arguments import dtypes as of_dtypes
-from sgtrick._host import foreign
-from sgtrick._host.contract import too_few_dimensions
-from sgtrick._types import Args, DTypeLike, Kwargs, Structure, Tensor
+from sgtrick._host.checks import too_few_dimensions
+from sgtrick._types import Argnums, Args, DTypeLike, Kwargs, Structure, Tensor
 
 
-def by_position(
+class Leaf(NamedTuple):
+    """A leaf of the arguments.
+
+    Attributes:
+        path: Its name.
+        x: The tensor; or a number or text of Python, which the engine gets as it is.
+        ndims: Its number of event dimensions.
+        is_selected: Whether its argument has gradients.
+        is_text: Whether it was passed as text, of which TensorFlow makes bytes.
+    """
+
+    path: str
+    x: Any
+    ndims: int
+    is_selected: bool = True
+    is_text: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is sent as an array."""
+        return isinstance(self.x, tf.Tensor)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it is an array of the engine's dtype."""
+        return self.is_tensor and bool(self.x.dtype.is_floating)
+
+    @property
+    def is_point(self) -> bool:
+        """Whether it has derivatives."""
+        return self.is_selected and self.is_floating
+
+    @property
+    def batch_ndims(self) -> int:
+        """The number of its batch dimensions."""
+        return int(self.x.shape.rank - self.ndims) if self.is_tensor else 0
+
+    @property
+    def event(self) -> shapes.Shape:
+        """Its event shape, as far as it is known."""
+        return tuple(self.x.shape[self.batch_ndims :].as_list()) if self.is_tensor else ()
+
+
+class Given(NamedTuple):
+    """The arguments of a call, by position.
+
+    Attributes:
+        names: Their names.
+        like: Their structure, with None as the leaves.
+        leaves: Their leaves.
+        selected: The positions of those that have gradients, in the order of these.
+        dtype: That of the value.
+    """
+
+    names: Sequence[str]
+    like: Structure
+    leaves: list[Leaf]
+    selected: Sequence[int]
+    dtype: DTypeLike
+
+
+def given(
     function: calls.Callee,
     args: Args,
     kwargs: Kwargs,
     event_ndims: Structure,
+    argnums: Argnums | None,
     name: str,
-    *,
-    own: int = 0,
-) -> tuple[Args, list[tuple[str, Any, int]]]:
-    """The arguments of an engine, and `(path, leaf, event_ndims)` for every leaf of them.
-
-    Defaults that the call leaves out are not among them: the engine has them itself.
+    default: DTypeLike,
+) -> Given:
+    """The arguments of a call. Defaults that it leaves out are not among them.
 
     Args:
         function: The engine.
         args: The arguments of the call.
         kwargs: Those by keyword.
         event_ndims: As the caller stated it.
+        argnums: As the caller stated it.
         name: The name of the engine in errors.
-        own: How many of the arguments, the first ones, are the instance or class of a method. They
-            have no leaves.
+        default: The dtype of the value if no argument is floating.
     """
     call = function.bind(args, kwargs)
-    given = [key for key in call.keywords if key not in call.left_out]
-    if given:
+    by_keyword = [key for key in call.keywords if key not in call.left_out]
+    if by_keyword:
         raise TypeError(
-            f"{name} has keyword-only arguments {given}, but engines are called by position. Make "
-            "them positional, or bind them with functools.partial."
+            f"{name} has keyword-only arguments {by_keyword}, but engines are called by position. "
+            "Make them positional, or bind them with functools.partial."
         )
     names = function.names(call)[: call.positional]
     while names and names[-1] in call.left_out:
         names.pop()
     for key, value in zip(names, call.values, strict=False):
-        if key in call.left_out and type(value) is not float:
+        if key in call.left_out and type(value) not in _OF_PYTHON:
             raise TypeError(
                 f"{name} is called with {names[-1]}, which comes after the default {key}="
                 f"{value!r}. All before it are sent as arrays, and that would be another value. "
                 f"Bind {key} with functools.partial, or pass it."
             )
-    given_args = tuple(call.values[: len(names)])
-    by_argument = _event_ndims_of(event_ndims, names[own:], given_args[own:], call.positional - own)
-    flat = []
-    for key, arg, ndims in zip(names[own:], given_args[own:], by_argument, strict=True):
-        foreign.refuse_tensors(name, key, arg)
-        flat += _with_event_ndims(key, arg, ndims)
-    return given_args, flat
+    values = tuple(call.values[: len(names)])
+    selected: Sequence[int] = range(len(names))
+    if argnums is not None:
+        selected = function.positions(argnums, call)
+        for k in selected:
+            if k >= len(names):
+                raise ValueError(
+                    f"argnums={argnums!r} selects an argument of {name} that the call leaves to "
+                    "its default. Pass it."
+                )
+    by_argument = _event_ndims_of(event_ndims, names, values, call.positional)
+    flat = [
+        Leaf(path, leaf, n, k in selected)
+        for k, (key, arg, ndims) in enumerate(zip(names, values, by_argument, strict=True))
+        for path, leaf, n in _with_event_ndims(key, arg, ndims)
+    ]
+    for leaf in flat:
+        _refuse_foreign(name, leaf)
+    # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.
+    like = tf.nest.map_structure(lambda _: None, values)
+    leaves, dtype = _read(flat, default)
+    return Given(names, like, leaves, selected, dtype)
+
+
+# What the engine gets as it is. Nothing has been recorded of these.
+_OF_PYTHON = (bool, int, float, str, bytes)
 
 
 def _event_ndims_of(
@@ -113,93 +191,105 @@ def _with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple
     return [(name + path, leaf, n) for path, leaf, n in flat]
 
 
-def tensors_of(
-    flat: Sequence[tuple[str, Any, int]], default: DTypeLike
-) -> tuple[list[Tensor], list[DTypeLike | None], DTypeLike]:
-    """The leaves as tensors, the dtypes of their gradients, and the dtype of the value."""
-    # Convert first: a variable's dtype can differ from the one in which a Keras layer reads it.
-    read = [
-        None if type(leaf) is float else structures.to_tensor(leaf, path) for path, leaf, _ in flat
-    ]
-    # A Python float has no dtype of its own: it takes that of the others, or the engine's.
-    floating = [x.dtype.name for x in read if x is not None and x.dtype.is_floating]
-    common = tf.as_dtype(of_dtypes.widest(floating) or default)
-    xs, dtypes = [], []
-    for (path, leaf, ndims), x in zip(flat, read, strict=True):
-        if x is None:
-            x = structures.to_tensor(leaf, path, dtype=common)
-        if x.dtype.is_complex:
+_TENSORS = {"jax": "Array", "torch": "Tensor"}
+_CALLS = {
+    "jax": "jax.pure_callback(engine, shapes, jax.lax.stop_gradient(x))",
+    "torch": "engine(x.detach().numpy())",
+}
+
+
+def _refuse_foreign(engine: str, leaf: Leaf) -> None:
+    """Raises for tensors of JAX and PyTorch, from which TensorFlow would take only the value.
+
+    Or for a Keras variable that holds one. Neither is imported here.
+    """
+    for framework, kind in _TENSORS.items():
+        tensor = getattr(sys.modules.get(framework), kind, None)
+        if tensor is None:
+            continue
+        if isinstance(leaf.x, tensor) or isinstance(getattr(leaf.x, "value", None), tensor):
             raise TypeError(
-                f"{path} is complex ({x.dtype.name}), and an engine takes real arrays. Pass the "
-                "real and the imaginary part as two arguments."
+                f"{engine} takes tensors of TensorFlow, and {leaf.path} is one of {framework}, "
+                "which would get no gradient. Call the engine without from_numpy instead: "
+                f"value, gradient = {_CALLS[framework]}, and then "
+                "sgtrick.keras.custom_gradient(value, gradient, x)."
             )
-        shape = structures.static_shape(x)
-        if shape is not None and len(shape) < ndims:
-            raise too_few_dimensions(path, shape, ndims)
-        if x.dtype.is_floating and x.dtype.size < 4:
-            # Gradients are added up over the batch, and in half precision a sum stops at 2,048.
-            x = tf.cast(x, of_dtypes.widest(["float32", tf.as_dtype(default).name]))
-        xs.append(x)
-        dtypes.append(x.dtype.as_numpy_dtype if x.dtype.is_floating else None)
-    return xs, dtypes, common.as_numpy_dtype
 
 
-def broadcast_batches(
-    xs: Sequence[Tensor], event_ndims: Sequence[int], paths: Sequence[str]
-) -> tuple[list[Tensor], tf.TensorShape]:
-    """The tensors broadcast to a common batch shape, and its static shape.
+def _read(flat: Sequence[Leaf], default: DTypeLike) -> tuple[list[Leaf], DTypeLike]:
+    """The leaves as tensors, and the dtype of the value."""
+    leaves, floating = [], []
+    for leaf in flat:
+        shape: shapes.Shape = ()
+        if type(leaf.x) not in _OF_PYTHON:
+            # The dtype of a variable can differ from that in which a Keras layer reads it.
+            x = structures.to_tensor(leaf.x, leaf.path)
+            is_text = isinstance(leaf.x, np.ndarray) and leaf.x.dtype.kind == "U"
+            leaf = leaf._replace(x=x, is_text=is_text)
+            if x.dtype.is_complex:
+                raise TypeError(
+                    f"{leaf.path} is complex ({x.dtype.name}), and an engine takes real arrays. "
+                    "Pass the real and the imaginary part as two arguments."
+                )
+            if x.shape.rank is None:
+                raise ValueError(
+                    f"{leaf.path} has an unknown rank. Set its rank, for example by "
+                    "tf.ensure_shape."
+                )
+            shape = tuple(x.shape.as_list())
+        if len(shape) < leaf.ndims:
+            raise too_few_dimensions(leaf.path, shape, leaf.ndims)
+        if leaf.is_floating:
+            floating.append(leaf.x.dtype.name)
+            if leaf.x.dtype.size < 4:
+                # Gradients are added up over the batch, and in half precision this stops at 2,048.
+                wide = of_dtypes.widest(["float32", tf.as_dtype(default).name])
+                leaf = leaf._replace(x=standing_for(leaf.x, tf.cast(leaf.x, wide)))
+        leaves.append(leaf)
+    # A Python float has no dtype of its own.
+    return leaves, tf.as_dtype(of_dtypes.widest(floating) or default).as_numpy_dtype
+
+
+def broadcast_batches(leaves: Sequence[Leaf]) -> tuple[list[Tensor], tf.TensorShape]:
+    """The leaves broadcast to a common batch shape, and its static shape.
 
     Autodiff of the broadcast sums the gradients of a repeated tensor.
     """
-    if not xs:
+    if not leaves:
         return [], tf.TensorShape([])
-    batches = [_front(x, n) for x, n in zip(xs, event_ndims, strict=True)]
+    batches = [tf.TensorShape(leaf.x.shape[: leaf.batch_ndims]) for leaf in leaves]
     try:
         batch = functools.reduce(tf.broadcast_static_shape, batches)
     except ValueError as error:
-        shown = ", ".join(
-            f"{p} {shapes.show(structures.static_shape(x))}" for p, x in zip(paths, xs, strict=True)
-        )
+        shown = (f"{leaf.path} {shapes.show(tuple(leaf.x.shape.as_list()))}" for leaf in leaves)
         raise ValueError(
-            f"{shown} have batch shapes that do not broadcast, with event_ndims="
-            f"{list(event_ndims)}. All dimensions before the event dimensions are batch: check "
-            "event_ndims."
+            f"{', '.join(shown)} have batch shapes that do not broadcast, with event_ndims="
+            f"{[leaf.ndims for leaf in leaves]}. All dimensions before the event dimensions are "
+            "batch: check event_ndims."
         ) from error
-    if len(xs) == 1 or all(b.is_fully_defined() and b == batch for b in batches):
-        return list(xs), batch
+    if len(leaves) == 1 or all(b.is_fully_defined() and b == batch for b in batches):
+        return [leaf.x for leaf in leaves], batch
     shape = batch.as_list() if batch.is_fully_defined() else None
     if shape is None:
-        xs = [_with_event(x, n, path) for x, n, path in zip(xs, event_ndims, paths, strict=True)]
-        shape = functools.reduce(
-            tf.broadcast_dynamic_shape,
-            [tf.shape(x)[: tf.rank(x) - n] for x, n in zip(xs, event_ndims, strict=True)],
-        )
+        dynamic = [tf.shape(leaf.x)[: leaf.batch_ndims] for leaf in leaves]
+        shape = functools.reduce(tf.broadcast_dynamic_shape, dynamic)
     out = []
-    for x, n in zip(xs, event_ndims, strict=True):
-        y = tf.broadcast_to(x, tf.concat([shape, tf.shape(x)[tf.rank(x) - n :]], 0))
-        known = x.shape.rank is not None
-        y.set_shape(batch.concatenate(x.shape[x.shape.rank - n :] if known else [None] * n))
-        out.append(y)
+    for leaf in leaves:
+        event = tf.shape(leaf.x)[leaf.batch_ndims :]
+        y = tf.broadcast_to(leaf.x, tf.concat([shape, event], 0))
+        y.set_shape(batch.concatenate(leaf.event))
+        out.append(standing_for(leaf.x, y))
     return out, batch
 
 
-def padded(xs: Sequence[Tensor], event_ndims: Sequence[int], batch_ndims: int) -> list[Tensor]:
-    """The tensors with `batch_ndims` batch dimensions each, missing ones added with size 1."""
-    tensors = []
-    for x, n in zip(xs, event_ndims, strict=True):
-        lacking = batch_ndims + n - x.shape.rank
-        tensors.append(x[(tf.newaxis,) * lacking + (...,)] if lacking else x)
-    return tensors
+def padded(leaf: Leaf, batch_ndims: int) -> Tensor:
+    """The tensor with `batch_ndims` batch dimensions, missing ones added with size 1."""
+    lacking = batch_ndims - leaf.batch_ndims
+    return standing_for(leaf.x, leaf.x[(tf.newaxis,) * lacking + (...,)]) if lacking else leaf.x
 
 
-def _with_event(x: Tensor, event_ndims: int, path: str) -> Tensor:
-    """Returns `x`, checked to have at least `event_ndims` dimensions (at run time in graphs)."""
-    if x.shape.rank is not None:
-        return x
-    message = f"event_ndims={event_ndims}, but {path} has fewer dimensions:"
-    return structures.checked(tf.rank(x) >= event_ndims, x, message)
-
-
-def _front(x: Tensor, event_ndims: int) -> tf.TensorShape:
-    """The static batch shape."""
-    return x.shape if x.shape.rank is None else x.shape[: x.shape.rank - event_ndims]
+def standing_for(x: Tensor, y: Tensor) -> Tensor:
+    """Returns `y`, of which errors know that who asks for it asks for `x`."""
+    if tf.executing_eagerly() and y is not x:
+        setattr(y, structures.ORIGIN, x)
+    return y

@@ -3,27 +3,30 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import functools
-from concurrent.futures import Executor
+from collections.abc import Callable
+from typing import Any
 
-from sgtrick._host import packages
+import numpy as np
+
+from sgtrick._host import checks, packages
+from sgtrick._host.arguments import Given
 from sgtrick._host.derived import Derived, Framework
-from sgtrick._host.engine import Functions, Options
+from sgtrick._host.engine import Engine, floating, number
 from sgtrick._host.host_function import HostFunction
-from sgtrick._host.value_shape import ValueShape
-from sgtrick._types import Decorated, DTypeLike, Function, Structure
+from sgtrick._host.layout import Space, check_fills, value_space
+from sgtrick._types import Argnums, Decorated, DTypeLike, Function, Kwargs, Structure
 
 
 def from_torch(
     fn: Function | None = None,
     *,
+    argnums: Argnums | None = None,
     value_shape: Structure = (),
     event_ndims: int | Structure = 1,
-    vmap: bool = True,
-    has_aux: bool = False,
     dtype: DTypeLike = "float64",
-    executor: Executor | None = None,
     on_error: str | float = "raise",
     name: str | None = None,
+    **gone: object,
 ) -> Decorated:
     """Turns a PyTorch function into a TensorFlow function, with its gradient from autograd.
 
@@ -36,21 +39,16 @@ def from_torch(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: Takes PyTorch tensors without batch dimensions and returns a tensor, a structure of
-            tensors, or `(value, aux)`. The tensors are on the CPU; `fn` may move them. Without
-            `fn`, a decorator is returned.
+        fn: Takes PyTorch tensors without batch dimensions and returns a tensor or a structure of
+            tensors. The tensors are on the CPU; `fn` may move them. A batch is evaluated in one
+            call, by `torch.func.vmap`. Without `fn`, a decorator is returned.
+        argnums: As in `from_numpy`.
         value_shape: As in `from_numpy`: by default, the value is one number.
         event_ndims: As in `from_numpy`.
-        vmap: Whether a batch is evaluated in one call, by `torch.func.vmap`. Pass False for
-            functions that cannot be mapped, for example because their control flow depends on
-            values: they are called once for each member. An argument that all members share is not
-            copied.
-        has_aux: As in `from_numpy`.
         dtype: The floating dtype of the tensors that `fn` gets.
-        executor: As in `from_numpy`, but threads only: processes need a function at the top level
-            of a module, and the engine that calls `fn` is not one.
         on_error: As in `from_numpy`.
         name: As in `from_numpy`.
+        **gone: Refused, with what to do instead.
 
     Returns:
         What `from_numpy` returns. Leaves that are not floating are constants for PyTorch. The
@@ -66,31 +64,29 @@ def from_torch(
     other parts is a constant. Value and gradient come from one pass of `torch.func.vjp`; only
     arrays cross the boundary.
     """
+    checks.refuse_options("from_torch", gone)
     packages.check("torch", "from_torch", "PyTorch")
-    ValueShape(value_shape)  # not None: only JAX finds it
+    value = value_space(value_shape)
     from sgtrick._host.torch import Torch
 
-    options = Options(
-        vectorized=vmap, dtype=dtype, executor=executor, on_error=on_error,
-        event_ndims=event_ndims, has_aux=has_aux, name=name,
-        value_shape=value_shape,
-    )  # fmt: skip
-    return _form(fn, Torch(), options)
+    options: Kwargs = {
+        "argnums": argnums, "value_shape": value_shape, "event_ndims": event_ndims,
+        "dtype": dtype, "on_error": on_error, "name": name,
+    }  # fmt: skip
+    return _form(from_torch, fn, Torch, options, value)
 
 
 def from_jax(
     fn: Function | None = None,
     *,
+    argnums: Argnums | None = None,
     value_shape: Structure = None,
     event_ndims: int | Structure = 1,
-    vmap: bool = True,
-    has_aux: bool = False,
     dtype: DTypeLike = "float64",
-    executor: Executor | None = None,
     on_error: str | float = "raise",
-    jit: bool = True,
     native: bool = False,
     name: str | None = None,
+    **gone: object,
 ) -> Decorated:
     """Turns a JAX function into a TensorFlow function, with its gradient from JAX.
 
@@ -103,27 +99,21 @@ def from_jax(
         array([ -2.5, -12.5], dtype=float32)
 
     Args:
-        fn: Takes JAX arrays without batch dimensions and returns an array, a structure of arrays,
-            or `(value, aux)`. It is compiled by `jax.jit`, once for each shape. Without `fn`, a
-            decorator is returned.
-        value_shape: As in `from_numpy`. If None, `jax.eval_shape` finds it; without `jit`, the
-            value is then one number.
+        fn: Takes JAX arrays without batch dimensions and returns an array or a structure of arrays.
+            It is compiled by `jax.jit`, once for each shape, and a batch is evaluated in one call,
+            by `jax.vmap`. Without `fn`, a decorator is returned.
+        argnums: As in `from_numpy`.
+        value_shape: As in `from_numpy`. If None, `jax.eval_shape` finds it.
         event_ndims: As in `from_numpy`.
-        vmap: Whether a batch is evaluated in one call, by `jax.vmap`. If False, `fn` is
-            called once for each member. An argument that all members share is not copied.
-        has_aux: As in `from_numpy`.
         dtype: The floating dtype of the arrays that `fn` gets. JAX's 64-bit mode is on while `fn`
             runs with a 64-bit argument, integers included; otherwise it is left unchanged.
-        executor: As in `from_numpy`, but threads only.
-        on_error: As in `from_numpy`.
-        jit: Whether `fn` is compiled by `jax.jit`. Pass False for functions that cannot be traced,
-            for example because an `if` depends on a value; they also need `vmap=False`.
         native: Whether `fn` becomes operations of the graph, by `jax.experimental.jax2tf`, instead
             of a call of the host. They compile under XLA, run on the device of the graph, can be
-            stored in SavedModels, and have derivatives of every order. `executor`, `on_error`,
-            `vmap`, `jit` and `value_shape` do not apply. An argument without batch dimensions is
-            shared by all members; its rank must be known.
+            stored in SavedModels, and have derivatives of every order. `value_shape` and `on_error`
+            do not apply. An argument without batch dimensions is shared by all members.
+        on_error: As in `from_numpy`.
         name: As in `from_numpy`.
+        **gone: Refused, with what to do instead.
 
     Returns:
         What `from_numpy` returns. Leaves that are not floating are constants for JAX. The gradient
@@ -134,43 +124,64 @@ def from_jax(
     Raises:
         ImportError: JAX is not installed; the message contains the command that installs it. Or, if
             `native`, it has no `jax2tf`.
-        TypeError: An option was given that does not apply if `native`.
+        TypeError: `value_shape` or `on_error` was given with `native`.
 
     All errors of `from_numpy` apply. Functions that cannot be traced or do not return floating
-    arrays raise a `TypeError`, whatever `on_error` is. Value and gradient come from one pass of
+    arrays raise a `TypeError`. Value and gradient come from one pass of
     `jax.vjp`; only arrays cross the boundary.
     """
+    checks.refuse_options("from_jax", gone)
     packages.check("jax", "from_jax", "JAX")
     if native:
-        given = {"executor": executor, "on_error": on_error, "vmap": vmap, "jit": jit}
-        usual = {"executor": None, "on_error": "raise", "vmap": True, "jit": True}
-        given["value_shape"], usual["value_shape"] = value_shape, None
-        for key, value in given.items():
-            if value != usual[key]:
+        for key, is_given in (
+            ("value_shape", value_shape is not None),
+            ("on_error", on_error != "raise"),
+        ):
+            if is_given:
                 raise TypeError(
                     f"from_jax(native=True) has no {key}: the function becomes operations of the "
                     f"graph, which do not call the host. Leave out {key}, or native."
                 )
         from sgtrick._host.native import as_operations
 
-        make = functools.partial(as_operations, event_ndims, has_aux, dtype, name)
+        make = functools.partial(as_operations, event_ndims, argnums, dtype, name)
         return make if fn is None else make(fn)
+    value = None if value_shape is None else value_space(value_shape)
     from sgtrick._host.jax import Jax
 
-    options = Options(
-        vectorized=vmap, dtype=dtype, executor=executor, on_error=on_error,
-        event_ndims=event_ndims, has_aux=has_aux, name=name,
-        value_shape=() if value_shape is None and not jit else value_shape,
-    )  # fmt: skip
-    return _form(fn, Jax(jit=jit), options)
+    options: Kwargs = {
+        "argnums": argnums, "value_shape": value_shape, "event_ndims": event_ndims,
+        "dtype": dtype, "on_error": on_error, "name": name,
+    }  # fmt: skip
+    return _form(from_jax, fn, Jax, options, value)
 
 
-def _form(fn: Function | None, framework: Framework, options: Options) -> Decorated:
+def _form(
+    form: Callable[..., Decorated],
+    fn: Function | None,
+    framework: Callable[[], Framework],
+    options: Kwargs,
+    value: Space | None,
+) -> Decorated:
     """The host function, or a decorator if `fn` is None."""
-
-    def derive(fn: Function, name: str) -> Derived:
-        return Derived(fn, framework, options.event_ndims, options.has_aux, name)
-
     if fn is None:
-        return lambda fn: HostFunction(Functions(fn), options, derive)
-    return HostFunction(Functions(fn), options, derive)
+        return functools.partial(form, **options)
+    dtype, instead = floating(options["dtype"]), number(options["on_error"])
+    if value is not None:
+        check_fills(value, instead)
+
+    def engine_of(name: str) -> Engine:
+        takes, argnums = options["event_ndims"], options["argnums"]
+        derived = Derived(fn, framework(), takes, argnums, name)
+
+        def gives(given: Given, dtype: np.dtype[Any]) -> Space:
+            found = derived.value_space(given, dtype)
+            check_fills(found, instead)
+            return found
+
+        return Engine(
+            name, takes, argnums, value or gives, derived.functions, dtype,
+            vectorized=True, broadcasts=True, instead=instead,
+        )  # fmt: skip
+
+    return HostFunction(fn, form, options, engine_of)

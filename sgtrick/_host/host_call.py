@@ -1,118 +1,114 @@
-"""Calls of an engine on tensors: operations without a derivative."""
+"""Questions to an engine as operations of TensorFlow, without a derivative."""
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._host import differences
-from sgtrick._host.contract import CallSpec, Parts
+from sgtrick._host import differences, members
 from sgtrick._host.engine import Engine
-from sgtrick._host.replies import Evaluation, Product
+from sgtrick._host.layout import Layout, Parts
 from sgtrick._tensorflow import graphs, host_calls
-from sgtrick._types import Array, DTypeLike, Function, Tensor
+from sgtrick._types import Array, DTypeLike, Tensor
 
 
-class HostCall:
-    """An engine with the specification of a call, as a function of tensors.
+class Told(NamedTuple):
+    """What an engine told with its values, tensors with their batch dimensions.
+
+    Attributes:
+        jacobians: Those of each value by each point, if they come with the values.
+        unknown: Which of them are not known, if some may be.
+        failed: Where a number has replaced the value, if one is stated.
+        wide: The values in float64, if differences are taken of them.
+    """
+
+    jacobians: list[Tensor]
+    unknown: list[Tensor]
+    failed: list[Tensor]
+    wide: list[Tensor]
+
+
+class HostCall(NamedTuple):
+    """An engine with the layout of a call.
 
     The tensors are the leaves of the arguments in order. All have the same number of batch
     dimensions, which are broadcast against each other.
-
-    Attributes:
-        engine: The engine.
-        spec: The names, structure and dtypes of the leaves.
     """
 
-    def __init__(self, engine: Engine, spec: CallSpec) -> None:
-        self.engine, self.spec = engine, spec
+    engine: Engine
+    layout: Layout
 
-    def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The values, and what the call tells of: their gradients, failures, aux."""
-        evaluate = functools.partial(self.engine.evaluate, Evaluation(self.spec))
-        if "grad" in self.engine.schemes:
-            evaluate = functools.partial(differences.evaluate, self.engine, self.spec)
-        outputs = self._call(evaluate, xs, self.spec.outputs)
+    def value(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], Told]:
+        """The values, and what the engine told with them."""
+        engine, layout = self.engine, self.layout
+        is_apart = bool(engine.scheme)
+        of = layout.wide() if is_apart else layout
+        key = engine.first(layout.value.is_number)
+        ask = functools.partial(members.ask, engine, of, key)
+        dtypes = [part.dtype for part in of.answer(key)]
+        n, m = len(layout.value.shapes), len(dtypes)
+        k = m + layout.may_be_unknown(key)
+        outputs = self._call(
+            ask, xs, [*dtypes, *[np.bool_] * (k - m + (engine.instead is not None))]
+        )
         # Second derivatives come with a value, and forward mode over forward mode traces them where
         # TensorFlow allows no new captures.
         if not tf.executing_eagerly():
             host_calls.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
-        return outputs
+        values = outputs[:n]
+        told = Told(outputs[n:m], outputs[m:k], outputs[k:], values if is_apart else [])
+        return [tf.cast(y, layout.value_dtype) for y in values] if is_apart else values, told
 
-    def hessian_times(
-        self, at: Sequence[Tensor], vs: Sequence[Tensor], us: Sequence[Tensor] = ()
-    ) -> list[Tensor]:
-        """The Hessian of each batch member times a vector.
+    def differences(self, at: Sequence[Tensor], told: Told) -> list[Tensor]:
+        """The Jacobians by finite differences, zero where the engine failed."""
+        layout = self.layout
+        ask = functools.partial(differences.ask, self.engine, layout)
+        dtypes = [layout.leaves[k].dtype for k in layout.places] * len(told.wide)
+        return self._call(ask, [*at, *told.wide, *told.failed], dtypes)
 
-        Args:
-            at: The leaves, and for which batch members `evaluate` failed if it tells: there the
-                value is constant, but the Hessian would be that of the engine, so it is NaN.
-            vs: The vector: for each leaf that has derivatives, a tensor of its event shape with the
-                batch dimensions of the value.
-            us: Tensors like the values, unless the value is one number: the Hessian is that of the
-                sum of `u * value`.
-
-        Returns:
-            `sum_j H_ij v_j` for each leaf `i` that has derivatives, with the shape of `v_i` and the
-            dtype of the leaf.
-        """
-        engine, spec = self.engine, self.spec
-        argument = "hess" if engine.gives("hess") else "hessp"
-        vectors, whole = "uv" if us else "v", argument == "hess"
-        reply = Product(spec, "the Hessian times v", vectors, whole=whole)
-        callback = functools.partial(engine.product, argument, reply)
-        if "hess" in engine.schemes:
-            callback = functools.partial(differences.hessian_times, engine, spec)
-        return self._product(callback, at, [*us, *vs], vs, np.nan)
-
-    def vjp(
-        self, at: Sequence[Tensor], us: Sequence[Tensor], likes: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The gradients of the sum of `u * value` by the leaves with derivatives, like these.
-
-        They are zero where `evaluate` failed; so are tangents.
-        """
-        reply = Product(self.spec, "the VJP", "u")
-        callback = functools.partial(self.engine.product, "vjp", reply)
-        return self._product(callback, at, us, likes, 0)
-
-    def jvp(
-        self, at: Sequence[Tensor], ts: Sequence[Tensor], likes: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The tangents of the values along tangents of these leaves, tensors like the values."""
-        reply = Product(self.spec, "the JVP", "t", to_value=True)
-        callback = functools.partial(self.engine.product, "jvp", reply)
-        return self._product(callback, at, ts, likes, 0)
-
-    def _product(
+    def product(
         self,
-        callback: Function,
+        key: str,
         at: Sequence[Tensor],
+        told: Told,
         ws: Sequence[Tensor],
         likes: Sequence[Tensor],
-        where_failed: float,
-    ) -> list[Tensor]:
-        """Tensors like `likes`, with a number where the value is not the engine's."""
-        n = len(self.spec.paths)
-        xs, failures = at[:n], at[n:]
-        outputs = self._call(callback, [*xs, *ws], [like.dtype for like in likes])
-        for failed in failures:
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """A product with a derivative, tensors like others, and which of them are not known.
+
+        Where the engine failed, the value is a constant: first derivatives are zero. The second
+        ones, which would be those of the engine, are NaN.
+
+        Args:
+            key: The question.
+            at: The leaves.
+            told: What the engine told with the values.
+            ws: The leaves of the vectors.
+            likes: Tensors of the shapes and dtypes of the product.
+        """
+        ask = functools.partial(members.ask, self.engine, self.layout, key)
+        dtypes = [like.dtype for like in likes] + [tf.bool] * self.layout.may_be_unknown(key)
+        outputs = self._call(ask, [*at, *ws], dtypes)
+        outputs, unknown = outputs[: len(likes)], outputs[len(likes) :]
+        number = float("nan") if key.startswith("hessp") else 0
+        for failed in told.failed:
             outputs = [
-                tf.where(as_high(failed, y), tf.constant(where_failed, y.dtype), y) for y in outputs
+                tf.where(as_high(failed, y), tf.constant(number, y.dtype), y) for y in outputs
             ]
         for output, like in zip(outputs, likes, strict=True):
             output.set_shape(like.shape)
-        return outputs
+        return outputs, unknown
 
     def _call(
-        self, callback: Function, xs: Sequence[Tensor], dtypes: Sequence[DTypeLike]
+        self, callback: Callable[..., Parts], xs: Sequence[Tensor], dtypes: Sequence[DTypeLike]
     ) -> list[Tensor]:
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(out) for out in callback(*(x.numpy() for x in xs))]
         if graphs.in_xla(tf.compat.v1.get_default_graph()):
             raise NotImplementedError(
-                f"{self.spec.name} calls the host, which XLA cannot compile. Remove "
+                f"{self.layout.name} calls the host, which XLA cannot compile. Remove "
                 "jit_compile=True, or use it only on functions that do not call the engine; for a "
                 "Keras model, compile(jit_compile=False). A JAX function can be part of the graph: "
                 "from_jax(native=True)."

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._arguments.shapes import Shape
 from sgtrick._host.derived import Dims, Leaves
 from sgtrick._types import Function, Structure
 
@@ -21,9 +20,6 @@ _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x
 class Jax:
     """The `Framework` of functions of arrays of JAX."""
 
-    def __init__(self, *, jit: bool) -> None:
-        self._jit = jax.jit if jit else lambda f: f
-
     vjp = staticmethod(jax.vjp)
     jvp = staticmethod(jax.jvp)
 
@@ -33,13 +29,17 @@ class Jax:
 
     def like(self, u: Any, y: Any) -> Any:
         """See `Framework`."""
-        return jnp.broadcast_to(jnp.asarray(u, jnp.result_type(y)), jnp.shape(y))
+        u, shape = jnp.asarray(u, jnp.result_type(y)), jnp.shape(y)
+        for axis, (n, m) in enumerate(zip(u.shape, shape, strict=False)):
+            if n is not m and str(n) != str(m):  # a symbolic size may have another name
+                u = jnp.take(u, jnp.arange(m), axis)
+        return jnp.broadcast_to(u, shape)
 
-    def shapes(self, f: Function, leaves: Sequence[tuple[Shape, Any]]) -> Structure:
+    def shapes(self, f: Function, leaves: Sequence[Any]) -> Structure:
         """See `Framework`."""
-        specs = [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]
-        with wide(leaf.dtype for leaf in specs):
-            returned = jax.eval_shape(f, *specs)
+        specs = [jax.ShapeDtypeStruct(*s) if isinstance(s, tuple) else s for s in leaves]
+        with wide(specs):
+            returned = jax.eval_shape(f, specs)
         return tf.nest.map_structure(lambda y: tf.TensorShape(jnp.shape(y)), returned)
 
     def refusal(self, value: Any) -> str | None:
@@ -71,8 +71,8 @@ class Jax:
         if isinstance(error, errors):
             return (
                 "has an if, a loop or an index that depends on values, which cannot be traced. "
-                "Pass jit=False and vmap=False, or use jax.lax.cond and jnp.where. Code that "
-                "turns an array into a number, as float() does, cannot be differentiated."
+                "Use jax.lax.cond and jnp.where, or from_numpy with jax.value_and_grad(f). Code "
+                "that turns an array into a number, as float() does, cannot be differentiated."
             )
         return None
 
@@ -80,21 +80,19 @@ class Jax:
         """See `Framework`."""
         for in_axes in reversed(dims):
             f = jax.vmap(f, in_axes=in_axes)
-        f = self._jit(f)
+        f = jax.jit(f)
 
         def of_arrays(*groups: Leaves) -> Structure:
-            with wide(a.dtype for group in groups for a in group):
-                if self._jit is not jax.jit:
-                    groups = tf.nest.map_structure(jnp.asarray, groups)
+            with wide(a for group in groups for a in group):
                 return tf.nest.map_structure(np.asarray, f(*groups))
 
         return of_arrays
 
 
-def wide(dtypes: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """A scope for arrays of these dtypes: JAX would truncate those of 64 bits, integers too.
+def wide(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """A scope for these arrays: JAX would truncate those of 64 bits, integers too.
 
     The mode is left alone for arrays of 32 bits.
     """
-    is_wide = any(dtype.itemsize == 8 for dtype in dtypes)
+    is_wide = any(hasattr(a, "dtype") and a.dtype.itemsize == 8 for a in leaves)
     return _enable_x64(True) if is_wide else contextlib.nullcontext()

@@ -2,29 +2,27 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls
-from sgtrick._core import embedding
+from sgtrick._core import unknown
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
-from sgtrick._host.arguments import (
-    broadcast_batches,
-    by_position,
-    tensors_of,
-)
-from sgtrick._host.derived import checked, untraceable
+from sgtrick._host.arguments import Leaf, broadcast_batches, given, standing_for
+from sgtrick._host.checks import DATA
+from sgtrick._host.derived import Differentiable, check_floats, shapes_of
 from sgtrick._host.engine import WrongUseError, floating
 from sgtrick._host.jax import Jax, wide
 from sgtrick._tensorflow import autograph, tapes, tracing
+from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.mapping import map_jax_by
 from sgtrick._types import (
+    Argnums,
     Args,
     ConcreteFunction,
     Decorated,
@@ -46,7 +44,7 @@ except ImportError as error:
         "Install another version of JAX, or leave native out."
     ) from error
 
-_JAX = Jax(jit=True)
+_JAX = Jax()
 
 # The names of the batch dimensions of a tensor, the outermost first.
 Names = tuple[str, ...]
@@ -63,19 +61,22 @@ class Operation:
         name: str,
         f: Function,
         places: Sequence[int],
+        refused: Mapping[int, str],
         ins: Sequence[Names],
         outs: Sequence[Names],
     ) -> None:
-        """`f` returns a tuple of arrays, of which the first ones, as many as `outs`, are floating.
+        """`f` returns a tuple of floating arrays.
 
         Args:
             name: The function's name in errors.
             f: The function.
-            places: The indices of its floating arguments.
+            places: The indices of the arguments that have derivatives.
+            refused: For other floating arguments the error for a derivative by these.
             ins: The batch dimensions of its arguments.
-            outs: Those of its floating results.
+            outs: Those of its results.
         """
-        self._name, self._f, self._places, self._ins, self._outs = name, f, places, ins, outs
+        self._name, self._f, self._places, self._refused = name, f, places, refused
+        self._ins, self._outs = ins, outs
         self._mapped: dict[tuple[bool, ...], Operation] = {}
         self._functions: dict[tuple[Spec, ...], ConcreteFunction] = {}
 
@@ -85,59 +86,49 @@ class Operation:
         def pull(*upstream: Tensor) -> list[Gradient]:
             us = map(_shaped, upstream, ys)
             pulled = dict(zip(self._places, self._vjp(*xs, *us), strict=True))
+            for i, message in self._refused.items():
+                pulled[i] = unknown.failure(here(xs[i]), message, upstream)
             return [pulled.get(i) for i in range(len(xs))]
 
         def push(*tangents: Tangent) -> list[Tangent]:
             ts = [_shaped(tangents[i], xs[i]) for i in self._places]
-            return list(self._jvp(*xs, *ts))
+            along: list[Tangent] = list(self._jvp(*xs, *ts))
+            for i, message in self._refused.items():
+                moved = [_shaped(tangents[i], xs[i])]
+                along = unknown.unless_moving(message, along, moved, [here(xs[i])])
+            return along
 
         def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
             tensors, stacked = zip(*inputs, strict=True)
-            return self.over(stacked)(*tensors)[: len(self._outs)]
+            return self.over(stacked)(*tensors)
 
         with tapes.not_recording():
             ys = list(self._traced(*map(tf.stop_gradient, xs)))
-        count = len(self._outs)
-        floats = keep(ys[:count], xs, Rule(self._name, pull, push, batched=batched))
-        return [*floats, *ys[count:]]
+        return keep(ys, xs, Rule(self._name, pull, push, batched=batched))
 
     @functools.cached_property
     def _vjp(self) -> "Operation":
         """From the arguments and upstream gradients to the gradients of floating arguments."""
-        n, places, ins = len(self._ins), self._places, (*self._ins, *self._outs)
-
-        def vjp(*args: Any) -> tuple[Any, ...]:
-            xs, us = args[:n], args[n:]
-            ys, pull = jax.vjp(self._of_floats(xs), [xs[i] for i in places])
-            (gradients,) = pull(tuple(map(_like, us, ys)))
-            return tuple(gradients)
-
-        all_places = [*places, *range(n, len(ins))]
-        return Operation(self._name, vjp, all_places, ins, [ins[i] for i in places])
+        return self._product("vjp", self._outs, [self._ins[i] for i in self._places])
 
     @functools.cached_property
     def _jvp(self) -> "Operation":
         """From the arguments and tangents of the floating ones to the tangents of the results."""
-        n, places = len(self._ins), self._places
-        ins = (*self._ins, *(self._ins[i] for i in places))
+        return self._product("jvp", [self._ins[i] for i in self._places], self._outs)
 
-        def jvp(*args: Any) -> tuple[Any, ...]:
-            xs, ts = args[:n], args[n:]
-            points = [xs[i] for i in places]
-            tangents = list(map(_like, ts, points))
-            pushed: tuple[Any, ...] = jax.jvp(self._of_floats(xs), (points,), (tangents,))[1]
-            return pushed
-
-        return Operation(self._name, jvp, [*places, *range(n, len(ins))], ins, self._outs)
-
-    def _of_floats(self, xs: Sequence[Any]) -> Function:
-        """The floating results as a function of the floating arguments."""
-
-        def f(points: Sequence[Any]) -> tuple[Any, ...]:
-            own = dict(zip(self._places, points, strict=True))
-            return tuple(self._f(*(own.get(i, x) for i, x in enumerate(xs)))[: len(self._outs)])
-
-        return f
+    def _product(self, method: str, vectors: Sequence[Names], outs: Sequence[Names]) -> "Operation":
+        """The operation of a method of `Differentiable`, whose vectors are arguments too."""
+        n, like = len(self._ins), [None] * len(self._ins)
+        multiply = getattr(Differentiable(_JAX, self._name, self._f, like, self._places), method)
+        ins = [*self._ins, *vectors]
+        return Operation(
+            self._name,
+            lambda *args: tuple(multiply(args[:n], args[n:])),
+            [*self._places, *range(n, len(ins))],
+            self._refused,
+            ins,
+            outs,
+        )
 
     def _traced(self, *xs: Tensor) -> Sequence[Tensor]:
         """The results, without derivatives."""
@@ -151,7 +142,8 @@ class Operation:
 
     def _lowered(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """The operations, in the graph of a function of their own."""
-        with wide(np.dtype(x.dtype.as_numpy_dtype) for x in xs), tapes.not_recording():
+        likes = [np.empty(0, x.dtype.as_numpy_dtype) for x in xs]
+        with wide(likes), tapes.not_recording():
             ys = jax2tf.convert(
                 self._f,
                 with_gradient=False,
@@ -176,6 +168,7 @@ class Operation:
                 self._name,
                 jax.vmap(self._f, in_axes=tuple(0 if is_stacked else None for is_stacked in key)),
                 self._places,
+                self._refused,
                 [(batch, *own) if s else own for own, s in zip(self._ins, key, strict=True)],
                 [(batch, *own) for own in self._outs],
             )
@@ -195,32 +188,28 @@ def _shaped(t: Tensor | None, like: Tensor) -> Tensor:
     return t
 
 
-def _like(v: Any, x: Any) -> Any:
-    """An array in the shape and dtype of another one. Its size may have another name in JAX."""
-    for axis, (n, m) in enumerate(zip(v.shape, x.shape, strict=True)):
-        if n is not m and str(n) != str(m):
-            v = jnp.take(v, jnp.arange(m), axis)
-    return v.astype(x.dtype)
-
-
 def _platforms() -> tuple[str, ...]:
     """Where TensorFlow may run the operations."""
     return ("cpu", "cuda") if tf.config.list_physical_devices("GPU") else ("cpu",)
 
 
 def as_operations(
-    event_ndims: int | Structure, has_aux: bool, dtype: DTypeLike, name: str | None, fn: Function
+    event_ndims: int | Structure,
+    argnums: Argnums | None,
+    dtype: DTypeLike,
+    name: str | None,
+    fn: Function,
 ) -> Decorated:
     """A JAX function of one batch member as a function of tensors; see `from_jax`."""
-
-    def make(function: calls.Callee) -> Function:
-        of_tensors = _OfTensors(
-            function, name or function.name, event_ndims, has_aux, floating(dtype), {}
-        )
-        return autograph.form(lambda _, args, kwargs: of_tensors(args, kwargs))
-
-    calls.check_function(fn, "fn")
-    return calls.as_form(fn, make)
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, got {type(fn).__name__}.")
+    function = calls.Callee(fn)
+    of_tensors = _OfTensors(
+        function, name or function.name, event_ndims, argnums, floating(dtype), {}
+    )
+    form = autograph.form(lambda _, args, kwargs: of_tensors(args, kwargs))
+    function.form = calls.imitate(form, fn)
+    return function.form
 
 
 class _OfTensors(NamedTuple):
@@ -230,38 +219,34 @@ class _OfTensors(NamedTuple):
         function: The JAX function.
         name: Its name in errors.
         event_ndims: See `from_jax`.
-        has_aux: See `from_jax`.
+        argnums: See `from_jax`.
         dtype: That of floating arguments in JAX.
-        operations: The operation, and the structures of value and aux, by that of the arguments
-            and by their shapes and dtypes, on all of which they may depend.
+        operations: The operation, and the structure of its value, by that of the arguments and by
+            their shapes and dtypes, on all of which it may depend.
     """
 
     function: calls.Callee
     name: str
     event_ndims: int | Structure
-    has_aux: bool
+    argnums: Argnums | None
     dtype: np.dtype[Any]
-    operations: dict[Any, tuple[Operation, Structure, Structure]]
+    operations: dict[Any, tuple[Operation, Structure]]
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Structure:
-        """The value, or `(value, aux)`."""
-        own = self.function.receivers(args)
-        args, flat = by_position(self.function, args, kwargs, self.event_ndims, self.name, own=own)
-        paths, ndims = [path for path, *_ in flat], [n for *_, n in flat]
-        xs, _, value_dtype = tensors_of(flat, self.dtype)
-        self._check(xs, paths)
+        """The value."""
+        called = given(
+            self.function, args, kwargs, self.event_ndims, self.argnums, self.name, self.dtype
+        )
         with tf.name_scope(_SCOPE):
-            xs = [tf.cast(x, self.dtype) if x.dtype.is_floating else x for x in xs]
-            operation, value, aux = self._operation(args[:own], args[own:], xs, ndims)
+            leaves = list(map(self._sent, called.leaves))
+            operation, value = self._operation(called.like, leaves)
             # The others are the same for all members.
-            stacked = [x.shape.rank > n for x, n in zip(xs, ndims, strict=True)]
-            points, batch = broadcast_batches(
-                *(list(itertools.compress(t, stacked)) for t in (xs, ndims, paths))
-            )
+            stacked = [leaf.batch_ndims > 0 for leaf in leaves]
+            points, batch = broadcast_batches([leaf for leaf in leaves if leaf.batch_ndims])
             for _ in range(batch.rank):
                 operation = operation.over(stacked)
-            of_members = iter([_without_empty(x, batch) for x in points])
-            xs = [next(of_members) if s else x for x, s in zip(xs, stacked, strict=True)]
+            some = iter([_without_empty(x, batch) for x in points])
+            xs = [next(some) if s else leaf.x for leaf, s in zip(leaves, stacked, strict=True)]
             if batch.num_elements():
                 ys = operation(*xs)
             else:  # none, or unknown
@@ -270,55 +255,34 @@ class _OfTensors(NamedTuple):
                 # Not by what was added, where derivatives may not be finite.
                 xs = [tf.where(is_empty, tf.stop_gradient(x), x) for x in xs]
                 ys = [_cut(y, shape, batch) for y in operation(*xs)]
-        n = len(tf.nest.flatten(value))
-        y = tf.nest.pack_sequence_as(value, [tf.cast(y, value_dtype) for y in ys[:n]])
-        if not self.has_aux:
-            return y
-        inputs = [x for x in xs if x.dtype.is_floating]
-        others = [embedding.auxiliary(self.name, a, inputs) for a in ys[n:]]
-        return y, *tf.nest.pack_sequence_as(aux, others)
+        return tf.nest.pack_sequence_as(value, [tf.cast(y, called.dtype) for y in ys])
 
-    def _check(self, xs: Sequence[Tensor], paths: Sequence[str]) -> None:
-        if not any(x.dtype.is_floating for x in xs):
-            raise WrongUseError(
-                f"{self.name} has no argument of a floating dtype. Pass an argument as a float, "
-                "or call the function itself."
-            )
-        for path, x in zip(paths, xs, strict=True):
-            if x.dtype == tf.string:
-                raise TypeError(f"{path} is a string, which JAX does not take.")
-            if x.shape.rank is None:
-                raise ValueError(
-                    f"{path} has an unknown rank. Set its rank, for example by tf.ensure_shape, or "
-                    "leave native=True out."
-                )
+    def _sent(self, leaf: Leaf) -> Leaf:
+        """A leaf in the dtype of JAX. A number of Python has none."""
+        if leaf.is_floating:
+            return leaf._replace(x=standing_for(leaf.x, tf.cast(leaf.x, self.dtype)))
+        if isinstance(leaf.x, (str, bytes)) or (leaf.is_tensor and leaf.x.dtype == tf.string):
+            raise TypeError(f"{leaf.path} is a string, which JAX does not take.")
+        if leaf.is_tensor:
+            return leaf
+        dtypes = {float: self.dtype, bool: np.bool_, int: f"int{8 * self.dtype.itemsize}"}
+        return leaf._replace(x=tf.constant(leaf.x, dtypes[type(leaf.x)]))
 
-    def _operation(
-        self,
-        receivers: Args,
-        arguments: Args,
-        xs: Sequence[Tensor],
-        ndims: Sequence[int],
-    ) -> tuple[Operation, Structure, Structure]:
-        """The operation of one member, and the structures of its value and aux."""
-        like = _structure(arguments)
-        leaves = tuple(
-            (
-                tuple(12 if n is None else n for n in x.shape[x.shape.rank - ndim :]),
-                x.dtype.as_numpy_dtype,
-            )
-            for x, ndim in zip(xs, ndims, strict=True)
-        )
-        key = repr(like), leaves
+    def _operation(self, like: Structure, leaves: Sequence[Leaf]) -> tuple[Operation, Structure]:
+        """The operation of one member, and the structure of its value."""
+        specs = [
+            (tuple(12 if n is None else n for n in leaf.event), leaf.x.dtype.as_numpy_dtype)
+            for leaf in leaves
+        ]
+        check_floats(self.name, [np.empty(0, dtype) for _, dtype in specs])
+        places = [i for i, leaf in enumerate(leaves) if leaf.is_point]
+        key = repr(like), *specs, *places
         if key in self.operations:
             return self.operations[key]
-
-        def member(*leaves: Any) -> Args:
-            returned = self.function.f(*receivers, *tf.nest.pack_sequence_as(like, leaves))
-            return checked(returned, _JAX, self.name, has_aux=self.has_aux)
+        member = Differentiable(_JAX, self.name, self.function.f, like, places)
 
         def flat(*leaves: Any) -> tuple[Any, ...]:
-            found = member(*leaves)
+            found = member.value(leaves)
             if _structure(found) != structure:
                 raise WrongUseError(
                     f"{self.name} returned the structure {_structure(found)}, and {structure} for "
@@ -327,21 +291,16 @@ class _OfTensors(NamedTuple):
                 )
             return tuple(tf.nest.flatten(found))
 
-        specs = [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]
-        try:
-            with wide(spec.dtype for spec in specs):
-                structure = _structure(jax.eval_shape(member, *specs))
-        except WrongUseError:
-            raise
-        except Exception as error:
-            raise untraceable(self.name, [spec.shape for spec in specs], error) from error
-        value, aux = structure[0], structure[1:]
-        outs = [()] * len(tf.nest.flatten(value))
-        places = [i for i, x in enumerate(xs) if x.dtype.is_floating]
-        operation = Operation(self.name, flat, places, [()] * len(xs), outs)
-        if not receivers:  # those of a method would be kept for ever
-            self.operations[key] = operation, value, aux
-        return operation, value, aux
+        structure = _structure(shapes_of(member, specs))
+        refused = {
+            i: DATA.format(self.name, leaf.path, self.argnums)
+            for i, leaf in enumerate(leaves)
+            if leaf.is_floating and not leaf.is_selected
+        }
+        outs = [()] * len(tf.nest.flatten(structure))
+        operation = Operation(self.name, flat, places, refused, [()] * len(leaves), outs)
+        self.operations[key] = operation, structure
+        return self.operations[key]
 
 
 def _structure(structure: Structure) -> Structure:

@@ -1,30 +1,23 @@
 """PyTorch as a framework that differentiates functions, by `torch.func`."""
 
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import torch
 
-from sgtrick._arguments.shapes import Shape
 from sgtrick._host.derived import Dims, Leaves
-from sgtrick._types import Array, Function, Structure
-
-# PyTorch has one forward mode for all threads, and an end of it in one ends it in the others.
-_FORWARD_MODE = threading.RLock()
+from sgtrick._types import Function, Structure
 
 
 class Torch:
     """The `Framework` of functions of tensors of PyTorch."""
 
-    vjp = staticmethod(torch.func.vjp)
-
-    def jvp(self, f: Function, points: tuple[Leaves], tangents: tuple[Leaves]) -> Any:
-        """See `Framework`."""
-        with _FORWARD_MODE:
-            return torch.func.jvp(f, points, tangents)
+    # PyTorch has one forward mode for all threads, and an end of it in one ends it in the others.
+    # Engines without an executor are called one at a time.
+    vjp, jvp = staticmethod(torch.func.vjp), staticmethod(torch.func.jvp)
 
     def symmetric(self, gradient: Function, points: Leaves, vs: Leaves) -> Leaves:
         """See `Framework`."""
@@ -36,7 +29,7 @@ class Torch:
         """See `Framework`."""
         return torch.as_tensor(u, dtype=y.dtype, device=y.device).expand(y.shape)
 
-    def shapes(self, f: Function, leaves: Sequence[tuple[Shape, Any]]) -> Structure:
+    def shapes(self, f: Function, leaves: Sequence[Any]) -> Structure:
         """Never called: the caller states the shape."""
         raise NotImplementedError
 
@@ -61,7 +54,7 @@ class Torch:
         for in_dims in reversed(dims):
             f = torch.func.vmap(f, in_dims=in_dims)
 
-        def of_arrays(*groups: Sequence[Array]) -> Structure:
+        def of_arrays(*groups: Leaves) -> Structure:
             returned = f(*map(_tensors, groups))
             return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)
 
@@ -85,11 +78,7 @@ _ADVICE = [
     (
         r"vmap: .*(item\(\)|data-dependent)",
         "has an if or a loop that depends on values, .item() or the like, which torch.func.vmap "
-        "cannot map. Pass vmap=False, or use torch.where.",
-    ),
-    (
-        r"Expected tensors, got unsupported type",
-        "returns an auxiliary value that is not a torch.Tensor. Return torch.as_tensor(value).",
+        "cannot map. Use torch.where, or from_numpy with a gradient by torch.autograd.grad.",
     ),
     (
         r"Can't call numpy\(\)|__array__",
@@ -99,5 +88,5 @@ _ADVICE = [
 ]
 
 
-def _tensors(arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
-    return tuple(map(torch.from_numpy, arrays))
+def _tensors(leaves: Leaves) -> tuple[Any, ...]:
+    return tuple(torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in leaves)

@@ -126,11 +126,6 @@ def hessp_of_total(x, a, v):
     return hessp(x, a, ONES, v)
 
 
-def hess_of_total(x, a):
-    slopes, zero = np.cos(x @ W.T) @ W, 0 * np.asarray(a)
-    return (np.einsum("...r,rd,re->...de", -value(x, a), W, W), slopes), (slopes, zero)
-
-
 class Model(NamedTuple):
     """A function by TensorFlow, and functions for `from_numpy`.
 
@@ -147,7 +142,6 @@ class Model(NamedTuple):
     hessp: Callable[..., Any]
     value_shape: Any
     spread: Callable[[Callable[..., Any]], Callable[..., Any]]
-    hess: Callable[..., Any] | None = None
 
     def engine(self, given, vectorized=False, **options):
         """The function of tensors by derivatives that are given in one of these ways."""
@@ -184,7 +178,7 @@ def repeated(f):
 MODELS = {
     "number": Model(
         lambda x, a: tf.reduce_sum(true(x, a), -1), total, gradient_of_total, vjp_of_total,
-        jvp_of_total, hessp_of_total, (), repeated, hess_of_total,
+        jvp_of_total, hessp_of_total, (), repeated,
     ),
     "array": Model(true, value, jacobian, vjp, jvp, hessp, (3,), lambda f: f),
     "structure": Model(

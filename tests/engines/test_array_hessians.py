@@ -1,4 +1,4 @@
-"""Second derivatives of engines: by `hessp`, `hess` and differences of the gradient.
+"""Second derivatives of engines, by `hessp`.
 
 The oracle is autodiff of the same model in TensorFlow.
 """
@@ -17,7 +17,6 @@ from array_model import (
     VECTORIZED,
     WAYS,
     A,
-    U,
     V,
     X,
     forward_over_reverse,
@@ -29,18 +28,13 @@ from array_model import (
     true,
 )
 from matrix import spread
-from shared import WRAPS, derivative, gradient, pushed
-
-# How the Hessian is given, and how exact it is: of "2-point", half the digits are left.
-SECOND = {"hessp": 1e-12, "hess": 1e-12, "3-point": 1e-7, "2-point": 1e-5}
-KINDS = pytest.mark.parametrize("second", ["hess", "hessp"])
+from shared import WRAPS, derivative, pushed
 
 
-def engine(name, first, second, **options):
+def engine(name, first, **options):
     """An engine of the model with this value."""
     model = MODELS[name]
-    given = {second: getattr(model, second)} if second in ("hessp", "hess") else {"hess": second}
-    return model.engine(first, **given, **options)
+    return model.engine(first, hessp=model.hessp, **options)
 
 
 def hessian_times(h, args, vs):
@@ -63,47 +57,42 @@ def close(came, want, rtol=1e-12):
 LAWS = [reverse_over_reverse, forward_over_reverse, reverse_over_forward, of_a_likelihood]
 
 
-def is_valid(law, way, first, second, name, _):
-    if law is reverse_over_forward and way == "around tf.function":
-        return False  # TensorFlow has None for this, of its own operations too
-    return second != "hess" or name == "number"
+def is_valid(law, way, first, name, _):
+    # TensorFlow has None for this, of its own operations too.
+    return law is not reverse_over_forward or way != "around tf.function"
 
 
 CASES = spread(
     LAWS,
     [way for way in WAYS if "vectorized_map" not in way],
     [first for first in GIVEN if "point" not in first],
-    SECOND,
     MODELS,
     [True, False],
     together=3,
     valid=is_valid,
 ) + [
-    pytest.param(law, "around vectorized_map", first, second, name, True, marks=pytest.mark.long)
-    for law, first, second, name in (
-        (reverse_over_reverse, "grad", "hessp", "array"),
-        (of_a_likelihood, "grad", "hessp", "structure"),
-        (reverse_over_reverse, "products", "3-point", "structure"),
-        (of_a_likelihood, "products", "3-point", "array"),
+    pytest.param(law, "around vectorized_map", first, name, True, marks=pytest.mark.long)
+    for law, first, name in (
+        (reverse_over_reverse, "grad", "array"),
+        (of_a_likelihood, "grad", "structure"),
+        (reverse_over_reverse, "products", "structure"),
     )
 ]
 
 
-@pytest.mark.parametrize(("law", "way", "first", "second", "name", "vectorized"), CASES)
-def test_equals_autodiff(law, way, first, second, name, vectorized):
+@pytest.mark.parametrize(("law", "way", "first", "name", "vectorized"), CASES)
+def test_equals_autodiff(law, way, first, name, vectorized):
     model = MODELS[name]
     options = {"value_shape": {"curve": (3,), "size": ()}} if name == "structure" else {}
-    h = engine(name, first, second, vectorized=vectorized, **options)
-    expected = law(model.spread(model.true))
-    close(WAYS[way](law, model.spread(h)), expected, SECOND[second])
+    h = engine(name, first, vectorized=vectorized, **options)
+    close(WAYS[way](law, model.spread(h)), law(model.spread(model.true)))
 
 
 @WRAPS
-@KINDS
 @VECTORIZED
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_calls_dtypes_and_static_shapes(wrap, second, vectorized, dtype):
-    h, seen = engine("number", "grad", second, vectorized=vectorized), []
+def test_calls_dtypes_and_static_shapes(wrap, vectorized, dtype):
+    h, seen = engine("number", "grad", vectorized=vectorized), []
     x, a, v = tf.constant(X, dtype), tf.constant(A, dtype), tf.constant(V, dtype)
 
     def run(x):
@@ -119,11 +108,10 @@ def test_calls_dtypes_and_static_shapes(wrap, second, vectorized, dtype):
 
 @pytest.mark.long
 @WRAPS
-@KINDS
 @VECTORIZED
 @pytest.mark.parametrize("over", ["x", "v", "both", "nested"])
-def test_mapped(wrap, second, vectorized, over):
-    h = engine("number", "grad", second, vectorized=vectorized)
+def test_mapped(wrap, vectorized, over):
+    h = engine("number", "grad", vectorized=vectorized)
     x = tf.constant(X if over != "v" else X[0])
     v = tf.constant(V if over != "x" else V[0])
 
@@ -146,29 +134,6 @@ def test_mapped(wrap, second, vectorized, over):
     x, v = (tf.broadcast_to(t, came.shape) for t in (x, v))
     close([came], [times(MODELS["number"].true, x, v)])
     assert h.hess_calls == (1 if vectorized else len(tf.reshape(came, [-1, 2])))
-
-
-@pytest.mark.parametrize("first", ["grad", "products"])
-def test_a_whole_hessian_by_differences(first):
-    """In which the vectors for one argument are mapped, and those for the other are not."""
-
-    def hessian(f):
-        x = tf.constant(X[0])
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            g = gradient(lambda x: f(x, tf.constant(A[0])), x, U[0])
-        return tape.jacobian(g, x)
-
-    close([hessian(engine("array", first, "3-point"))], [hessian(true)], 1e-6)
-
-
-@pytest.mark.parametrize("size", [1.0, 1e8, 1e12])
-@pytest.mark.parametrize("scheme", ["2-point", "3-point"])
-def test_differences_of_entries_of_any_size(scheme, size):
-    h = sgtrick.from_numpy(lambda x: (x[0] * x[1], x[::-1]), hess=scheme)
-    v = tf.constant([1.0, 1.0], tf.float64)
-    (came,) = hessian_times(h, [tf.constant([size, 1.0], tf.float64)], [v])
-    np.testing.assert_allclose(came, v, rtol=1e-4)
 
 
 class TestSeveralParts:
@@ -195,31 +160,21 @@ class TestSeveralParts:
         assert v["n"] is None
         return self.parts(p["n"][..., np.newaxis] * (self.joined(v) @ self.H))
 
-    def hess(self, p):
-        def block(i, j):
-            h = self.H[self.PLACES[i], self.PLACES[j]]
-            return np.multiply.outer(p["n"], h.reshape(self.SHAPES[i] + self.SHAPES[j]))
-
-        return {i: {j: block(i, j) for j in self.SHAPES} | {"n": None} for i in self.SHAPES} | {
-            "n": None
-        }
-
     def native(self, p):
         flat = [tf.reshape(p[k], [-1, math.prod(shape)]) for k, shape in self.SHAPES.items()]
         z = tf.concat([tf.broadcast_to(t, [4, t.shape[1]]) for t in flat], -1)
         return tf.cast(p["n"], tf.float64) * tf.reduce_sum(z * (z @ self.H), -1) / 2
 
     @WRAPS
-    @KINDS
     @VECTORIZED
     @pytest.mark.parametrize("shared", [True, False])
-    def test_mixed_blocks(self, wrap, second, vectorized, shared):
+    def test_mixed_blocks(self, wrap, vectorized, shared):
         """Some parts may be shared by all members."""
         h = sgtrick.from_numpy(
             self.engine,
             event_ndims={"a": 0, "n": 0, "x": 1, "y": 2},
             vectorized=vectorized,
-            **{second: getattr(self, second)},
+            hessp=self.hessp,
         )
         random = np.random.default_rng(4)
         batches = {"a": [] if shared else [4], "x": [4], "y": [] if shared else [4]}
@@ -231,118 +186,23 @@ class TestSeveralParts:
         run = wrap(lambda f: hessian_times(f, [p], tf.nest.flatten(v)))
         close(run(h), run(self.native))
 
-    @WRAPS
-    def test_blocks_that_are_not_known_are_nan_unless_the_vector_is_zero_there(self, wrap):
-        h = sgtrick.from_numpy(
-            lambda x, data: (np.sum(x**2), (2 * x, 0 * data)),
-            hess=lambda x, data: ((2 * np.eye(2), None), (None, None)),
-        )
-        x = tf.constant(X)
-        zero = tf.zeros_like(x)
-        run = wrap(lambda v, w: hessian_times(h, [x, x + 0], [v, w]))
-        by_x, by_data = run(x, zero)
-        np.testing.assert_array_equal(by_x, 2 * X)
-        assert np.isnan(by_data).all()
-        np.testing.assert_array_equal(run(zero, zero), np.zeros([2, 4, 2]))
-        assert np.isnan(run(x, x)[0]).all()
-
-
-class TestSymmetry:
-    """A Hessian is symmetric, so that reverse mode may use rows and forward mode columns."""
-
-    @WRAPS
-    @VECTORIZED
-    @pytest.mark.parametrize("on_error", ["raise", -np.inf])
-    def test_of_one_triangle_is_refused(self, wrap, vectorized, on_error):
-        h = sgtrick.from_numpy(
-            lambda x: (np.sum(x**2, -1), 2 * x),
-            hess=lambda x: np.triu(2 + 0 * x[..., None] * np.ones([2, 2])),
-            vectorized=vectorized, on_error=on_error, name="f",
-        )  # fmt: skip
-        message = (
-            r"the Hessian of f with respect to x and x must be symmetric, got .* and, with rows "
-            r"and columns exchanged, 0\. Return all of it, not one triangle"
-        )
-        with pytest.raises(RAISED, match=message):
-            wrap(lambda: hessian_times(h, [tf.constant(X)], [V]))()
-
-    @pytest.mark.parametrize("zero", [0.0, None])
-    def test_of_blocks(self, zero):
-        """A block that is unknown is not one that is zero."""
-        h = sgtrick.from_numpy(
-            lambda x, a: (x @ x * a, (2 * a * x, x @ x)),
-            hess=lambda x, a: ((2 * a * np.eye(2), 2 * x), (zero if zero is None else 0 * x, 0.0)),
-            event_ndims=(1, 0),
-        )
-        x, a, v = tf.constant(X[0]), tf.constant(2.0, tf.float64), tf.constant(V[0])
-        if zero is None:
-            by_x, by_a = hessian_times(h, [x, a], [v, a])
-            close([by_x], [4 * v + 4 * x])
-            assert np.isnan(by_a)
-        else:
-            message = "the Hessian of .* with respect to x and a must be symmetric"
-            with pytest.raises(ValueError, match=message):
-                hessian_times(h, [x, a], [v, a])
-
-    @WRAPS
-    @VECTORIZED
-    def test_up_to_rounding_the_symmetric_part_counts(self, wrap, vectorized):
-        """A large entry of one member does not excuse those of the others."""
-        scales = np.array([1.0, 1e6, 1e-6, 1.0])[:, np.newaxis]
-        noise = np.random.default_rng(5).normal(size=(2, 2)) * 1e-5
-
-        def hess(x):
-            return x[..., 0, np.newaxis, np.newaxis] * (np.ones((2, 2)) + noise)
-
-        h = sgtrick.from_numpy(lambda x: (x[..., 0], 0 * x), hess=hess, vectorized=vectorized)
-        x = tf.constant(scales * np.ones((4, 2)))
-        (came,) = wrap(lambda: hessian_times(h, [x], [V]))()
-        part = np.ones((2, 2)) + (noise + noise.T) / 2
-        np.testing.assert_allclose(came, scales * (V @ part), rtol=1e-10)
-
-        noise[0, 1] += 0.01
-        with pytest.raises(RAISED, match="must be symmetric"):
-            wrap(lambda: hessian_times(h, [x], [V]))()
-
-    @pytest.mark.parametrize(
-        ("hessian", "want"),
-        [
-            (np.array([[0, 1], [1, 0]], np.uint8), [1.0, 1.0]),
-            (np.array([[np.nan, np.inf], [np.inf, 1.0]]), [np.nan, np.inf]),
-        ],
-        ids=["unsigned integers", "not finite"],
-    )
-    def test_of_any_numbers(self, hessian, want):
-        h = sgtrick.from_numpy(lambda x: (x[0], x), hess=lambda x: hessian)
-        x = tf.ones([2], tf.float64)
-        np.testing.assert_array_equal(hessian_times(h, [x], [x])[0], want)
-
 
 class TestWhereTheEngineFailed:
     """Its value is replaced by a constant there, so `hessp` is the Hessian of something else."""
 
     X = tf.constant([[0.5, 2.0], [2.0, 3.0], [1.0, -1.0]], tf.float64)
     HESSIANS = np.array([np.diag([3.0, 12.0]), np.full([2, 2], np.nan), np.diag([6.0, -6.0])])
-    GIVEN = {
-        "hess": {"hess": lambda x: 6 * x[..., np.newaxis] * np.eye(2)},
-        "hessp": {"hessp": lambda x, v: 6 * x * v},
-        "3-point": {"hess": "3-point"},
-    }
 
-    @pytest.fixture(params=spread([True, False], [True, False], GIVEN), ids=str)
+    @pytest.fixture(params=[True, False], ids=["vectorized", "by member"])
     def h(self, request):
-        vectorized, has_aux, second = request.param
-
         def cubes(x):
             if np.any(x[..., 0] > 1.5):
                 raise ArithmeticError
-            y = np.sum(x**3, -1)
-            return (y, x) if has_aux else y, 3 * x**2
+            return np.sum(x**3, -1), 3 * x**2
 
-        h = sgtrick.from_numpy(
-            cubes, on_error=-1e3, vectorized=vectorized, has_aux=has_aux, **self.GIVEN[second]
+        return sgtrick.from_numpy(
+            cubes, hessp=lambda x, v: 6 * x * v, on_error=-1e3, vectorized=request.param
         )
-        return (lambda x: h(x)[0]) if has_aux else h
 
     def by_tapes(self, f):
         def run(x):
@@ -375,9 +235,8 @@ class TestWhereTheEngineFailed:
 
     @pytest.mark.parametrize(
         "wrap",
-        [mapped, lambda f: tf.function(mapped(f)),
-         lambda f: tf.function(f, input_signature=[tf.TensorSpec(None, tf.float64)])],
-        ids=["mapped", "mapped in tf.function", "unknown rank"],
+        [mapped, lambda f: tf.function(mapped(f))],
+        ids=["mapped", "mapped in tf.function"],
     )  # fmt: skip
     def test_sums_of_rows_are_nan(self, h, wrap):
         came = wrap(derivative(derivative(h)))(self.X)
@@ -410,14 +269,14 @@ class TestUnknown:
     @pytest.mark.parametrize("first", ["grad", "products"])
     @WRAPS
     def test_third_derivatives_raise(self, first, wrap):
-        h = engine("array", first, "hessp")
+        h = engine("array", first)
         third = derivative(derivative(lambda x: pulled(h, x, tf.constant(A))[0]))
         with pytest.raises(RAISED, match="asked for a third derivative"):
             wrap(third)(tf.constant(X))
 
     @pytest.mark.parametrize("first", ["grad", "products"])
     def test_forward_over_forward_mode_raises(self, first):
-        h = engine("array", first, "hessp")
+        h = engine("array", first)
         x, t = tf.constant(X), tf.constant(V)
         with pytest.raises(RAISED, match="forward mode over forward mode, which hessp= does not"):
             pushed(lambda x: pushed(lambda x: h(x, tf.constant(A)), x, t), x, t)
@@ -445,15 +304,14 @@ class TestFrameworks:
         self.form = getattr(sgtrick, f"from_{package}")
 
     @WRAPS
-    @VECTORIZED
-    def test_mixed_blocks_of_structures_when_asked_for(self, wrap, vectorized):
+    def test_mixed_blocks_of_structures_when_asked_for(self, wrap):
         traced = []
 
         def f(p, n):
             traced.append(n)
             return (p["x"] ** 2).sum() * self.np.exp(p["a"]) * n
 
-        h = self.form(f, event_ndims=({"a": 0, "x": 1}, 0), vmap=vectorized)
+        h = self.form(f, event_ndims=({"a": 0, "x": 1}, 0))
         p, v = {"a": tf.constant(A), "x": tf.constant(X)}, [tf.constant(A), tf.constant(V)]
 
         def native(p, n):
@@ -462,13 +320,14 @@ class TestFrameworks:
         n = tf.constant(3)
         np.testing.assert_allclose(h(p, n), native(p, n))
         first = len(traced)
-        close(wrap(lambda: hessian_times(h, [p, n], v))(), hessian_times(native, [p, n], v))
+        run = wrap(lambda p, v: hessian_times(h, [p, n], v))
+        close(run(p, v), hessian_times(native, [p, n], v))
         assert len(traced) > first
-        assert h.hess_calls == (1 if vectorized else 4)
+        assert h.hess_calls == 1
 
-    def test_aux_and_linear_functions(self):
-        h = self.form(lambda x: (3 * x.sum(), x), has_aux=True)
-        (came,) = hessian_times(lambda x: h(x)[0], [tf.constant(X)], [V])
+    def test_linear_functions(self):
+        h = self.form(lambda x: 3 * x.sum())
+        (came,) = hessian_times(h, [tf.constant(X)], [V])
         np.testing.assert_array_equal(came, np.zeros([4, 2]))
 
     def test_mapped_over_the_vectors_alone(self):

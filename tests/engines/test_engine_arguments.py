@@ -1,5 +1,6 @@
 """The arguments of engines: shapes, structures, dtypes, defaults, and how they are passed."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import keras
@@ -10,7 +11,9 @@ import tensorflow as tf
 import engine_functions as engines
 import sgtrick
 from array_model import VECTORIZED
-from shared import WRAPS, value_and_gradients
+from shared import EXECUTED, WRAPS, gradient, pushed, value_and_gradients
+
+EAGER = EXECUTED["eager"]
 
 
 def close(came, want):
@@ -24,7 +27,7 @@ class TestShapes:
         s = np.sum(x, -1)
         return s * a * b, (np.asarray(a * b)[..., None] * np.ones_like(x), s * b, s * a)
 
-    SPECS = (tf.TensorSpec([None, 3], tf.float64), *[tf.TensorSpec(None, tf.float64)] * 2)
+    SPECS = tuple(tf.TensorSpec(shape, tf.float64) for shape in ([None, 3], [None, None], []))
 
     @pytest.mark.parametrize(
         "wrap",
@@ -170,8 +173,8 @@ class TestPassing:
         np.testing.assert_array_equal(wrap(lambda x: h(x, shift=1.0, scale=2.0))(x), [5, 5])
         # Also what is left out before one that is given.
         np.testing.assert_array_equal(wrap(lambda x: h(x, shift=1.0))(x), [7, 7])
-        h = sgtrick.from_numpy(lambda x, mode="a", shift=0.0: shift, event_ndims=ndims)
-        with pytest.raises(TypeError, match=r"with shift, which comes after the default mode='a'"):
+        h = sgtrick.from_numpy(lambda x, mode=None, shift=0.0: shift, event_ndims=ndims)
+        with pytest.raises(TypeError, match=r"with shift, which comes after the default mode=None"):
             wrap(lambda x: h(x, shift=1.0))(x)
         with pytest.raises(ValueError, match=r"one entry for each .*, got \(1, 0, 0, 0\)"):
             sgtrick.from_numpy(of_one, event_ndims=(1, 0, 0, 0))(x)
@@ -184,6 +187,180 @@ class TestPassing:
         by_v, by_w = tape.gradient(y, [v, w.value])
         np.testing.assert_array_equal(by_v, [3, 4])
         np.testing.assert_array_equal(by_w, [1, 2])
+
+
+class TestNumbersOfPython:
+    """They arrive as what they were: the engine may count with them, and compare them."""
+
+    @WRAPS
+    @VECTORIZED
+    @pytest.mark.parametrize(
+        ("number", "f", "want"),
+        [
+            (100000, lambda x, n: n**2 // 10**9, 10),
+            (True, lambda x, n: n + n, 2),
+            (0.1, lambda x, n: int(1.0 / n), 10),  # 9 of float32's
+            ("fast", lambda x, n: 3 if n == "fast" else 30, 3),
+            (2, lambda x, n: sum(1 for _ in range(n)), 2),
+        ],
+        ids=["int", "bool", "float", "str", "range"],
+    )
+    def test_arrive_as_they_are(self, wrap, vectorized, number, f, want):
+        h = sgtrick.from_numpy(
+            lambda x, n: (np.sum(x, -1) * f(x, n), (f(x, n) + 0 * x, None)),
+            event_ndims=(1, 0),
+            vectorized=vectorized,
+        )
+        y, g = wrap(lambda x: (h(x, number), gradient(lambda x: h(x, number), x)))(tf.ones([2, 3]))
+        np.testing.assert_array_equal(y, [3 * want] * 2)
+        np.testing.assert_array_equal(g, np.full([2, 3], want))
+
+    @pytest.mark.parametrize("form", ["from_torch", "from_jax", "native"])
+    def test_of_frameworks(self, form):
+        pytest.importorskip(form.removeprefix("from_").replace("native", "jax.experimental.jax2tf"))
+        options = {"native": True} if form == "native" else {}
+        form = getattr(sgtrick, form.replace("native", "from_jax"))
+        h = form(lambda x, n, flag: (x * n**2 * flag).sum(), event_ndims=(1, 0, 0), **options)
+        x = tf.ones([2, 3], tf.float64)
+        np.testing.assert_allclose(h(x, 100000, True), [3e10] * 2)
+        np.testing.assert_array_equal(gradient(lambda x: h(x, 100000, 2.0), x)[0], [2e10] * 3)
+
+    def test_without_any_dimensions_are_numbers(self):
+        """Of arrays without dimensions, `-=` would change those that share their memory."""
+
+        def f(u0):
+            assert isinstance(u0, np.float64)
+            u = u0
+            u -= 0.5
+            return u0, 1.0
+
+        for vectorized in (True, False):
+            h = sgtrick.from_numpy(f, event_ndims=0, vectorized=vectorized)
+            assert h(tf.constant(1.0)) == 1
+        np.testing.assert_array_equal(h(tf.constant([1.0, 2.0])), [1, 2])
+
+
+class TestUnknownGradients:
+    """Data, which `argnums` leaves out, and gradients that the engine does not know."""
+
+    X, DATA = tf.constant([[1.0, 2.0]] * 3), tf.constant([0.0, 1.0])
+
+    @staticmethod
+    def loss(x, data):
+        return np.sum((x - data) ** 2)
+
+    ENGINES = {
+        "data": lambda f: sgtrick.from_numpy(
+            lambda x, data: (f(x, data), 2 * (x - data)), argnums=0,
+            hessp=lambda x, d, v: 2 * v,
+        ),
+        "data of products": lambda f: sgtrick.from_numpy(
+            f, vjp=lambda x, d, u: (2 * u * (x - d),), jvp=lambda x, d, t: 2 * (x - d) @ t,
+            hessp=lambda x, d, v: (2 * v,), argnums=("x",),
+        ),
+        "differences": lambda f: sgtrick.from_numpy(
+            f, grad="3-point", argnums="x", hessp=lambda x, d, v: 2 * v
+        ),
+        "unknown": lambda f: sgtrick.from_numpy(
+            lambda x, data: (f(x, data), (2 * (x - data), None)),
+            hessp=lambda x, d, v: (2 * v[0], None)
+        ),
+        "unknown of products": lambda f: sgtrick.from_numpy(
+            f, vjp=lambda x, d, u: (2 * u * (x - d), None), hessp=lambda x, d, v: (2 * v[0], None)
+        ),
+    }  # fmt: skip
+
+    @WRAPS
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        [
+            *((name, "alone") for name in ENGINES),
+            ("data", "mapped"),
+            ("unknown of products", "mapped"),
+            ("data of products", "around"),
+            ("unknown", "around"),
+        ],
+    )
+    def test_are_errors_when_asked_for(self, wrap, name, way):
+        h = self.ENGINES[name](self.loss)
+        f = {
+            "alone": h,
+            "mapped": lambda x, d: tf.vectorized_map(lambda x: h(x, d), x),
+            "around": tf.function(h),
+        }[way]
+        by_x = wrap(lambda x, d: gradient(lambda x: f(x, d), x))
+        np.testing.assert_allclose(by_x(self.X, self.DATA), 2 * (self.X - self.DATA), rtol=1e-6)
+        message = "derivative with respect to data, " + (
+            "for which its engine returned None" if "unknown" in name else "which argnums="
+        )
+        by_data = wrap(lambda x, d: gradient(lambda d: f(x, d), d))
+        if way == "around" or (way, wrap) == ("mapped", EAGER):  # only NaN is possible
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert np.isnan(by_data(self.X, self.DATA)).any()
+        else:
+            with pytest.raises((LookupError, tf.errors.OpError), match=message):
+                by_data(self.X, self.DATA)
+
+    @pytest.mark.parametrize("name", ENGINES)
+    def test_of_second_order_and_forward_mode(self, name):
+        h, x = self.ENGINES[name](self.loss), self.X
+        np.testing.assert_allclose(
+            gradient(lambda x: gradient(lambda x: h(x, self.DATA), x), x), 2 + 0 * x
+        )
+        with pytest.raises(LookupError, match="derivative with respect to data, "):
+            gradient(lambda d: gradient(lambda x: h(x, d), x), self.DATA)
+        if name != "unknown of products":
+            with pytest.raises((LookupError, tf.errors.OpError), match="with respect to data, "):
+                pushed(lambda d: h(x, d), self.DATA, self.DATA)
+
+    def test_within_a_map_nobody_is_asked(self):
+        """So it is NaN, and what is known is not disturbed."""
+        h = self.ENGINES["unknown"](self.loss)
+        by_x = tf.function(lambda x, d: gradient(lambda x: h(x, d), x))
+        run = tf.function(lambda x, d: tf.vectorized_map(lambda x: by_x(x, d), x))
+        np.testing.assert_allclose(run(self.X, self.DATA), 2 * (self.X - self.DATA))
+
+    @WRAPS
+    def test_of_a_further_output(self, wrap):
+        h = sgtrick.from_numpy(
+            lambda x: ({"a": np.sum(x), "b": x[0]}, {"a": np.ones(2), "b": None}),
+            value_shape={"a": (), "b": ()},
+        )
+        by = lambda key: wrap(lambda x: gradient(lambda x: h(x)[key], x))(self.X)  # noqa: E731
+        np.testing.assert_array_equal(by("a"), np.ones([3, 2]))
+        with pytest.raises((LookupError, tf.errors.OpError), match="to x, for which its engine"):
+            by("b")
+
+    def test_differences_take_no_step_in_data(self):
+        def of_counts(theta, counts):
+            assert np.all(counts >= 0)
+            return np.sum(counts * np.log(theta) - theta)
+
+        h = sgtrick.from_numpy(of_counts, grad="3-point", argnums="theta")
+        counts = tf.constant([0.0, 2.0], tf.float64)
+        g = gradient(lambda t: h(t, counts), tf.constant([1.0, 2.0], tf.float64))
+        np.testing.assert_allclose(g, [-1, 0], atol=1e-8)
+
+    def test_argnums_that_are_no_arguments(self):
+        with pytest.raises(ValueError, match="argnums has 'y', which is no argument of this call"):
+            sgtrick.from_numpy(engines.normal, argnums="y")(self.X)
+        h = sgtrick.from_numpy(lambda x, a=1.0: (a, x), argnums=("x", "a"))
+        with pytest.raises(ValueError, match="an argument of <lambda> that the call leaves to its"):
+            h(self.X)
+
+    @pytest.mark.parametrize("form", ["from_torch", "from_jax", "native"])
+    def test_of_frameworks(self, form):
+        pytest.importorskip(form.removeprefix("from_").replace("native", "jax.experimental.jax2tf"))
+        options = {"native": True} if form == "native" else {}
+        form = getattr(sgtrick, form.replace("native", "from_jax"))
+        h = form(lambda a, x: ((x - a) ** 2).sum(), argnums=(1,), **options)
+        by_x = gradient(lambda x: h(self.DATA, x), self.X)
+        np.testing.assert_allclose(by_x, 2 * (self.X - self.DATA))
+        second = gradient(lambda x: gradient(lambda x: h(self.DATA, x), x), self.X)
+        np.testing.assert_allclose(second, 2 + 0 * self.X)
+        with pytest.raises(LookupError, match=r"respect to a, which argnums=\(1,\) leaves out"):
+            gradient(lambda a: h(a, self.X), self.DATA)
 
 
 class TestWithoutDerivatives:
@@ -213,19 +390,14 @@ class TestWithoutDerivatives:
     @WRAPS
     @pytest.mark.parametrize("text", [b"ab\0", [b"ab\0", b""]], ids=["one", "batch"])
     def test_strings_as_they_are(self, wrap, text):
-        h = sgtrick.from_numpy(lambda s: (len(s.item()), None), event_ndims=0)
+        h = sgtrick.from_numpy(lambda s: (len(s), None), event_ndims=0)
         np.testing.assert_array_equal(wrap(h)(tf.constant(text)), [3, 0] if len(text) == 2 else 3)
 
     @WRAPS
-    def test_a_gradient_that_is_not_known_is_nan_for_whoever_asks(self, wrap):
-        def loss(x, data):
-            return np.sum((x - data) ** 2), (2 * (x - data), None)
-
-        x, data = tf.constant([1.0, 2.0]), tf.constant([0.0, 0.0])
-        y, (by_x, by_data) = wrap(value_and_gradients)(sgtrick.from_numpy(loss), x, data)
-        assert y == 5
-        np.testing.assert_array_equal(by_x, [2, 4])
-        assert np.isnan(by_data).all()
+    @pytest.mark.parametrize("text", ["fast", np.array(["fast", "fast"])], ids=["one", "batch"])
+    def test_text_that_is_not_a_tensor(self, wrap, text):
+        h = sgtrick.from_numpy(lambda s: (3.0 if s == "fast" else 30.0, None), event_ndims=0)
+        np.testing.assert_array_equal(wrap(lambda: h(text))(), np.full(np.shape(text), 3))
 
     @WRAPS
     def test_values_and_gradients_that_are_not_finite(self, wrap):

@@ -33,9 +33,8 @@ OPTIONS = [
     ({"grad": 4}, TypeError, "grad must be a function, got int"),
     ({"grad": True}, TypeError, "grad must be a function, got bool"),
     ({"grad": "cs"}, ValueError,
-     r"grad must be a function, or one of \['2-point', '3-point'\], got 'cs'"),
+     "grad must be a function, '2-point' or '3-point' for finite differences, or False .*got 'cs'"),
     ({"vjp": 4}, TypeError, "vjp must be a function, got int"),
-    ({"hess": np.eye(2)}, TypeError, "hess must be a function, got ndarray"),
     ({"value_shape": 3}, TypeError,
      r"value_shape must be a tuple of ints, such as \(3,\), .* got 3"),
     ({"value_shape": None}, TypeError, "value_shape must be a tuple of ints, .* got None"),
@@ -43,20 +42,17 @@ OPTIONS = [
      r"value_shape\['b'\] must be a tuple of ints"),
     ({"value_shape": ((3,), (-1,))}, TypeError, r"value_shape\[1\]\[0\] must be a tuple of ints"),
     # What does not go with another one.
-    ({"hessp": unused, "hess": unused}, TypeError, "hessp and hess were both given"),
     ({"grad": unused, "vjp": unused}, TypeError, "grad and vjp were both given. Pass one of them"),
     ({"grad": unused, "jvp": unused}, TypeError,
      "grad gives all first derivatives: leave jvp out"),
     ({"grad": False, "vjp": unused}, TypeError, "grad=False says .* no gradient: leave out vjp"),
-    ({"grad": False, "hess": "3-point"}, TypeError,
-     "grad=False says .* no gradient: leave out hess"),
-    ({"jvp": unused, "hess": "3-point"}, TypeError,
-     "takes differences of the gradient: pass vjp= too"),
-    ({"grad": "3-point", "hess": "3-point"}, TypeError,
-     "those of grad='3-point' would be noise"),
-    ({"value_shape": (3,), "hess": unused}, TypeError, "hess is the Hessian of one number, but"),
     ({"vjp": unused, "value_shape": (None,), "on_error": -np.inf}, ValueError,
      r"its shape must be known, but value_shape is \(None,\)"),
+    # What some are used to from elsewhere.
+    ({"has_aux": True}, TypeError, "argument 'has_aux'. Return .* outputs of a dict.* draws"),
+    ({"hess": unused}, TypeError, r"argument 'hess'. .* hessp: lambda x, v: hessian\(x\) @ v; or"),
+    ({"no": 1}, TypeError, r"from_numpy\(\) got an unexpected keyword argument 'no'\.$"),
+    ({"argnums": 0.5}, TypeError, "argnums must be ints or parameter names, got 0.5"),
 ]  # fmt: skip
 
 
@@ -99,17 +95,24 @@ def test_batches_that_do_not_broadcast(wrap):
 
 
 def test_unknown_ranks():
-    h = sgtrick.from_numpy(lambda x, k: (np.sum(x) * k, (x, None)), event_ndims=(2, 0))
-    graph = tf.function(h, input_signature=[tf.TensorSpec(None), tf.TensorSpec(None, tf.int32)])
-    np.testing.assert_array_equal(graph(tf.ones([2, 3, 3]), tf.constant([1, 2])), [9, 18])
-    with pytest.raises(tf.errors.OpError, match="event_ndims=2, but x has fewer dimensions"):
-        graph(tf.ones([3]), tf.ones([5], tf.int32))
-    assert h.calls == 2
-    one = tf.function(sgtrick.from_numpy(engines.normal), input_signature=[tf.TensorSpec(None)])
-    inlined = tf.function(lambda x: one(x) + derivative(one)(x)[0])
-    np.testing.assert_array_equal(inlined(tf.ones([2])), -2)
-    with pytest.raises(tf.errors.OpError, match=r"x has shape \[\], but the engine is declared"):
-        one(1.0)
+    h = tf.function(sgtrick.from_numpy(engines.normal), input_signature=[tf.TensorSpec(None)])
+    with pytest.raises(ValueError, match=r"x has an unknown rank. Set its rank, .*tf.ensure_shape"):
+        h(tf.ones([2]))
+
+
+def test_methods():
+    """It would be called without its object."""
+
+    class Model:
+        @sgtrick.from_numpy
+        def log_prob(self, x):
+            raise AssertionError
+
+    message = r"cannot be a method.*in __init__: self.log_prob = from_numpy\(self._log_prob\)"
+    with pytest.raises(TypeError, match=message):
+        Model().log_prob(tf.ones([2]))
+    with pytest.raises(TypeError, match=message):
+        sgtrick.from_numpy(staticmethod(Model.__dict__["log_prob"]._fn))
 
 
 def second(h):
@@ -117,7 +120,6 @@ def second(h):
 
 
 VALUE, GRADIENT = "the value of f must", "the gradient of f with respect to x must"
-HESSIAN = "the Hessian of f with respect to x and x must"
 MANY = {"vectorized": True}
 THREE = {"value_shape": (3,)}
 
@@ -128,7 +130,11 @@ REPLIES = [
     (np.ones(2), {}, r"got ndarray of shape \[2\] and dtype float64, a value without"),
     ((1.0, None), {}, r"got tuple \(float 1\.0, None\), a value without"),
     ((1.0, None), {}, "return the value alone and pass grad=False"),
-    (None, {}, "got None"),
+    (None, {}, r"got None: did you forget to return\?"),
+    (None, {"grad": False}, r"the value of f must be real numbers, got None: did you forget to re"),
+    ((1.0, (np.ones(2), np.ones(2))), {}, r"have the shape \[2\], got \[2, 2\]\. It is a tuple, "
+     "and f was called with one argument that has gradients, x: return its gradient alone"),
+    ((1.0, (np.ones(2), np.ones(3))), {}, "real numbers, got tuple .* with one argument that has"),
     ((1.0, [1.0], 2.0), {}, r"got tuple \(float 1\.0, list \(float 1\.0\), float 2\.0\)\. With several arguments"),
     ((np.ones([1, 2]), np.ones(2)), {}, VALUE + r" have the shape \[\], got \[1, 2\]"),
     ((1.0, np.ones(3)), {}, GRADIENT + r" have the shape \[2\], got \[3\]"),
@@ -158,19 +164,12 @@ REPLIES = [
      r"of the point\. .*value_shape=\(2,\).* sum"),
     (lambda x: (np.sum(x**2), 2 * x), MANY, r"must have the shape \[3\], got \[\]\. The engine is "
      "called for .* axis=-1, or leave out vectorized=True"),
-    # Beside aux.
-    *(((reply, np.ones(2)), {"has_aux": True},
-       r"f must return \(\(value, aux\), gradient\), got .* in place of \(value, aux\)")
-      for reply in (1.0, (1.0, 2.0, 3.0), None)),
-    (((np.ones(3), np.ones(7)), np.ones([3, 2])), MANY | {"has_aux": True},
-     r"aux of f must have the batch shape \[3\] in front, got \[7\]"),
-    (lambda x: ((x[0], x[: int(x[0])]), x), {"has_aux": True},
-     r"aux of f must have the same shape for all members .*got \[1\] and \[2\]"),
 ]  # fmt: skip
 
-# What products and Hessians return beside a value that is right.
+# What products return beside a value that is right.
 PRODUCTS = [
-    ({"vjp": lambda x, u: None}, derivative, "the VJP of f must be like the arguments, got None"),
+    ({"vjp": lambda x, u: None}, derivative,
+     r"the VJP of f must be like the arguments, got None: did you forget to return\?"),
     ({"vjp": lambda x, u: (x, x)}, derivative, r"the VJP of f .*must have the shape \[2\]"),
     ({"vjp": lambda x, u: u}, derivative,
      r"the VJP of f with respect to x must have the shape \[2\]"),
@@ -180,9 +179,6 @@ PRODUCTS = [
     ({"hessp": lambda x, v: None}, second,
      "the Hessian times v of f must be like the arguments, got None"),
     ({"hessp": lambda x, v: (v, v)}, second, r"must have the shape \[2\], got \[2, 2\]"),
-    ({"hess": lambda x: x}, second, HESSIAN + r" have the shape \[2, 2\], got \[2\]"),
-    ({"hess": lambda x: None}, second, "hess of f must return the Hessian, got None"),
-    ({"hess": lambda x: "no"}, second, HESSIAN + " be real numbers"),
 ]  # fmt: skip
 
 
@@ -232,6 +228,21 @@ class TestWrongReplies:
         message = message.replace("the gradient", "the VJP") if by == "vjp" else message
         with pytest.raises((TypeError, ValueError), match=message):
             value_and_gradients(h, p, tf.constant(1))
+
+    def test_a_list_for_one_array(self):
+        def f(x):
+            return np.sum(x**2), 2 * x
+
+        message = "(?s)f raised TypeError.*x is a list, which is a structure. .* as tf.stack of the"
+        with pytest.raises(RuntimeError, match=message):
+            sgtrick.from_numpy(f)([self.X, self.X])
+        with pytest.raises(ValueError, match=r"must be a list of 2, got ndarray .* as tf.stack of"):
+            sgtrick.from_numpy(lambda x: (np.sum(x), np.ones(2)))([self.X, self.X])
+
+    def test_tangents_of_several_arguments(self):
+        h = sgtrick.from_numpy(lambda x, a: 1.0, jvp=lambda x, a, t, s: 1.0)
+        with pytest.raises(RAISED, match="Vectors like several arguments are one tuple"):
+            forward_derivative(h)(self.X, self.X)
 
     @pytest.mark.parametrize("value", [[3.0], np.full([1, 1], 3.0), 3.0])
     @VECTORIZED
@@ -307,7 +318,7 @@ class TestFailures:
             wrap(h)(tf.ones([2, 2]))
 
     @WRAPS
-    @pytest.mark.parametrize("given", ["grad", "hessp", "hess"])
+    @pytest.mark.parametrize("given", ["grad", "hessp"])
     def test_functions_of_other_arguments_are_not_replaced(self, wrap, given):
         def fn(x):
             return 1.0 if given == "grad" else (1.0, x)
@@ -420,6 +431,31 @@ class TestNonfinite:
         np.testing.assert_array_equal(g, [[3, 3], [1, -np.inf], [np.nan, 2], [1, 1]])
         assert h.nonfinite == 3
 
+    @WRAPS
+    @pytest.mark.parametrize("given", ["with the value", "vjp", "3-point"])
+    def test_the_first_is_reported(self, wrap, given):
+        """Else a sampler may stand still, and only the counter knows."""
+
+        def f(x):
+            with np.errstate(all="ignore"):
+                value, slope = np.log(x[0]), np.array([1 / x[0], 0.0])
+            return (value, slope) if given == "with the value" else value
+
+        options = {"vjp": {"vjp": lambda x, u: [u * np.inf, 0.0]}, "3-point": {"grad": "3-point"}}
+        h = sgtrick.from_numpy(f, **options.get(given, {}))
+        x = tf.constant([[2.0, 0.0], [0.0, 1.0], [0.0, 2.0]], tf.float64)
+        x = x[:1] if given == "vjp" else x
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                wrap(value_and_gradients)(h, x)
+        message = (
+            r"(?s)f returned a value or a derivative that is not finite\..*x = \[[02]\., [01]\."
+        )
+        (told,) = [w for w in found if w.category is RuntimeWarning]
+        assert re.match(message, str(told.message))
+        assert h.nonfinite in (2, 4, 8)
+
     def test_failures_and_gradients_that_are_not_known_are_none(self):
         def engine(x, data):
             if x[0] > 1:
@@ -429,13 +465,6 @@ class TestNonfinite:
         h = sgtrick.from_numpy(engine, on_error=-np.inf)
         h(tf.constant([[0.0], [2.0]]), tf.ones([2, 1]))
         assert (h.failures, h.nonfinite) == (1, 0)
-
-    @VECTORIZED
-    def test_aux_does_not_count(self, vectorized):
-        reply = ([1.0], [np.nan]) if vectorized else (1.0, np.nan)
-        h = sgtrick.from_numpy(lambda x: (reply, x), has_aux=True, vectorized=vectorized)
-        h(tf.ones([1, 2]))
-        assert h.nonfinite == 0
 
     @pytest.mark.parametrize(
         ("value", "gradient", "want"),

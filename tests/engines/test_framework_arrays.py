@@ -73,7 +73,7 @@ WAYS = {
 def test_equals_autodiff(framework, model, law, way):
     if "vectorized_map" in way and law is not gradients:
         pytest.skip("as for from_numpy")
-    h = model(framework, vmap=law is not by_forward_mode)
+    h = model(framework)
     for came, expected in zip(WAYS[way](law, h), law(MODELS[model]), strict=True):
         np.testing.assert_allclose(came, expected, rtol=1e-9, atol=1e-12)
 
@@ -97,20 +97,6 @@ def test_static_and_unknown_shapes(framework):
     np.testing.assert_array_equal(square, np.full(5, 4.0))
     np.testing.assert_array_equal(by_x, np.full([5, 4], 5.0))
     np.testing.assert_array_equal(by_y, np.full([5, 3], 4.0))
-
-
-def test_counts_and_failures(framework):
-    def failing(x):
-        if float(x.sum()) > 5:
-            raise ArithmeticError("too large")
-        return x**2
-
-    options = {"jit": False} if isinstance(framework, Jax) else {}
-    h = framework.form(failing, value_shape=(2,), on_error=-1.0, vmap=False, **options)
-    with pytest.warns(RuntimeWarning, match="too large"):
-        y = h(tf.constant([[1.0, 2.0], [3.0, 4.0]]))
-    np.testing.assert_array_equal(y, [[1, 4], [-1, -1]])
-    assert (h.calls, h.failures, h.vjp_calls) == (2, 1, 0)
 
 
 def test_values_without_derivatives_raise(framework):

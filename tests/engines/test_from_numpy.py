@@ -14,6 +14,7 @@ from tensorflow.python.autograph.pyct import transpiler
 
 import engine_functions as engines
 import sgtrick
+import sgtrick._host.engine as engine_record
 from array_model import VECTORIZED
 from matrix import CELLS, Case, judge, pairs, promised
 from matrix import functions as fn
@@ -26,11 +27,12 @@ CANNOT = {name: CANNOT_COMPILE for name in CELLS if name.endswith("XLA")} | {
     "SavedModel with custom gradients": CANNOT_STORE,
     "SavedModel without custom gradients": CANNOT_STORE,
     "TFLite, the value": (Exception, "PyFunc"),
+    "unknown ranks": (ValueError, "has an unknown rank. Set its rank"),
 }
 
 engine = sgtrick.from_numpy(engines.scalar)
 engine_with_hessian = sgtrick.from_numpy(
-    engines.scalar, hess=lambda x: fn.scalar_hessian(tf.constant(x)).numpy()
+    engines.scalar, hessp=lambda x, v: fn.scalar_hessian(tf.constant(x)).numpy() @ v
 )
 engine_of_two = sgtrick.from_numpy(
     lambda both: (lambda y, g: (y, dict(zip("xy", g, strict=True))))(
@@ -243,49 +245,39 @@ class TestCalls:
         assert 0 < h.seconds < elapsed  # since no two were together
 
 
-class TestAux:
-    @WRAPS
-    @VECTORIZED
-    @pytest.mark.parametrize("apart", [True, False])
-    def test_beside_value_and_gradient(self, wrap, apart, vectorized):
-        def with_aux(x):
-            return np.sum(x**2, -1), np.stack([x, 2 * x], -2)
+class TestOneAtATime:
+    def test_of_engines_around_one_solver(self):
+        """Which TensorFlow calls from several threads."""
 
-        options = {"has_aux": True, "vectorized": vectorized}
-        if apart:
-            h = sgtrick.from_numpy(with_aux, grad=lambda x: 2 * x, **options)
-        else:
-            h = sgtrick.from_numpy(lambda x: (with_aux(x), 2 * x), **options)
+        class Solver:
+            def run(self, x):
+                self.x = x
+                time.sleep(0.001)
+                return np.sum(self.x**2), 2 * self.x
 
-        @wrap
-        def run(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y, aux = h(x)
-            return y, aux, tape.gradient(y, x)
+        solver = Solver()
+        first, second = (sgtrick.from_numpy(solver.run) for _ in range(2))
+        run = tf.function(lambda x: value_and_gradients(lambda x: first(x) + second(-2 * x), x))
+        x = tf.constant([1.0, 2.0])
+        for _ in range(10):
+            y, (g,) = run(x)
+            assert y == 25
+            np.testing.assert_array_equal(g, 10 * x)
 
-        x = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-        y, aux, g = run(x)
-        np.testing.assert_array_equal(y, tf.reduce_sum(x**2, -1))
-        np.testing.assert_array_equal(aux, tf.stack([x, 2 * x], 1))
-        assert aux.dtype == tf.float64
-        np.testing.assert_array_equal(g, 2 * x)
-        assert run(tf.zeros([0, 2]))[1].shape == [0]
-
-    @WRAPS
-    @VECTORIZED
-    def test_where_the_engine_fails(self, wrap, vectorized):
-        def f(x):
-            value, gradient = engines.many_fail_beyond_one(x)
-            return (value, x), gradient
-
-        h = sgtrick.from_numpy(f, has_aux=True, on_error=-np.inf, vectorized=vectorized)
-        y, aux = wrap(h)(tf.constant([[2.0, 0.0], [0.0, 1.0]]))
-        np.testing.assert_array_equal(y, [-np.inf, -0.5])
-        np.testing.assert_array_equal(aux, [[np.nan, np.nan], [0, 1]])
-        y, aux = wrap(h)(tf.constant([[2.0, 0.0], [0.0, 3.0]]))
-        np.testing.assert_array_equal(y, [-np.inf, -np.inf])
-        np.testing.assert_array_equal(aux, [np.nan, np.nan])  # of a shape that nobody knows
+    def test_an_engine_that_waits_for_another_one(self, monkeypatch):
+        """On its own thread it may call it."""
+        monkeypatch.setattr(engine_record, "_PATIENCE", 0.05)
+        inner = sgtrick.from_numpy(engines.normal)
+        outer = sgtrick.from_numpy(lambda x: (inner(x).numpy(), x))
+        assert outer(tf.ones([2])) == -1
+        graph = tf.function(inner)
+        outer = sgtrick.from_numpy(lambda x: (graph(x).numpy(), x))
+        run = tf.function(outer)
+        with pytest.raises(
+            tf.errors.OpError, match=r"waits for its turn.*give that one an executor"
+        ):
+            run(tf.ones([2]))
+        np.testing.assert_array_equal(inner(tf.ones([2])), -1)
 
 
 STEP = tf.constant(0.3, tf.float64)

@@ -142,8 +142,9 @@ def test_an_interrupt_ends_run_and_the_function():
 
             try:
                 executor.run(compute)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 assert ended.wait({HANGS})
+                assert "ended at its next call" in str(error)
                 print("interrupted")
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]

@@ -9,8 +9,10 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import sgtrick
+from array_model import MODELS, A, W, X
+from matrix import traced
 from sgtrick.tfp import Factor
-from shared import WRAPS, value_and_gradients
+from shared import WRAPS, derivative, value_and_gradients
 
 tfd = tfp.distributions
 Root = tfd.JointDistributionCoroutine.Root
@@ -118,20 +120,14 @@ class TestCalls:
         assert shapes[0] in [((4, 6, 2, 3), (4, 6, 2, 5)), ((3,), (5,))]
         assert calls(1, 48)
 
-    @pytest.mark.parametrize(
-        ("shapes", "sizes"),
-        # TensorFlow cannot map over nothing if it does not know the rank.
-        [(([None, None], [5]), [8, 1, 5, 0]), ((None, None), [8, 1, 5])],
-        ids=["dimensions", "ranks"],
-    )
-    def test_unknown_shapes(self, engine, shapes, sizes):
+    def test_unknown_shapes(self, engine):
         h, calls, _ = engine
         run = tf.function(
             lambda x, d: value_and_gradients(over_x(h), x, d),
-            input_signature=[tf.TensorSpec(shape, tf.float64) for shape in shapes],
+            input_signature=[tf.TensorSpec(shape, tf.float64) for shape in ([None, None], [5])],
             autograph=False,
         )
-        for n in sizes:
+        for n in (8, 1, 5, 0):
             x, data = tf.constant(POINTS[:n]), tf.constant(DATA)
             close(run(x, data), value_and_gradients(native, x, data))
         assert calls(3, 14)
@@ -186,18 +182,120 @@ class TestCalls:
         assert calls(CHAINS, CHAINS)
 
     @WRAPS
-    def test_what_has_no_derivatives_aux_and_text(self, wrap):
+    def test_what_has_no_derivatives_and_text(self, wrap):
         seen = []
 
         def f(x, k, text):
             seen.append((x.shape, k.shape, text.shape, text.item(0)))
-            return (np.sum(x, -1) * k, np.stack([k, 2 * k], -1)), (k[..., None] + 0 * x, None, None)
+            return np.sum(x, -1) * k, (k[..., None] + 0 * x, None, None)
 
-        h = sgtrick.from_numpy(f, event_ndims=(1, 0, 0), has_aux=True, vectorized=True)
+        h = sgtrick.from_numpy(f, event_ndims=(1, 0, 0), vectorized=True)
         x, k = tf.constant(POINTS), tf.range(8)
-        y, aux = wrap(lambda: mapped(lambda a: h(*a, tf.constant(b"ab\0")), (x, k)))()
-        close([y, aux], [np.sum(POINTS, -1) * k.numpy(), np.stack([k, 2 * k], 1)])
+        y = wrap(lambda: mapped(lambda a: h(*a, tf.constant(b"ab\0")), (x, k)))()
+        close(y, np.sum(POINTS, -1) * k.numpy())
         assert seen == [((8, 3), (8,), (8,), b"ab\0")]
+
+
+def in_a_map(f):
+    return lambda x, a: tf.map_fn(lambda x: f(x, a), x)
+
+
+def in_a_loop(f):
+    def run(x, a):
+        def body(i, y):
+            return i + 1, y + f(x, a * tf.cast(i + 1, a.dtype))
+
+        return tf.while_loop(lambda i, _: i < 2, body, (0, f(x, a)))[1]
+
+    return run
+
+
+def in_a_scan(f):
+    return lambda x, a: tf.scan(lambda y, a: y + f(x, a), tf.stack([a, 2 * a]), f(x, a))[1]
+
+
+def in_a_branch(f):
+    return lambda x, a: tf.cond(x[0, 0] < 9, lambda: f(x, a), lambda: f(2 * x, a))
+
+
+def jacobian(f, *, batched=False):
+    """Of the array by the vectors."""
+
+    def run(x, a):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x, a)
+        return tape.batch_jacobian(y, x) if batched else tape.jacobian(y, x)
+
+    return traced(run)
+
+
+def mapped_gradient(f):
+    """The loop is within the map, and the tape too."""
+
+    def of_one(x, a):
+        x, a = x[tf.newaxis], a[tf.newaxis]
+        return derivative(f)(x, a)[0]
+
+    return traced(lambda x, a: tf.vectorized_map(lambda args: of_one(*args), (x, a)))
+
+
+def of_a_root(f):
+    """Around a map of roots of a residual with an engine in it."""
+
+    def root(x, a):
+        def total(x):
+            return tf.reduce_sum(f(x[tf.newaxis], a[tf.newaxis]))
+
+        z = tf.stop_gradient(total(x) / 2)
+        return sgtrick.implicit_root(lambda z, x: 2 * z - total(x), z, x)
+
+    return traced(derivative(lambda x, a: tf.vectorized_map(lambda args: root(*args), (x, a))))
+
+
+def of_torch():
+    torch = pytest.importorskip("torch")
+    w = torch.tensor(W)
+    return sgtrick.from_torch(
+        lambda x, a: a * torch.sin(w @ x), value_shape=(3,), event_ndims=(1, 0)
+    )
+
+
+def of_jax():
+    np = pytest.importorskip("jax.numpy")
+    return sgtrick.from_jax(lambda x, a: a * np.sin(W @ x), event_ndims=(1, 0))
+
+
+KINDS = {
+    name: lambda name=name: MODELS["array"].engine(name, vectorized=True)
+    for name in ("with the value", "grad", "products", "3-point")
+} | {"torch": of_torch, "jax": of_jax}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "loop", "way"),
+    [
+        ("with the value", in_a_loop, jacobian),
+        ("grad", in_a_branch, functools.partial(jacobian, batched=True)),
+        ("products", in_a_scan, jacobian),
+        ("products", in_a_loop, mapped_gradient),
+        ("3-point", in_a_loop, mapped_gradient),
+        ("torch", in_a_map, jacobian),
+        ("jax", in_a_loop, jacobian),
+        ("products", lambda f: f, of_a_root),
+        ("jax", lambda f: f, of_a_root),
+    ],
+    ids=lambda part: part if isinstance(part, str) else getattr(part, "__name__", "batch_jacobian"),
+)
+def test_in_loops(kind, loop, way):
+    """In loops and branches, derivatives are mapped, and differentiated loops are."""
+    h, f = KINDS[kind](), MODELS["array"].true
+    x, a = tf.constant(X[:2]), tf.constant(A[:2])
+    if loop is in_a_map:
+        h, f = (lambda x, a, g=g: tf.reshape(g(x, a[0]), [-1, 3]) for g in (h, f))
+    came, expected = (way(loop(g))(x, a) for g in (h, f))
+    np.testing.assert_allclose(came, expected, rtol=1e-6, atol=1e-8)
 
 
 class TestWhatIsShared:

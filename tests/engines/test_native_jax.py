@@ -201,24 +201,15 @@ def test_dtypes_whatever_the_mode_of_jax(dtype, x64):
     assert set(seen) == {(dtype, "int64")}
 
 
-def test_aux_structures_keywords_defaults_and_methods():
-    class Model:
-        def __init__(self, scale):
-            self.scale = scale
-
-        @sgtrick.from_jax(native=True, has_aux=True, event_ndims=({"a": 1, "b": 0}, 0))
-        def f(self, p, n):
-            return self.scale * p["a"] ** n * p["b"], {"n": n + 1}
-
+def test_structures_keywords_and_defaults():
+    h = native(lambda p, n: p["a"] ** n * p["b"], event_ndims=({"a": 1, "b": 0}, 0))
     p = {"a": tf.constant(X), "b": tf.constant(A)}
-    for scale in (2.0, 3.0):
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(p)
-            y, aux = Model(scale).f(p, n=tf.constant(2))
-        np.testing.assert_allclose(y, scale * X**2 * A[:, None], rtol=1e-12)
-        np.testing.assert_allclose(aux["n"], np.full(4, 3))
-        by = tape.gradient(y, p)
-        np.testing.assert_allclose(by["a"], scale * 2 * X * A[:, None], rtol=1e-12)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(p)
+        y = h(p, n=tf.constant(2))
+    np.testing.assert_allclose(y, X**2 * A[:, None], rtol=1e-12)
+    by = tape.gradient(y, p)
+    np.testing.assert_allclose(by["a"], 2 * X * A[:, None], rtol=1e-12)
     h = native(lambda x, scale=2.0, *, k=1: (scale * x**k).sum())
     np.testing.assert_allclose(h(X), 2 * X.sum(-1), rtol=1e-12)
     with pytest.raises(TypeError, match=r"keyword-only arguments \['k'\]"):
@@ -260,16 +251,6 @@ class TestStructureByShape:
         graph = tf.function(h, input_signature=[spec], autograph=False)
         with pytest.raises(TypeError, match=r"\{'odd': .* depends on a dimension that is unknown"):
             graph(np.ones(3))
-
-
-def test_a_derivative_of_aux_raises():
-    h = native(lambda x: (x.sum(), x), has_aux=True)
-    x = tf.constant(X)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        _, aux = h(x)
-    with pytest.raises(LookupError, match="A result beside the value"):
-        tape.gradient(aux, x)
 
 
 class TestMapped:
@@ -392,7 +373,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("option", "value"),
         [
-            *(("executor", 3), ("on_error", -np.inf), ("vmap", False), ("jit", False)),
+            ("on_error", -np.inf),
             ("value_shape", (2,)),
         ],
     )
@@ -414,10 +395,6 @@ class TestErrors:
     def test_nothing_to_differentiate_by(self):
         with pytest.raises(TypeError, match="has no argument of a floating dtype"):
             native(lambda n: n * 1.0, event_ndims=0)(tf.constant(3))
-
-    def test_no_pair(self):
-        with pytest.raises(TypeError, match=r"f must return \(value, aux\), got"):
-            native(lambda x: x.sum(), has_aux=True, name="f")(X)
 
     def test_too_few_event_ndims(self):
         with pytest.raises(ValueError, match=r"one entry for each of the 2 arguments \(x, a\)"):

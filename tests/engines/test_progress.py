@@ -1,8 +1,11 @@
 """The bar of calls, while compiled code runs."""
 
 import io
+import os
+import re
 import sys
 import threading
+import time
 from contextlib import redirect_stderr
 
 import numpy as np
@@ -11,6 +14,7 @@ import tensorflow as tf
 
 import engine_functions as engines
 import sgtrick
+from sgtrick._host import progress
 
 X = tf.constant([0.1, 0.2])
 
@@ -74,11 +78,29 @@ def test_an_error_ends_it():
     assert "failures=1" in terminal.getvalue()
 
 
-def test_nothing_where_there_is_no_terminal(capsys):
-    h = sgtrick.from_numpy(engines.normal)
-    with h.progress(total=1):
-        h(X)
-    assert capsys.readouterr() == ("", "")
+@pytest.mark.parametrize("where", ["log", "terminal without a size"])
+def test_lines_where_there_is_no_room_for_a_bar(monkeypatch, where):
+    """Ever fewer of them."""
+    if where == "log":
+        stream = io.StringIO()
+    else:
+        stream = Terminal()
+        stream.fileno = lambda: 2
+        monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((0, 0)))
+    monkeypatch.setattr(progress, "_INTERVAL", 0.005)
+    monkeypatch.setattr(progress, "_PAUSE", 0.02)
+    monkeypatch.setattr(progress, "_GROWTH", 1.0)
+    h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=-np.inf)
+    with redirect_stderr(stream), h.progress(total=4, desc="warm-up"):
+        h(tf.constant([[2.0, 0.0], [0.0, 0.0]]))
+        time.sleep(0.3)
+    lines = stream.getvalue().splitlines()
+    assert 2 <= len(lines) <= 7
+    assert all(re.fullmatch(
+        r"warm-up: [012] of 4 calls in 0 s, \S+ a second(, 1 failures)?", line) for line in lines
+    )  # fmt: skip
+    assert lines[-1].startswith("warm-up: 2 of 4 calls")
+    assert lines[-1].endswith(", 1 failures")
 
 
 def test_without_tqdm(monkeypatch):

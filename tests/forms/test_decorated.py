@@ -92,6 +92,7 @@ FORMS = {
 }
 
 EVERY = pytest.mark.parametrize("name", FORMS)
+OF_OBJECTS = [name for name in FORMS if "from_numpy" not in name]  # which cannot be methods
 
 
 def check(h, scale, wrap=lambda f: f):
@@ -195,12 +196,11 @@ OF_TENSORS = [of_objects_that_hold_tensors, that_are_tf_functions]
 @pytest.mark.parametrize(
     ("name", "kind", "of", "wrap"),
     spread(
-        FORMS,
+        OF_OBJECTS,
         METHODS + OF_TENSORS,
         [of_object, of_another_name, of_no_name],
         EXECUTED,
         together=3,
-        valid=lambda name, kind, *_: kind in METHODS or not name.startswith("from_numpy"),
     ),
     ids=lambda part: getattr(part, "__name__", part),
 )
@@ -211,7 +211,7 @@ def test_methods(name, kind, of, wrap):
         check(h, scale, EXECUTED[wrap])
 
 
-@EVERY
+@pytest.mark.parametrize("name", OF_OBJECTS)
 class TestObjects:
     """That have a method."""
 
@@ -250,29 +250,6 @@ class TestObjects:
             check(called, scale)
 
 
-def test_engines_of_one_name_in_a_class_and_in_what_it_is_derived_from():
-    engine = sgtrick.from_numpy(event_ndims=0, vectorized=True)
-
-    class Base(Scaled):
-        @engine
-        def h(self, x):
-            return both(self.scale, x)
-
-    class Derived(Base):
-        @engine
-        def h(self, x):
-            return both(100 * self.scale, x)
-
-    derived = Derived(2.0)
-    for h, scale in (
-        (derived.h, 200.0),
-        (super(Derived, derived).h, 2.0),
-        (functools.partial(Base.h, derived), 2.0),
-        (derived.h, 200.0),
-    ):
-        check(h, scale)
-
-
 class Point(NamedTuple):
     """Its static methods get an object of the class, under the name that methods use."""
 
@@ -288,14 +265,12 @@ class Point(NamedTuple):
     inside = sgtrick.custom_vjp(staticmethod(with_rule))
     outside = staticmethod(sgtrick.custom_vjp(with_rule))
     fused = staticmethod(sgtrick.from_value_and_gradient(both))
-    engine = staticmethod(sgtrick.from_numpy(event_ndims=0, vectorized=True)(both))
 
 
 OF_POINTS = {
     "static, inside": Point.inside,
     "static, outside": Point.outside,
     "static, fused": Point.fused,
-    "static engine": Point.engine,
     "function": sgtrick.custom_vjp(Point.with_rule),
     "bound": sgtrick.custom_vjp(Point(2 * X).with_rule),
 }
@@ -368,8 +343,9 @@ CALLABLES = {
 
 
 def is_possible(name, kind, parameter, wrap):
-    """An engine has a `self` of its own."""
-    return not (name.startswith("from_numpy") and kind == "by name" and parameter == "self")
+    """An engine has a `self` of its own, and is no method."""
+    is_engine = name.startswith("from_numpy")
+    return not (is_engine and ("static" in kind or (kind == "by name" and parameter == "self")))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,6 @@ def test_in_a_function_that_a_rule_was_the_first_to_call(inside):
     assert np.isnan(tape.gradient(y, W)).any()
 
 
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_error(form):
     for way in ("tape", "forward mode"):

@@ -1,0 +1,422 @@
+"""How the arrays of one call go in and come out: structures, shapes, dtypes, and their errors.
+
+Every array has the shape `batch + event`. The batch is that of the call, without dimensions if an
+engine is called for one member. The event shape is that of a leaf of the arguments or of the value,
+or for a Jacobian that of a leaf of the value and then that of a leaf of the arguments.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick._arguments import shapes, structures
+from sgtrick._host import checks
+from sgtrick._host.arguments import Given
+from sgtrick._host.engine import QUESTIONS
+from sgtrick._types import Array, DTypeLike, Structure
+
+Shape = tuple[int, ...]
+# The arrays that make up an answer, such as the value and each gradient; None for unknown ones.
+Parts = list[Any]
+
+
+class Space:
+    """A structure of arrays: the arguments of an engine, or its value.
+
+    Attributes:
+        like: The structure, with None as its leaves.
+        paths: The names of its leaves.
+        shapes: Their event shapes, with None for a dimension that is only known when run.
+    """
+
+    def __init__(
+        self, like: Structure, paths: Sequence[str], shapes: Sequence[shapes.Shape]
+    ) -> None:
+        self.like, self.paths, self.shapes = like, paths, shapes
+        # A fast path for the usual cases.
+        self._is_flat = type(like) is tuple and all(child is None for child in like)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether this is one number."""
+        return self.like is None and self.shapes == [()]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all dimensions are known."""
+        return all(None not in shape for shape in self.shapes)
+
+    def pack(self, leaves: Sequence[Any]) -> Structure:
+        """The structure with these leaves."""
+        if self.like is None:
+            return leaves[0]
+        return tuple(leaves) if self._is_flat else tf.nest.pack_sequence_as(self.like, leaves)
+
+    def split(self, value: Structure, what: str) -> Sequence[Any]:
+        """The leaves of a structure like this one, which errors call `what`."""
+        return [value] if self.like is None else list(checks.split(value, self.like, what))
+
+
+def value_space(stated: Structure) -> Space:
+    """The space of a value, from `value_shape` of `from_numpy`.
+
+    Raises:
+        TypeError: It is neither a shape nor a structure of shapes.
+    """
+    structure = _with_leaves(stated, "value_shape")
+    leaves = list(structures.flatten(structure))
+    like = tf.nest.map_structure(lambda _: None, structure)
+    return Space(like, [path for path, _ in leaves], [tuple(s.as_list()) for _, s in leaves])
+
+
+def check_fills(value: Space, instead: float | None) -> None:
+    """Raises if a number is to replace a value of unknown shape."""
+    if instead is not None and not value.is_known:
+        raise ValueError(
+            f"on_error={instead!r} fills the value, so its shape must be known, but value_shape "
+            f"is {value.pack(value.shapes)}. Pass all dimensions, or leave on_error out."
+        )
+
+
+class Part(NamedTuple):
+    """One array of an answer: like a leaf of the value, or of the arguments, or a Jacobian.
+
+    Attributes:
+        row: The index of the leaf of the value, whose shape is in front; None without.
+        column: The index of the leaf that was sent, whose shape is behind; None without.
+        dtype: The dtype for TensorFlow.
+        failed: What fills it where the engine failed; None for the number that `on_error` states.
+    """
+
+    row: int | None
+    column: int | None
+    dtype: np.dtype[Any]
+    failed: float | None
+
+
+class Sent(NamedTuple):
+    """A leaf of the arguments that is sent to the engine, without its tensor.
+
+    Attributes:
+        path: Its name.
+        event: Its event shape.
+        dtype: That of its gradient; None for a leaf that is not floating.
+        is_point: Whether it has derivatives.
+        is_text: Whether bytes become text again.
+    """
+
+    path: str
+    event: shapes.Shape
+    dtype: DTypeLike | None
+    is_point: bool
+    is_text: bool
+
+
+class Layout:
+    """One kind of call of an engine: what it takes, and what it must return.
+
+    Leaves of the arguments are counted without those that are not sent: numbers and text of Python,
+    which the engine gets as they are.
+
+    Attributes:
+        name: The engine's name in errors.
+        leaves: The leaves that are sent.
+        value: The value.
+        value_dtype: That of the value.
+        point: The arguments that have gradients, as gradients and vectors are structured: if there
+            is one, it is not in a tuple.
+        places: The indices of the leaves that have derivatives, in the order of `point`.
+        data: The indices of other floating leaves.
+        lists: The names of arguments that are lists.
+    """
+
+    def __init__(self, name: str, given: Given, value: Space) -> None:
+        self.name, self.value, self.value_dtype = name, value, given.dtype
+        self._like = given.like
+        pairs = zip(given.names, given.like, strict=True)
+        self.lists = [key for key, like in pairs if isinstance(like, list)]
+        self._constants, self._sent = list[Any](), list[int | None]()  # for each leaf
+        self.leaves = list[Sent]()
+        for leaf in given.leaves:
+            self._sent.append(len(self.leaves) if leaf.is_tensor else None)
+            self._constants.append(None if leaf.is_tensor else leaf.x)
+            if leaf.is_tensor:
+                dtype = leaf.x.dtype.as_numpy_dtype if leaf.is_floating else None
+                self.leaves.append(Sent(leaf.path, leaf.event, dtype, leaf.is_point, leaf.is_text))
+        # A fast path for the usual case.
+        self._is_flat = len(given.like) == len(self.leaves) and None not in self._sent
+        self._is_flat &= not any(map(tf.nest.is_nested, given.like))
+        of_arguments = iter(range(len(given.leaves)))
+        own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in given.like]
+        like = tuple(given.like[i] for i in given.selected)
+        selected = [k for i in given.selected for k in own[i]]
+        self.point = Space(
+            like[0] if len(like) == 1 else like,
+            [given.leaves[k].path for k in selected],
+            [given.leaves[k].event for k in selected],
+        )
+        self._selected = [self._sent[k] for k in selected]
+        self.places = [k for k in self._selected if k is not None and self.leaves[k].is_point]
+        self.data = [
+            k for k, leaf in enumerate(self.leaves) if leaf.dtype is not None and not leaf.is_point
+        ]
+        # By question: a call takes microseconds.
+        self._taken: dict[str, list[tuple[str, int, bool, bool]]] = {}
+        self._answers: dict[str, list[Part]] = {}
+
+    def wide(self) -> "Layout":
+        """The same with a value in float64."""
+        other = copy.copy(self)
+        other.value_dtype, other._answers = np.float64, {}
+        return other
+
+    # What goes in.
+
+    def taken(self, key: str) -> list[tuple[str, int, bool, bool]]:
+        """The leaves with which a question is asked.
+
+        For each its name, its event dimensions, whether it is cast, and whether it is text.
+        """
+        if key not in self._taken:
+            taken = [
+                (leaf.path, len(leaf.event), leaf.dtype is not None, leaf.is_text)
+                for leaf in self.leaves
+            ]
+            for w in QUESTIONS[key].vectors:
+                if w == "u":
+                    of = zip(self.value.paths, self.value.shapes, strict=True)
+                    taken += [(f"u{path}", len(shape), True, False) for path, shape in of]
+                else:
+                    taken += [(f"{w} of {taken[k][0]}", *taken[k][1:]) for k in self.places]
+            self._taken[key] = taken
+        return self._taken[key]
+
+    def copies(self, key: str, arrays: Sequence[Array | bytes], dtype: DTypeLike) -> list[Array]:
+        """Copies for the engine, which may modify and keep them; the originals are TensorFlow's."""
+        return [
+            cast_copy(a, dtype) if cast else _copy(a, is_text)
+            for a, (_, _, cast, is_text) in zip(arrays, self.taken(key), strict=True)
+        ]
+
+    def batch_and_events(self, key: str, leaves: Sequence[Array]) -> tuple[Shape, list[Shape]]:
+        """The batch shape to which leaves broadcast, and their event shapes."""
+        fronts, events = [], []
+        for a, (_, n, _, _) in zip(leaves, self.taken(key), strict=True):
+            fronts.append(a.shape[: a.ndim - n])
+            events.append(a.shape[a.ndim - n :])
+        if not fronts or all(shape == fronts[0] for shape in fronts[1:]):
+            return fronts[0] if fronts else (), events
+        return np.broadcast_shapes(*fronts), events
+
+    def arguments(self, key: str, leaves: Sequence[Any]) -> Sequence[Structure]:
+        """The arguments of the function that answers."""
+        n = len(self.leaves)
+        given: Sequence[Structure] = leaves[:n]
+        if not self._is_flat:
+            pairs = zip(self._sent, self._constants, strict=True)
+            flat = [constant if k is None else leaves[k] for k, constant in pairs]
+            given = tf.nest.pack_sequence_as(self._like, flat)
+        vectors, rest = [], iter(leaves[n:])
+        for w in QUESTIONS[key].vectors:
+            if w == "u":
+                vectors.append(self.value.pack([next(rest) for _ in self.value.shapes]))
+            else:
+                of = [next(rest) if k in self.places else None for k in self._selected]
+                vectors.append(self.point.pack(of))
+        return [*given, *vectors]
+
+    # What comes out.
+
+    def answer(self, key: str) -> list[Part]:
+        """The parts of an answer."""
+        if key not in self._answers:
+            self._answers[key] = self._answer(key)
+        return self._answers[key]
+
+    def _answer(self, key: str) -> list[Part]:
+        points = [Part(None, k, np.dtype(self.leaves[k].dtype), np.nan) for k in self.places]
+        if not QUESTIONS[key].like_value:
+            return points
+        # A product alone may fail where the value is valid and has a slope, so it is NaN.
+        rows, failed = range(len(self.value.shapes)), None if QUESTIONS[key].is_first else np.nan
+        values = [Part(row, None, np.dtype(self.value_dtype), failed) for row in rows]
+        if key != "value and Jacobian":
+            return values
+        return values + [p._replace(row=row, failed=0.0) for row in rows for p in points]
+
+    def may_be_unknown(self, key: str) -> bool:
+        """Whether the answer has several gradients, of which some may be unknown."""
+        return sum(part.column is not None for part in self.answer(key)) > 1
+
+    def shapes(self, key: str, events: Sequence[Shape]) -> list[Shape]:
+        """The event shapes of the parts of an answer, with zero for unknown dimensions."""
+        rows = [tuple(n or 0 for n in shape) for shape in self.value.shapes]
+        return [
+            (() if p.row is None else rows[p.row]) + (() if p.column is None else events[p.column])
+            for p in self.answer(key)
+        ]
+
+    def parts(
+        self, key: str, answer: Structure, batch: Shape, events: Sequence[Shape]
+    ) -> tuple[Parts, list[int]]:
+        """The parts of an answer, checked, and the indices of unknown ones, which are NaN.
+
+        Raises:
+            TypeError: It is not made of real numbers, or there is no gradient.
+            ValueError: The shape or structure is wrong.
+        """
+        found = self._parts(key, answer, batch, events)
+        unknown = [k for k, part in enumerate(found) if part is None]
+        for k in unknown:
+            row, column, *_ = self.answer(key)[k]
+            assert column is not None
+            front = batch if row is None else found[row].shape
+            found[k] = np.full(front + events[column], np.nan)
+        return found, unknown
+
+    def _parts(self, key: str, answer: Structure, batch: Shape, events: Sequence[Shape]) -> Parts:
+        question = QUESTIONS[key]
+        if key == "value and Jacobian":
+            value, jacobian = self._pair(answer)
+            values = self._like_value(value, batch, events, question.what)
+            rows = [None] * len(values)
+            if jacobian is not None:  # else no argument has derivatives
+                rows = list(self.value.split(jacobian, f"the gradient of {self.name}"))
+            gradients: Parts = []
+            for path, row, y in zip(self.value.paths, rows, values, strict=True):
+                what = f"the gradient of value{path}" if path else "the gradient"
+                gradients += self._like_point(row, y.shape, events, what)
+            return values + gradients
+        if question.like_value:
+            events = events if question.is_first else ()
+            return self._like_value(answer, batch, events, question.what)
+        if answer is None:
+            raise TypeError(
+                f"{question.what} of {self.name} must be like the arguments, got None: did you "
+                "forget to return?"
+            )
+        return self._like_point(answer, batch, events, question.what)
+
+    def check_same(self, parts: Parts, ndims: int, columns: Parts, batch: Shape, what: str) -> None:
+        """Raises a ValueError if values of a member are not shaped like those in columns."""
+        for path, part, column in zip(self.value.paths, parts, columns, strict=False):
+            came, expected = part.shape[ndims:], column.shape[len(batch) :]
+            if came != expected:
+                raise ValueError(
+                    f"{what}{path} of {self.name} must have the same shape for all members of a "
+                    f"batch, got {shapes.show(expected)} and {shapes.show(came)}."
+                )
+
+    def _pair(self, answer: Structure) -> tuple[Structure, Structure]:
+        """The value and its gradient, from what an engine returned."""
+        if structures.is_pair(answer) and (answer[1] is not None or not self.places):
+            return answer[0], answer[1]
+        must = f"{self.name} must return (value, gradient), got {checks.show(answer)}"
+        if answer is None:
+            raise TypeError(f"{must}: did you forget to return?")
+        if isinstance(answer, tuple) and len(answer) > 2:
+            raise TypeError(
+                f"{must}. With several arguments the gradient is one tuple, and with several "
+                "outputs the value is one dict or tuple, whose shapes are value_shape."
+            )
+        raise TypeError(
+            f"{must}, a value without a gradient. Return both; or pass a function for the "
+            "gradient, as grad= or vjp=; or write the function in PyTorch or JAX, and let "
+            'from_torch or from_jax compute its gradient; or pass grad="3-point" for finite '
+            "differences; or, for a sampler that needs no gradient, return the value alone and "
+            "pass grad=False."
+        )
+
+    def _like_value(
+        self, value: Structure, batch: Shape, events: Sequence[Shape], what: str
+    ) -> Parts:
+        """The leaves of a value or tangent; `events` are for errors that name a likely cause."""
+        leaves = self.value.split(value, f"{what} of {self.name}")
+
+        def cause(came: Shape) -> str:
+            if not events or len(leaves) > 1:
+                return ""
+            return checks.cause_of_shape(came, batch, self.value.shapes[0], events)
+
+        return [
+            checks.real_array(leaf, batch + shape, f"{what}{path} of {self.name}", cause=cause)
+            for leaf, path, shape in zip(leaves, self.value.paths, self.value.shapes, strict=True)
+        ]
+
+    def _like_point(
+        self, gradient: Structure, front: Shape, events: Sequence[Shape], what: str
+    ) -> Parts:
+        """The gradients of the leaves that have derivatives, None for unknown ones.
+
+        `front` is the batch shape and, of a Jacobian, the shape of the value.
+        """
+        if gradient is None:
+            return [None] * len(self.places)
+        what, is_of_one = f"{what} of {self.name}", self.point.like is None
+        if is_of_one and isinstance(gradient, tuple) and len(gradient) == 1:
+            (gradient,) = gradient
+
+        def cause(_: Shape) -> str:
+            is_tuple = is_of_one and isinstance(gradient, tuple)
+            return _OF_ONE.format(self.name, *self.point.paths) if is_tuple else ""
+
+        found: Parts = []
+        leaves = self.point.split(gradient, what)
+        for k, leaf, path in zip(self._selected, leaves, self.point.paths, strict=True):
+            if k in self.places:
+                if leaf is not None or len(self.places) == len(self.value.shapes) == 1:
+                    leaf = checks.real_array(leaf, front + events[k], what, path, cause)
+                found.append(leaf)
+            elif k is not None and leaf is not None:
+                raise TypeError(
+                    f"{what} with respect to {path} must be None, got {checks.show(leaf)}: {path} "
+                    "has a dtype without derivatives. Return None there, or cast "
+                    f"{path} to a float."
+                )
+        return found
+
+
+_OF_ONE = (
+    " It is a tuple, and {0} was called with one argument that has gradients, {1}: return its "
+    "gradient alone."
+)
+
+
+def _with_leaves(stated: Structure, path: str) -> Structure:
+    """The structure with `tf.TensorShape`s as its leaves, since a tuple would be a structure."""
+    if isinstance(stated, tf.TensorShape):  # as a framework found it
+        return stated
+    if isinstance(stated, (tuple, list)) and all(
+        n is None or ((shapes.is_int(n) or isinstance(n, np.integer)) and n >= 0) for n in stated
+    ):
+        return tf.TensorShape(stated)
+    if isinstance(stated, Mapping) and stated:
+        return {key: _with_leaves(child, f"{path}[{key!r}]") for key, child in stated.items()}
+    if isinstance(stated, (tuple, list)):
+        make = getattr(stated, "_make", type(stated))
+        return make(_with_leaves(child, f"{path}[{i}]") for i, child in enumerate(stated))
+    raise TypeError(
+        f"{path} must be a tuple of ints, such as (3,), or a dict or tuple of such tuples, got "
+        f"{stated!r}. The batch is not part of it."
+    )
+
+
+def _copy(array: Any, is_text: bool) -> Array:
+    """A copy in its own dtype."""
+    # As a NumPy string, bytes would lose trailing zeros.
+    a = np.array(array, object if isinstance(array, bytes) else None)
+    if is_text:
+        for i, text in np.ndenumerate(a):
+            a[i] = text.decode()
+    return a
+
+
+def cast_copy(array: Any, dtype: DTypeLike) -> Array:
+    """A copy in this dtype."""
+    if array.dtype == dtype:
+        return np.array(array)
+    with np.errstate(all="ignore"):  # numbers outside the range of a narrower dtype overflow
+        return np.array(array, dtype)

@@ -1,0 +1,384 @@
+"""Calls an engine for the members of a batch: in order, on an executor, or for all at once."""
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from sgtrick._arguments import calls, structures
+from sgtrick._host import reticulate
+from sgtrick._host.engine import QUESTIONS, Engine, WrongUseError
+from sgtrick._host.layout import Layout, Parts, Shape, cast_copy
+from sgtrick._types import Args, Array, Function, Structure
+
+# Mistakes in the code of an engine, to which `on_error` does not apply.
+_MISTAKES = (NameError, AttributeError, ImportError, SyntaxError)
+
+
+def ask(
+    engine: Engine, layout: Layout, key: str, *arrays: Array | bytes, step: str = ""
+) -> list[Array]:
+    """The answer of an engine to a question for all members of a batch, for TensorFlow.
+
+    Args:
+        engine: The engine.
+        layout: How the arrays form its arguments, and what it must return.
+        key: The question.
+        arrays: The leaves of the arguments and then those of vectors, with equally many batch
+            dimensions, which are broadcast.
+        step: For points around the one that was asked for, what errors say of them.
+
+    Returns:
+        The parts of the answer; if gradients may be unknown, which of them are, `[batch..., n]`;
+        and where a number has replaced the answer, if it is a value and one is stated.
+    """
+    call = _Call(engine, layout, key, step)
+    with engine.turn():
+        begin = time.perf_counter()
+        try:
+            parts = call.of_batch(arrays)
+            # Copies, as engines may return the same buffer each time.
+            return list(map(cast_copy, parts, call.dtypes))
+        finally:
+            for future in call.running:
+                future.cancel()
+            counts = {QUESTIONS[key].counter: call.calls, "seconds": time.perf_counter() - begin}
+            engine.count(failures=call.failures, **counts)
+
+
+class _Failure(NamedTuple):
+    """What an engine raised."""
+
+    error: Exception
+
+
+class _Call:
+    """The calls that answer one question."""
+
+    def __init__(self, engine: Engine, layout: Layout, key: str, step: str) -> None:
+        self._engine, self._layout, self._key, self._step = engine, layout, key, step
+        self._functions, question = engine.functions[key], QUESTIONS[key]
+        self._what = f"{question.argument} of {layout.name}" if question.argument else layout.name
+        answer, instead = layout.answer(key), engine.instead
+        self._numbers = [(instead or 0.0) if p.failed is None else p.failed for p in answer]
+        self._may_be_unknown = layout.may_be_unknown(key)
+        self._tells_failures = question.is_first and instead is not None
+        told = [np.dtype(bool)] * (self._may_be_unknown + self._tells_failures)
+        self.dtypes = [*(part.dtype for part in answer), *told]
+        self.running: list[futures.Future[Structure]] = []
+        self.calls, self.failures = 0, 0
+
+    def of_batch(self, arrays: Sequence[Array | bytes]) -> Parts:
+        """The answer for all members."""
+        engine, layout, key = self._engine, self._layout, self._key
+        leaves = layout.copies(key, arrays, engine.dtype)
+        batch, events = layout.batch_and_events(key, leaves)
+        if not engine.vectorized or 0 in batch:
+            return self._of_members(arrays, leaves, batch, events)
+        if not engine.broadcasts:
+            whole = [batch + event for event in events]
+            leaves = [
+                a if a.shape == shape else np.broadcast_to(a, shape)  # a view takes no memory
+                for a, shape in zip(leaves, whole, strict=True)
+            ]
+            leaves = leaves if batch else [a[()] for a in leaves]  # numbers, not arrays
+        answer = self._answered(self._started(leaves))
+        if not isinstance(answer, _Failure):
+            parts, unknown = layout.parts(key, answer, batch, events)
+            return self._told(parts, arrays, batch, unknown={(): unknown})
+        if self._replaces(answer) and math.prod(batch) > 1:
+            # One bad member must not reject the others. The failed call may have modified
+            # `leaves`, so copy them again.
+            leaves = layout.copies(key, arrays, engine.dtype)
+            return self._of_members(arrays, leaves, batch, events)
+        self._fail(answer, arrays)
+        columns = self._columns(batch, layout.shapes(key, events))
+        return self._told(columns, arrays, batch, failed=[()])
+
+    def _of_members(
+        self,
+        arrays: Sequence[Array | bytes],
+        leaves: Sequence[Array],
+        batch: Shape,
+        events: Sequence[Shape],
+    ) -> Parts:
+        """The answers for each member, joined. A vectorized engine gets batches of one."""
+        layout, key = self._layout, self._key
+        one = (1,) * len(batch) if self._engine.vectorized else ()
+        shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
+        is_plain = not (one or any(shared))
+
+        def start(i: Shape) -> Callable[[], Structure]:
+            if is_plain:  # a fast path for the usual case
+                return self._started([a[i] for a in leaves])
+            pairs = zip(leaves, shared, strict=True)
+            return self._started([_of(i, a, is_shared, one) for a, is_shared in pairs])
+
+        places = list(itertools.product(*map(range, batch)))
+        results = map(start, places)
+        columns: Parts = []
+        failed, unknown = list[Shape](), dict[Shape, list[int]]()
+        for i, result in zip(
+            places, list(results) if self._engine.is_concurrent else results, strict=True
+        ):
+            answer = self._answered(result)
+            if isinstance(answer, _Failure):
+                self._fail(answer, arrays, i)
+                failed.append(i)
+                continue
+            parts, none = layout.parts(key, answer, one, events)
+            if none:
+                unknown[i] = none
+            if not columns:
+                columns = self._columns(batch, [part.shape[len(one) :] for part in parts])
+            elif QUESTIONS[key].like_value and not layout.value.is_known:
+                layout.check_same(parts, len(one), columns, batch, QUESTIONS[key].what)
+            for column, part in zip(columns, parts, strict=True):
+                column[(*i, ...)] = part
+        columns = columns or self._columns(batch, layout.shapes(key, events))
+        return self._told(columns, arrays, batch, failed, unknown)
+
+    def _columns(self, batch: Shape, shapes: Sequence[Shape]) -> Parts:
+        """The parts if all calls fail. float64 holds results of any dtype until all have come."""
+        return [np.full(batch + s, number) for s, number in zip(shapes, self._numbers, strict=True)]
+
+    def _told(
+        self,
+        parts: Parts,
+        arrays: Sequence[Array | bytes],
+        batch: Shape,
+        failed: Sequence[Shape] = (),
+        unknown: Mapping[Shape, Sequence[int]] = MappingProxyType({}),
+    ) -> Parts:
+        """The parts, and what is told of them.
+
+        Args:
+            parts: The parts.
+            arrays: What the engine was asked with, for warnings.
+            batch: The batch shape.
+            failed: The members for which it failed.
+            unknown: For members the indices of parts that it does not know.
+        """
+        told: Parts = []
+        if self._may_be_unknown:
+            told.append(np.zeros((*batch, len(parts)), bool))
+            for i, ks in unknown.items():
+                told[0][(*i, ..., ks)] = True
+        if self._tells_failures:
+            told.append(np.zeros(batch, bool))
+            for i in failed:
+                told[-1][i] = True
+        if not self._step:
+            all_unknown = set(itertools.chain(*unknown.values()))
+            known = [part for k, part in enumerate(parts) if k not in all_unknown]
+            note_nonfinite(self._engine, self._layout, self._key, known, arrays, batch, failed)
+        return parts + told
+
+    def _started(self, leaves: Sequence[Array]) -> Callable[[], Structure]:
+        """Starts a call if there is an executor; returns a function that returns its result."""
+        if len(self._functions) == 1:
+            return self._call(self._functions[0], leaves)
+        # Neither function sees how the other modifies its arguments.
+        copies = [
+            a.copy() if isinstance(a, np.ndarray) and a.flags.writeable else a for a in leaves
+        ]
+        f, grad = self._functions
+        value, gradient = self._call(f, leaves), self._call(grad, copies)
+        return lambda: (_own(value()), gradient())
+
+    def _call(self, f: Function, leaves: Sequence[Array]) -> Callable[[], Structure]:
+        engine, arguments = self._engine, self._layout.arguments(self._key, leaves)
+        if (id(f), len(arguments)) not in engine.callable:
+            self._check_arguments(f, arguments)
+            engine.callable.add((id(f), len(arguments)))
+        if engine.executor is None:
+            return partial(f, *arguments)
+        try:
+            self.running.append(engine.executor.submit(_Owning(f), *arguments))
+        except Exception as error:
+            raise RuntimeError(_lost(self._layout.name, error)) from error
+        return self.running[-1].result
+
+    def _answered(self, result: Callable[[], Structure]) -> Structure:
+        """What the engine returned, or a `_Failure`.
+
+        Args:
+            result: Makes the call, or waits for the executor.
+
+        Raises:
+            RuntimeError: The executor did not answer.
+        """
+        self.calls += 1
+        try:
+            return result()
+        except (reticulate.WrongThreadError, WrongUseError):
+            raise  # not a failure at this point: the engine could not be called, or never works
+        except Exception as error:
+            lost = isinstance(error, (futures.BrokenExecutor, futures.CancelledError))
+            if lost and self._engine.executor is not None:
+                raise RuntimeError(_lost(self._layout.name, error)) from error
+            return _Failure(error)
+
+    def _replaces(self, failure: _Failure) -> bool:
+        """Whether `on_error` replaces what the engine would have returned."""
+        return self._engine.instead is not None and not isinstance(failure.error, _MISTAKES)
+
+    def _fail(self, failure: _Failure, arrays: Sequence[Array | bytes], i: Shape = ()) -> None:
+        """Counts a failed call; raises unless a number replaces its value."""
+        self.failures += 1
+        is_of_type = isinstance(failure.error, TypeError)
+        hint = "".join(map(_LIST.format, self._layout.lists if is_of_type else ()))
+        given = shown(self._layout, self._key, arrays, i)
+        message = f"{self._what} raised {said(failure.error)}{given}{self._step}{hint}"
+        if not self._replaces(failure):
+            raise RuntimeError(message) from failure.error
+        self._engine.warn_once("failure", f"{_REPLACES} {message}")
+
+    def _check_arguments(self, f: Function, arguments: Sequence[Structure]) -> None:
+        signature = calls.signature_of(f)
+        try:
+            if signature is not None:
+                signature.bind(*arguments)
+        except TypeError as error:
+            is_several = len(self._layout.point.paths) > 1
+            like_arguments = is_several and set(QUESTIONS[self._key].vectors) & {"t", "v"}
+            raise WrongUseError(
+                f"{self._what} is called with {len(arguments)} arguments by position, but "
+                f"{calls.name_of(f)}{signature} does not take them: {error}."
+                + " Vectors like several arguments are one tuple."
+                * bool(like_arguments)
+            ) from None
+
+
+_REPLACES = "on_error replaces the first failure. All are counted, in `failures`."
+_LIST = (
+    "\n{0} is a list, which is a structure. If it is one array, pass it as tf.stack of the list."
+)
+
+
+def note_nonfinite(
+    engine: Engine,
+    layout: Layout,
+    key: str,
+    parts: Parts,
+    arrays: Sequence[Array | bytes],
+    batch: Shape,
+    but: Sequence[Shape] = (),
+) -> None:
+    """Counts the members for which a part is not finite, and warns of the first.
+
+    Args:
+        engine: The engine.
+        layout: How the arrays form its arguments.
+        key: The question.
+        parts: Parts of the answer.
+        arrays: What was asked with.
+        batch: The batch shape.
+        but: Members that are not counted.
+    """
+    wrong: Any = None
+    for part in parts:
+        finite = np.isfinite(part)
+        if not finite.all():
+            wrong = np.zeros(batch, bool) if wrong is None else wrong
+            wrong |= ~finite.reshape((*batch, -1)).all(-1)
+    if wrong is None:
+        return
+    for i in but:
+        wrong[i] = False
+    n = len(layout.leaves)
+    for a, (_, ndims, *_) in zip(arrays[n:], layout.taken(key)[n:], strict=False):
+        # With a vector that is not finite, nothing else can be expected.
+        finite = np.isfinite(a)
+        wrong = wrong & finite.reshape((*finite.shape[: finite.ndim - ndims], -1)).all(-1)
+    if np.any(wrong):
+        engine.count(nonfinite=int(np.count_nonzero(wrong)))
+        given = shown(layout, key, arrays, tuple(np.argwhere(wrong)[0]))
+        engine.warn_once("nonfinite", _NONFINITE.format(layout.name, given))
+
+
+_NONFINITE = (
+    "{0} returned a value or a derivative that is not finite. This is the first; all are counted, "
+    "in `nonfinite`.{1}"
+)
+
+
+def shown(layout: Layout, key: str, arrays: Sequence[Array | bytes], i: Shape) -> str:
+    """What an engine was called with for member `i`, in errors."""
+    show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
+    lines = [
+        f"\n  {path} = {show(np.asarray(_of(i, np.asarray(a))))}"
+        for (path, *_), a in zip(layout.taken(key), arrays, strict=False)
+    ]
+    return "".join(lines)
+
+
+class _Owning:
+    """A function whose results are copied by its worker, before that makes the next call.
+
+    The function may return the same array each time. A worker in another process gets the function
+    itself: its results are copied on the way here, and it need not have this library.
+    """
+
+    def __init__(self, f: Function) -> None:
+        self._f, self.__name__ = f, calls.name_of(f)  # the name is shown by clusters
+
+    def __call__(self, *arguments: Structure) -> Structure:
+        return _own(self._f(*arguments))
+
+    def __reduce__(self) -> Args:
+        return partial, (self._f,)
+
+
+def _own(returned: Structure) -> Structure:
+    """The same numbers in memory of our own, as far as these are numbers."""
+    if returned is None or isinstance(returned, (float, int)):
+        return returned
+    if isinstance(returned, np.ndarray):
+        return returned.copy()
+    is_structure = isinstance(returned, (tuple, list, Mapping)) or structures.is_object(returned)
+    if is_structure:  # for tf.nest, buffers such as memoryview are structures too
+        return tf.nest.map_structure(_own, returned)
+    with contextlib.suppress(Exception):  # what is no array will be refused
+        array = np.array(returned)
+        return array if array.dtype.kind in "fiu" else returned
+    return returned
+
+
+def _of(i: Shape, a: Array, shared: bool = True, one: Shape = ()) -> Any:
+    """The part of a leaf for member `i`: an array, or a number of NumPy.
+
+    A shared leaf is copied, so that each member may modify its own copy. `one` is the batch shape
+    of a batch of one.
+    """
+    if shared:
+        i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
+    own = a[i]
+    if shared and isinstance(own, np.ndarray):
+        own = own.copy()
+    return np.reshape(own, one + np.shape(own)) if one else own
+
+
+def _lost(name: str, error: BaseException) -> str:
+    """The message for an executor that did not answer."""
+    # A pool that cannot unpickle an answer tells why in the traceback that is its cause.
+    cause = f"\n{error.__cause__}" if error.__cause__ else ""
+    return (
+        f"{name} got no answer from its executor: {said(error).rstrip('.')}. A worker has died or "
+        "could not load the engine, the engine cannot be sent to it, the executor is shut down, or "
+        "an exception or a result could be pickled by the worker but not unpickled here: raise one "
+        f"of Python's built-in exceptions, such as ArithmeticError(str(error)).{cause}"
+    )
+
+
+def said(error: BaseException) -> str:
+    """The kind and message of an error."""
+    return f"{type(error).__name__}: {error}"
