@@ -103,6 +103,7 @@ class TestRight:
         assert check_gradient(lambda ab: ab[0] * ab[1], [2.0, 3.0]).passed
         assert check_gradient(lambda a: a[0] * a[1], ((2.0, 3.0),)).passed
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("case", "mode"), spread(HARD, ["full", "random"], together=1))
     def test_is_told_from_one_that_is_1_percent_off(self, case, mode):
         f, gradient, x = HARD[case]
@@ -253,6 +254,7 @@ class TestUnconnected:
 
 
 class TestOrder2:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("f", "mode"),
         [(density, "random"), (lambda x: tf.sin(x) * tf.reduce_sum(x), "full")],

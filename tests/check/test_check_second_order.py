@@ -154,6 +154,7 @@ class TestWrong:
 
 
 class TestRefused:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("case", "mode"), [("from_numpy", "random"), *((case, "full") for case in REFUSED)]
     )

@@ -62,15 +62,18 @@ def is_valid(law, way, first, name, _):
     return law is not reverse_over_forward or way != "around tf.function"
 
 
-CASES = spread(
-    LAWS,
-    [way for way in WAYS if "vectorized_map" not in way],
-    [first for first in GIVEN if "point" not in first],
-    MODELS,
-    [True, False],
-    together=3,
-    valid=is_valid,
-) + [
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.long] * (case[1] == "around tf.function"))
+    for case in spread(
+        LAWS,
+        [way for way in WAYS if "vectorized_map" not in way],
+        [first for first in GIVEN if "point" not in first],
+        MODELS,
+        [True, False],
+        together=3,
+        valid=is_valid,
+    )
+] + [
     pytest.param(law, "around vectorized_map", first, name, True, marks=pytest.mark.long)
     for law, first, name in (
         (reverse_over_reverse, "grad", "array"),

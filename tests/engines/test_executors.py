@@ -80,6 +80,7 @@ def executor(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.long
 def test_the_same_draws_as_without(executor):
     h, alone = (sgtrick.from_numpy(engines.normal, executor=e) for e in (executor, None))
     np.testing.assert_array_equal(draws(h), draws(alone))
@@ -165,7 +166,7 @@ def has_what_it_needs(law, given, name, serial, vectorized, way):
 CASES = spread(
     [gradients, by_forward_mode, reverse_over_reverse],
     GIVEN, MODELS, SERIAL, [True, False], ["eager", "in tf.function"],
-    together=3, valid=has_what_it_needs,
+    valid=has_what_it_needs,
 )  # fmt: skip
 
 

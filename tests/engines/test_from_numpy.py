@@ -283,6 +283,7 @@ class TestOneAtATime:
 STEP = tf.constant(0.3, tf.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kernel", "shape", "calls"),
     [

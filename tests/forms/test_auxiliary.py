@@ -62,6 +62,7 @@ class TestInEveryWay:
             around = MODES[mode](WHERE[where](f))
             assert verdict(around, exact(1)) in {"raises", "NaN"}
 
+    @pytest.mark.long
     def test_the_value_alone_is_right(self, form, where, mode):
         f = alone(FORMS[form])
         assert verdict(WHERE[where](MODES[mode](f)), exact(1)) == "right"

@@ -112,6 +112,7 @@ def test_second_derivatives(name, place, way):
         assert came(run, X) == "right"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "closed_over", "place"),
     spread([*FUNCTIONS], ["variable", "table"], ["cond", "while_loop"]),

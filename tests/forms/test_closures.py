@@ -196,6 +196,7 @@ def test_with_forward_mode(given, name, way, modes, by):
 class TestPassed:
     """What is passed and has no rule."""
 
+    @pytest.mark.long
     @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "XLA"])
     @pytest.mark.parametrize("name", PASSED)
     def test_and_is_closed_over_as_well(self, name, way):
@@ -239,6 +240,7 @@ class TestTensors:
             np.testing.assert_allclose(run(X, A), expected(by), rtol=1e-12)
         assert is_loud(chain([reverse] * 2, (1, 0))(f), X, A)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("name", "way", "modes"),
         spread(

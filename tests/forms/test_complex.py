@@ -131,6 +131,7 @@ class TestComplexValuesOfRealPoints:
 
         return f
 
+    @pytest.mark.long
     @WRAPS
     @pytest.mark.parametrize("product", [False, True])
     def test_second_derivatives(self, product, wrap):

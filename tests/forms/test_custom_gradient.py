@@ -300,6 +300,7 @@ def test_arguments_without_derivatives(x):
 class TestValues:
     """`h == fx` whatever the rest holds, and no NaN in a gradient that is not one."""
 
+    @pytest.mark.long
     def test_the_value_survives(self, embedded):
         kinds = [1.0, -0.0, INF, -INF, NAN], [1.0, INF, -INF, NAN], [0.0, 1e308, INF, -INF, NAN]
         fx, gx, x = np.array(list(itertools.product(*kinds))).T

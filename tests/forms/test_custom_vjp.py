@@ -92,6 +92,7 @@ def cosine(x):
 sine, cosine = custom_vjp(sine), custom_vjp(cosine)
 
 
+@pytest.mark.long
 @WRAPS_AND_XLA
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_rules_that_call_each_other(order, wrap):

@@ -186,6 +186,7 @@ FUSED = [
 class TestFusedBackprop:
     """TensorFlow's way to a second derivative: the inner function closes over `x_grad`."""
 
+    @pytest.mark.long
     def test_second_derivatives_are_those_of_the_inner_rule(self, decorator, fused, wrap):
         op = fused(DECORATORS[decorator], lambda ddy, _: 7 * ddy)
         x = tf.constant([0.3, 1.2], tf.float64)
@@ -204,6 +205,7 @@ class TestFusedBackprop:
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.long
 @WRAPS_AND_XLA
 @pytest.mark.parametrize("fused", [with_fused_backprop, with_transpose])
 def test_fused_backprop_where_tensorflow_drops_it(fused, wrap):

@@ -155,6 +155,7 @@ MADE = {
 }
 
 
+@pytest.mark.long
 @WRAPS
 @pytest.mark.parametrize("make", [sgtrick.with_gradient, tangent_form])
 @pytest.mark.parametrize(("made_by", "true", "orders"), MADE.values(), ids=MADE)
@@ -319,6 +320,7 @@ class TestCustomJvp:
         by_y = way(f, 1)(x, y)
         assert by_y is None or not np.any(by_y)
 
+    @pytest.mark.long
     @WRAPS
     @MODES
     def test_a_linear_rule_that_calls_its_function(self, wrap, derivative):
@@ -347,6 +349,7 @@ class TestCustomJvp:
         "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
     }
 
+    @pytest.mark.long
     @pytest.mark.parametrize("way", AT_FUNCTIONS.values(), ids=AT_FUNCTIONS)
     @pytest.mark.parametrize("as_rule", EXECUTED.values(), ids=EXECUTED)
     def test_within_itself_for_another_function(self, way, as_rule):
@@ -366,6 +369,7 @@ class TestCustomJvp:
         for f in (lambda x: at(x, twice), lambda x: at(x, lambda a: at(a, twice))):
             np.testing.assert_allclose(way(f)(x), tf.sin(x) + x * tf.cos(x), rtol=1e-12)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("way", AT_FUNCTIONS.values(), ids=AT_FUNCTIONS)
     @pytest.mark.parametrize("as_rule", EXECUTED.values(), ids=EXECUTED)
     @pytest.mark.parametrize("first", [True, False])

@@ -94,6 +94,7 @@ AROUND = {
 }
 
 
+@pytest.mark.long
 @WRAPS
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_within_what_is_mapped(around, wrap):

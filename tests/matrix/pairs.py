@@ -28,6 +28,14 @@ TELLING = {
 }
 # They take some seconds for each case.
 SLOW = {
+    "`tape.batch_jacobian`",
+    "nested tapes around `vectorized_map`",
+    "nested tapes around a `tf.function`",
+    "nested tapes over a square around a `tf.function`",
+    "forward over reverse",
+    "forward over reverse in `tf.function`",
+    "tape around `vectorized_map` in XLA",
+    "TFLite, the value",
     "nested tapes through `tf.while_loop`",
     "forward over forward",
     "forward over forward in `tf.function`",

@@ -21,6 +21,7 @@ def test_value_form(case, cell):
     assert judge(cell, case) in promised(cell, case)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("formula_alone")
 @pytest.mark.parametrize(("case", "cell"), FORMULA_ALONE, ids=lambda of: of.name)
 def test_formula_alone(case, cell):

@@ -126,6 +126,7 @@ class TestBlocks:
         assert (found if found is None else found.numpy()) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("outer", "middle", "wrap", "product"),
     spread(
@@ -168,6 +169,7 @@ def test_row_by_row_in_a_loop(shape, wrap):
     np.testing.assert_allclose(hessian(x), expected, rtol=1e-12)
 
 
+@pytest.mark.long
 @WRAPS
 @pytest.mark.parametrize("is_rank_known", [True, False], ids=["rank", "unknown rank"])
 @pytest.mark.parametrize("is_product", [False, True], ids=["blocks", "product"])
@@ -202,6 +204,7 @@ def test_of_a_batch_that_shares_a_leaf(is_product, is_rank_known, wrap):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("direction", [1 + 0j, 1j, 1 - 1j, 2 + 1j])
 def test_complex_ones_by_the_formula_alone_are_not_finite(direction, order, formula_alone):
@@ -328,6 +331,7 @@ class TestHessiansOfTheHost:
             "forward over forward": lambda x: pushed(lambda x: pushed(h, x, v), x, v),
         }
 
+    @pytest.mark.long
     @KINDS
     @WRAPS
     def test_in_every_mode(self, kind, wrap):

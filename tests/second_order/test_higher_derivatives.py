@@ -151,6 +151,7 @@ class TestTapesAroundForwardMode:
         ),
     }
 
+    @pytest.mark.long
     @pytest.mark.parametrize("form", SHARED.values(), ids=SHARED)
     def test_around_vectorized_map(self, form):
         """By the point, which is another for each member, and by what the members share."""
@@ -178,6 +179,7 @@ class TestTapesAroundForwardMode:
         "by a form": derivative(FIRST_ORDER["custom_gradient"]),
     }
 
+    @pytest.mark.long
     @WRAPS
     @pytest.mark.parametrize("slope", SLOPES.values(), ids=SLOPES)
     def test_of_a_slope_that_is_lost_beside_another_factor(self, slope, wrap):
@@ -202,6 +204,7 @@ class TestTapesAroundForwardMode:
         else:
             assert verdict(wrap(by_x), 2 * exact(2)) in LOUD
 
+    @pytest.mark.long
     @WRAPS
     @pytest.mark.parametrize("name", EVERY_ORDER)
     def test_where_the_point_is_its_own_tangent(self, name, wrap):
@@ -299,12 +302,14 @@ class TestJvpRules:
         form.defjvp(lambda primals, tangents: (None, through(tangents[0], slope(primals[0]))))
         assert verdict(self.WAYS[way](form), exact(2)) == "right"
 
+    @pytest.mark.long
     @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "XLA"])
     def test_which_are_functions(self, way):
         form = sgtrick.custom_jvp(hidden)
         form.defjvp(tf.function(lambda p, t: (hidden(p[0]), slope(p[0]) * t[0])))
         assert verdict(self.WAYS[way](form), exact(2)) == "right"
 
+    @pytest.mark.long
     @pytest.mark.parametrize("way", WAYS)
     def test_which_call_their_function(self, way):
         """For a value that has a derivative by the rule, not by how it was computed."""

@@ -134,6 +134,7 @@ OF_TWO = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "modes", "way"),
     spread(OF_TWO, itertools.product(MODES, repeat=2), ["eager", "in tf.function", "in XLA"]),
@@ -169,6 +170,7 @@ def test_along_the_point_alone(name, outer, way):
     np.testing.assert_allclose(run(constant(X), constant(W)), EXACT["xx"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masked", [-np.inf, np.nan, np.finfo(float).min])
 @pytest.mark.parametrize("way", ["around tf.function", "in XLA"])
 @pytest.mark.parametrize("name", OF_TWO)

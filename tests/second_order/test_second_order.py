@@ -205,6 +205,7 @@ class TestLoud:
         x = tf.constant(POINTS)
         np.testing.assert_allclose(wrap(run)(x), [0 * POINTS, exact(1)], rtol=1e-12)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("around", "wrap"),
         # Forward mode over a mapped function takes TensorFlow ten seconds in eager execution.
@@ -472,6 +473,7 @@ class TestNoFalseAlarms:
         assert np.all(draws[0] != POINTS)
         np.testing.assert_allclose(by_x, 2 * POINTS)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("jit", [False, True])
     @pytest.mark.parametrize("name", ["custom_gradient", "with_gradient, stopped"])
     def test_fit_of_keras(self, name, jit):

@@ -63,6 +63,7 @@ def log_normal(x):
     return -0.5 * tf.reduce_sum(x**2, -1), -x
 
 
+@pytest.mark.long
 def test_an_autobatched_model_with_a_vectorized_engine():
     """And another density with a gradient of its own."""
     zero = tf.constant(0.0, tf.float64)

@@ -91,6 +91,7 @@ def test_matrix(case, cell):
 
 
 class TestJointDistributions:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("kind", "dtype", "wrap"),
         spread(KINDS, [tf.float32, tf.float64], [lambda f: f, tf.function]),
@@ -127,6 +128,7 @@ class TestJointDistributions:
         assert (nothing.shape, nothing.dtype) == ((5, 0), tf.float64)
         np.testing.assert_array_equal(x, draw(other)[0])
 
+    @pytest.mark.long
     @EVERY_KIND
     def test_log_density(self, kind):
         def density(x):
@@ -175,6 +177,7 @@ class TestJointDistributions:
         assert isinstance(distributions.end, Factor)
         np.testing.assert_allclose(distributions.end.log_factor, tf.sin(values.x))
 
+    @pytest.mark.long
     @WRAPS
     def test_gradients_reach_what_feeds_the_host(self, wrap):
         scale, shift = tf.Variable(1.5, dtype=tf.float64), tf.Variable([0.1, 0.2], dtype=tf.float64)

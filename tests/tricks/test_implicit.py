@@ -103,6 +103,7 @@ def test_equals_autodiff_of_an_unrolled_solver(batch_ndims):
         assert np.abs(b).max() > 0.1
 
 
+@pytest.mark.long
 @WRAPS
 def test_every_order(wrap):
     """Cube roots, whose derivatives are known."""
@@ -218,6 +219,7 @@ class TestVariables:
 
         return run
 
+    @pytest.mark.long
     @WRAPS
     @pytest.mark.parametrize("trainable", [True, False])
     @pytest.mark.parametrize("reader", READERS)
@@ -225,6 +227,7 @@ class TestVariables:
         run = wrap(self.run(READERS[reader], trainable=trainable))
         np.testing.assert_allclose(run(tf.constant(4.0)), self.DERIVATIVES, rtol=1e-6)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("trainable", [True, False])
     def test_in_forward_mode_and_again(self, trainable):
         v = tf.Variable(1.0, trainable=trainable)
@@ -235,6 +238,7 @@ class TestVariables:
         second = grad(lambda v: grad(lambda _: root(), v), v)
         np.testing.assert_allclose(second, 1.5, rtol=1e-6)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("reader", READERS)
     def test_are_an_error_if_they_were_assigned(self, reader):
         run = lambda: self.run(READERS[reader], then=lambda v: v.assign(100.0))  # noqa: E731
