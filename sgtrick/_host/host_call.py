@@ -57,6 +57,8 @@ class HostCall(NamedTuple):
         # TensorFlow allows no new captures.
         if not tf.executing_eagerly():
             host_calls.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
+            # Whatever these are inputs of does not call the host with what has derivatives.
+            outputs = list(map(tf.stop_gradient, outputs))
         values = outputs[:n]
         told = Told(outputs[n:m], outputs[m:k], outputs[k:], values if is_apart else [])
         return [tf.cast(y, layout.value_dtype) for y in values] if is_apart else values, told
