@@ -70,7 +70,6 @@ CASES = [
         [first for first in GIVEN if "point" not in first],
         MODELS,
         [True, False],
-        together=3,
         valid=is_valid,
     )
 ] + [

@@ -4,6 +4,7 @@ import pytest
 
 from matrix import CELLS, judge
 from matrix.facts import FACTS
+from matrix.pairs import TELLING
 from matrix.table import ABOVE, PAGE, tables
 from matrix.values import comparison_cases
 
@@ -15,9 +16,17 @@ def test_the_page_has_the_tables():
     assert shown.strip() == tables().strip(), "in tests/: python -m matrix.table"
 
 
+def is_judged(library, cell, problem):
+    """sgtrick's one is in test_value_matrix.py; Keras takes the way of TensorFlow, and does so here."""
+    if library == "keras":
+        return cell.name in TELLING
+    return library != "sgtrick" or problem != "one"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("problem", CASES)
 @pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: cell.name)
 def test_the_facts(cell, problem):
-    found = {library: judge(cell, case) for library, case in CASES[problem].items()}
-    assert found == {library: fact(cell, problem) for library, fact in FACTS.items()}
+    cases = {name: case for name, case in CASES[problem].items() if is_judged(name, cell, problem)}
+    found = {library: judge(cell, case) for library, case in cases.items()}
+    assert found == {library: FACTS[library](cell, problem) for library in cases}
