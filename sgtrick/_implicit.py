@@ -248,7 +248,10 @@ def _root(
     solve_rows = rows.solving(solve) if solve else functools.partial(_eliminated, name)
     varying = connections.varying(traced.captured, traced.inner)
     calls_host = connections.Subgraph(traced.outputs[0]).host_sees([*traced.inputs, *varying])
-    equation = _Equation(name, r, traced.handles, calls_host, solve_rows)
+    # The caller's solve may use any tensor, and the residual some that are no inputs of a rule.
+    fixed = [t for t, live in zip(traced.captured, is_live, strict=True) if not live]
+    is_local = solve is None and all(graphs.operation(t) is None for t in fixed)
+    equation = _Equation(name, r, traced.handles, calls_host, solve_rows, is_local)
     reads = list(map(tapes.read, traced.handles))
     return rows.unpack(_solution(equation, x, [*thetas, *closed, *reads]))
 
@@ -262,6 +265,7 @@ class _Equation(NamedTuple):
         handles: The handles of these variables.
         calls_host: Whether a host call makes the residual of something that may be differentiated.
         solve: From the product of vectors with a matrix, and `b`, to the solution of a system.
+        is_local: See `Rule`.
     """
 
     name: str
@@ -269,6 +273,7 @@ class _Equation(NamedTuple):
     handles: Sequence[Tensor]
     calls_host: bool
     solve: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+    is_local: bool
 
     def sources(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What tapes differentiate with respect to: the inputs, but variables themselves."""
@@ -306,7 +311,8 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
             r = equation.r(root, at)
         return list(tape.gradient(r, sources, w))
 
-    (solution,) = keep([tf.stop_gradient(x)], inputs, Rule(equation.name, pull, is_local=True))
+    rule = Rule(equation.name, pull, is_local=equation.is_local)
+    (solution,) = keep([tf.stop_gradient(x)], inputs, rule)
     return solution
 
 
@@ -343,7 +349,9 @@ def _linear(
         return [v, *tape.gradient(pulled, sources, right)]
 
     (solution,) = keep(
-        [tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull, is_local=True)
+        [tf.stop_gradient(w)],
+        [u, x, *inputs],
+        Rule(equation.name, pull, is_local=equation.is_local),
     )
     return solution
 
