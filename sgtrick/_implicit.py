@@ -20,7 +20,7 @@ from sgtrick._core.guard import LIST
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._tensorflow import autograph, connections, graphs, tapes, tracing
-from sgtrick._types import Function, Gradient, Ndims, Structure, Tensor, TensorLike
+from sgtrick._types import Function, Gradient, Ndims, Pullback, Structure, Tensor, TensorLike
 
 
 def implicit_root(
@@ -275,6 +275,10 @@ class _Equation(NamedTuple):
     solve: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
     is_local: bool
 
+    def rule(self, pull: Pullback) -> Rule:
+        """The rule of a solution."""
+        return Rule(self.name, pull, is_local=self.is_local)
+
     def sources(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What tapes differentiate with respect to: the inputs, but variables themselves."""
         return [*inputs[: len(inputs) - len(self.handles)], *self.handles]
@@ -311,8 +315,7 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
             r = equation.r(root, at)
         return list(tape.gradient(r, sources, w))
 
-    rule = Rule(equation.name, pull, is_local=equation.is_local)
-    (solution,) = keep([tf.stop_gradient(x)], inputs, rule)
+    (solution,) = keep([tf.stop_gradient(x)], inputs, equation.rule(pull))
     return solution
 
 
@@ -348,11 +351,7 @@ def _linear(
             pulled = equation.by_x(at_x, at)(left)
         return [v, *tape.gradient(pulled, sources, right)]
 
-    (solution,) = keep(
-        [tf.stop_gradient(w)],
-        [u, x, *inputs],
-        Rule(equation.name, pull, is_local=equation.is_local),
-    )
+    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], equation.rule(pull))
     return solution
 
 

@@ -88,6 +88,12 @@ _THIRD = (
 )
 
 
+def _without_third(name: str, leaves: Sequence[Leaf]) -> Callable[[Tensor], Tensor]:
+    """A function that makes derivatives of what it gets, by the points, errors."""
+    xs, message = [leaf.x for leaf in leaves], _THIRD.format(name)
+    return lambda t: unknown.refuse(t, xs, message)
+
+
 class Blocks(value_form.Blocks):
     """Blocks, of which only the symmetric part matters, as in `1/2 <H z, z>`."""
 
@@ -110,13 +116,8 @@ class Blocks(value_form.Blocks):
 
     def _known(self) -> list[list[Leaf | None]]:
         """The symmetric part, whose own derivative is an error."""
-        rows = self.symmetric()
-        return [
-            [block and block._replace(gx=self._refused(block.gx)) for block in row] for row in rows
-        ]
-
-    def _refused(self, t: Tensor) -> Tensor:
-        return unknown.refuse(t, [leaf.x for leaf in self._leaves], _THIRD.format(self._name))
+        rows, refused = self.symmetric(), _without_third(self._name, self._leaves)
+        return [[block and block._replace(gx=refused(block.gx)) for block in row] for row in rows]
 
 
 class ByVector(value_form.ByVector):
@@ -125,6 +126,7 @@ class ByVector(value_form.ByVector):
     def __init__(self, name: str, fx: Tensor, *given: Any) -> None:
         super().__init__(TENSORFLOW, *given)
         self._name, self._fx = name, fx
+        self._refused = _without_third(name, self._leaves)
 
     def push(self, *tangents: Tensor) -> list[Tangent]:
         """From tangents of the points to tangents of the gradients."""
@@ -160,6 +162,3 @@ class ByVector(value_form.ByVector):
         xs = [leaf.x for leaf in self._leaves]
         found, fits, of = adjoint.transpose(self.times, xs, z)
         return unknown.known_if(fits, self.not_connected, found, xs, of)
-
-    def _refused(self, t: Tensor) -> Tensor:
-        return unknown.refuse(t, [leaf.x for leaf in self._leaves], _THIRD.format(self._name))

@@ -180,10 +180,7 @@ def _pulled(e: Evaluation, us: Sequence[Tensor], is_first: bool) -> list[Tensor]
 
     def pull(*zs: Tensor) -> list[Gradient]:
         now, vs, zs = e.here(), list(map(here, us)), zs[: len(products)]
-        if no_second:
-            by_points = list(unknown.failures(now.points, no_second, zs))
-        else:
-            by_points = _second(now, vs, zs)
+        by_points = _by_points(now, no_second, zs, vs, zs)
         return [*_jvp(now, zs, is_first=False), *by_points, *data.gradients(zs)]
 
     def push(*ts: Tensor) -> list[Tangent]:
@@ -225,10 +222,7 @@ def _pushed(e: Evaluation, ts: Sequence[Tensor], is_first: bool) -> list[Tensor]
 
     def pull(*zs: Tensor) -> list[Gradient]:
         now, vs = e.here(), list(map(here, ts))
-        if no_second:
-            by_points = list(unknown.failures(now.points, no_second, zs))
-        else:
-            by_points = _second(now, zs, vs)
+        by_points = _by_points(now, no_second, zs, zs, vs)
         return [*_vjp(now, zs, is_first=False), *by_points, *data.gradients(zs)]
 
     def push(*tangents: Tensor) -> list[Tangent]:
@@ -248,6 +242,17 @@ def _pushed(e: Evaluation, ts: Sequence[Tensor], is_first: bool) -> list[Tensor]
 
     rule = Rule(e.name, pull, push, batched=batched)
     return keep(_times(e, ts), [*ts, *e.tensors], rule)
+
+
+def _by_points(
+    e: Evaluation,
+    no_second: str | None,
+    zs: Sequence[Tensor],
+    us: Sequence[Tensor],
+    vs: Sequence[Tensor],
+) -> list[Gradient]:
+    """The gradients of products by the points for the cotangents `zs`; errors if there are none."""
+    return list(unknown.failures(e.points, no_second, zs)) if no_second else _second(e, us, vs)
 
 
 def _second(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Gradient]:

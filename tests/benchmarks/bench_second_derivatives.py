@@ -15,6 +15,7 @@ import tensorflow_probability as tfp
 from tensorflow_probability.python.internal import custom_gradient as of_tfp
 
 import sgtrick
+from shared import derivative
 
 FUNCTIONS = {
     "betainc": lambda x: tfp.math.betainc(2.0, 3.0, x),
@@ -23,16 +24,6 @@ FUNCTIONS = {
     "lambertw": tfp.math.lambertw,
     "StudentT.cdf": lambda x: tfp.distributions.StudentT(3.0, 0.0, 1.0).cdf(x),
 }
-
-
-def second_derivative(f, x):
-    with tf.GradientTape() as outer:
-        outer.watch(x)
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            y = f(x)
-        slope = inner.gradient(y, x)
-    return outer.gradient(slope, x)
 
 
 class WithCustomVjp(types.ModuleType):
@@ -47,13 +38,11 @@ class WithCustomVjp(types.ModuleType):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("mode", ["eager", "traced, and called once"])
 def test_special_functions(take_turns, monkeypatch, name, mode):
-    f = FUNCTIONS[name]
+    second = derivative(derivative(FUNCTIONS[name]))
     x = tf.linspace(0.1, 0.9, 100)
 
     def once(x):
-        if mode == "eager":
-            return second_derivative(f, x)
-        return tf.function(lambda x: second_derivative(f, x))(x)
+        return second(x) if mode == "eager" else tf.function(second)(x)
 
     def by_custom_vjp(x):
         with monkeypatch.context() as patch:
@@ -96,13 +85,7 @@ def test_roots_in_a_mapped_function(take_turns, residual, shape):
         return sgtrick.implicit_root(residual, tf.stop_gradient(solved(residual, a)), a)
 
     def gradient(f):
-        def run(a):
-            with tf.GradientTape() as tape:
-                tape.watch(a)
-                y = tf.vectorized_map(f, a)
-            return tape.gradient(y, a)
-
-        return run
+        return derivative(lambda a: tf.vectorized_map(f, a))
 
     rivals = {"unrolled": gradient(lambda a: solved(residual, a)), "implicit_root": gradient(root)}
     take_turns(f"a root of {shape[1:] or [1]} unknowns", rivals, (a,), 50_000, rounds=8)
