@@ -27,6 +27,10 @@ def slow_normal(x):
     return normal(x)
 
 
+def noise(x):
+    return np.random.default_rng().normal(), np.zeros_like(x)
+
+
 def dies_beyond_one(x):
     """Takes its process with it, as a segmentation fault would."""
     if np.max(x) > 1:

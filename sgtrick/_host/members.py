@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
@@ -336,6 +337,10 @@ class _Owning:
 
     def __reduce__(self) -> Args:
         return partial, (self._f,)
+
+    def __dask_tokenize__(self) -> object:
+        # Dask takes equal calls for one: it would not repeat one that was cancelled or is random.
+        return uuid.uuid4().hex
 
 
 def _own(returned: Structure) -> Structure:

@@ -99,6 +99,11 @@ def test_an_engine_that_raises(executor, wrap):
     assert (h.calls, h.failures) == (3, 1)
 
 
+def test_equal_members_are_calls_of_their_own(executor):
+    h = sgtrick.from_numpy(engines.noise, executor=executor)
+    assert len(np.unique(within_a_minute(h, tf.zeros([8, 2], tf.float64)))) == 8
+
+
 def test_functions_of_derivatives_and_vectorized_engines(executor):
     x, y = tf.constant(POINTS), tf.constant(POINTS[:, 0])
     square = sgtrick.from_numpy(
