@@ -54,6 +54,8 @@ ROOT = HERE.parent
 GENERATED = HERE / "_generated"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 GALLERY = HERE / "gallery"
+API = HERE / "api"
+_SECTION = re.compile(r"^### (\S+)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 # By record.py: examples that need more than the docs install.
 RECORDED = HERE / "recorded"
 
@@ -67,6 +69,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
+    "sphinx_copybutton",
     "sphinx-mathjax-offline",  # formulas need no network
 ]
 myst_enable_extensions = ["deflist", "dollarmath"]
@@ -127,24 +130,37 @@ def _generate_gallery() -> None:
         jupytext.write(notebook, GALLERY / f"{script.stem}.ipynb")
 
 
-def _link_notebooks(_app: Any, docname: str, content: list[str]) -> None:
-    """Links to scripts, which a reader of the sources can follow, lead to the notebooks here."""
+def _generate_api() -> None:
+    """A page for each name, from its section in api.md, where the sources' readers have them all.
+
+    Its docstring replaces the link to it.
+    """
+    shutil.rmtree(API, ignore_errors=True)
+    API.mkdir()
+    for name, text in _SECTION.findall((HERE / "api.md").read_text()):
+        text = re.sub(r"(, )?\[[Dd]ocstring\]\(.*?\)", "", text)
+        directive = r"```{eval-rst}\n\1\n```"
+        text = re.sub(r"<!-- (\.\. auto.*?) -->", directive, text, flags=re.DOTALL)
+        text = text.replace("](", "](../")
+        (API / f"{name}.md").write_text(f"# {name}\n{text}")
+
+
+def _link_generated(_app: Any, docname: str, content: list[str]) -> None:
+    """Links to scripts and sections, for readers of the sources, lead to the pages made of them."""
     if docname == "gallery":
         entry = r"^\* \[(.*)\]\(\.\./examples/(\w+)\.py\): (.*(?:\n  .*)*)\n"
         content[0] = re.sub(entry, _entry, content[0], flags=re.MULTILINE)
     content[0] = re.sub(
         r"\(\.\./examples/(\w+)\.py\)", r"(gallery/\1.ipynb)", content[0]
     )
-
-
-def _show_docstrings(_app: Any, docname: str, content: list[str]) -> None:
-    """In the API, docstrings replace the links to them, which a reader of the sources follows."""
+    names = [name for name, _ in _SECTION.findall((HERE / "api.md").read_text())]
     if docname == "api":
-        text = re.sub(r"(, )?\[[Dd]ocstring\]\(.*?\)", "", content[0])
-        directive = r"```{eval-rst}\n\1\n```"
-        content[0] = re.sub(
-            r"<!-- (\.\. auto.*?) -->", directive, text, flags=re.DOTALL
-        )
+        content[0] = _SECTION.sub("", content[0]).replace("](#", "](api.md#")
+        content[0] += "\n".join(["", "```{toctree}", ":hidden:", ""])
+        content[0] += "".join(f"\n{name} <api/{name}>" for name in names) + "\n```\n"
+    for name in names:
+        anchor = name.lower().replace(".", "")
+        content[0] = content[0].replace(f"](api.md#{anchor})", f"](api/{name}.md)")
 
 
 def _entry(found: re.Match[str]) -> str:
@@ -313,8 +329,8 @@ def setup(app: Any) -> None:
     GENERATED.mkdir(exist_ok=True)
     _generate_figures()
     _generate_gallery()
-    app.connect("source-read", _link_notebooks)
-    app.connect("source-read", _show_docstrings)
+    _generate_api()
+    app.connect("source-read", _link_generated)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _types_to_signatures)
     app.connect("doctree-resolved", _mark)

@@ -1,8 +1,9 @@
-"""The figures that the build of the docs draws: of the idea, and of an entry of a report.
+"""The figures that the build of the docs draws: of the idea, of a report, and of a growth curve.
 
 python docs/figures.py docs/_generated
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -87,8 +88,29 @@ def differences(path):
     plt.close(figure)
 
 
+def growth(path):
+    """What the program of the page on solvers samples."""
+    page = Path(__file__).with_name("solvers.md").read_text()
+    program = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec("".join(program), names)
+    hours = np.linspace(0, 18, 100)
+    start, rate, capacity, _ = names["draws"][::8, :, None].swapaxes(0, 1)
+    curves = capacity / (1 + (capacity / start - 1) * np.exp(-rate * hours))
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.8), width_ratios=[1.4, 1])
+    axes[0].plot(hours, curves.T, color=TANGENT, lw=0.5, alpha=0.3)
+    axes[0].plot(names["HOURS"], names["YEAST"], "o", color="black", ms=4)
+    axes[0].set(xlabel="hours", ylabel="amount of yeast")
+    axes[0].annotate("data, and curves of draws", (9, 441), (10.5, 380))
+    axes[1].plot(*names["draws"][:, :2].T, ".", color=TANGENT, ms=5, alpha=0.5)
+    axes[1].set(xlabel="start", ylabel="rate per hour", title="draws")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with plt.rc_context(STYLE):
         embedded(folder / "idea_value.svg")
         differences(folder / "differences.svg")
+        growth(folder / "solvers.svg")

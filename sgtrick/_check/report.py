@@ -10,7 +10,7 @@ from sgtrick._types import Args, Array
 
 SEVERITY = ("wrong", "refused", "cannot tell", "kink", "ok")
 SHOWN = 20  # entries in a printed table
-SLIGHT = 1e-4  # relative errors below it may be the tolerance of a solver
+SLIGHT = 1e-3  # relative errors below it may be the tolerance of a solver
 DERIVATIVES = {1: "gradient", 2: "second derivative"}
 FACTORS = {  # by which all entries may be wrong, and how that is said
     0.0: "is zero everywhere",
@@ -188,7 +188,8 @@ def _in_common(entries: tuple[Entry, ...]) -> str:
     embedded, numerical, allowed = np.array([(e.embedded, e.numerical, e.allowed) for e in seen]).T
     largest = np.argmax(np.abs(numerical))
     ratio = embedded[largest] / numerical[largest] if numerical[largest] else 0.0
-    for factor in [*FACTORS, ratio][: None if len(seen) > 1 else -1]:
+    is_shared = len(seen) > 1 and abs(ratio - 1) > 0.01  # by one entry, any number is shared
+    for factor in [*FACTORS, ratio] if is_shared else FACTORS:
         if np.all(np.abs(embedded - factor * numerical) <= (1 + abs(factor)) * allowed):
             said = FACTORS.get(factor, f"is {factor:.3g} times the numerical one")
             return f" The {DERIVATIVES[worst.order]} {said}."

@@ -126,14 +126,18 @@ class HostCall(NamedTuple):
 
 
 def _tersely(callback: Callable[..., Parts], *arrays: Array) -> Parts:
-    """Calls the engine, and removes our own frames from the traceback of an error.
+    """Calls the engine, and gives an error the traceback of its cause, without our own frames.
 
-    TensorFlow turns errors into text, whose last lines should be the engine's frames and message.
+    TensorFlow turns an error into text, which it prints three times: a message and the frames of
+    the engine's own code, as one error instead of two.
     """
     try:
         return callback(*arrays)
     except Exception as error:
-        raise error.with_traceback(None)  # noqa: B904 - keep the original cause
+        if (cause := error.__cause__) is None:
+            raise error.with_traceback(None) from None
+        frames = cause.__traceback__ and cause.__traceback__.tb_next  # first: where we call it
+        raise error.with_traceback(frames) from cause.__cause__
 
 
 _UNSAVABLE = (

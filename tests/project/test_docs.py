@@ -28,7 +28,7 @@ SHORT_OR_LONG = [
         page,
         id=page.name,
         marks=[pytest.mark.long]
-        if page.name in ("models.md", "keras.md", "forward_models.md", "engines.md", "long_runs.md")
+        if page.stem in ("models", "keras", "forward_models", "engines", "long_runs", "solvers")
         else [],
     )
     for page in PAGES
