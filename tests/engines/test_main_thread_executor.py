@@ -120,6 +120,43 @@ def test_in_a_with_statement():
 
 
 @pytest.mark.long
+def test_an_interrupt_at_any_time_ends_run():
+    """Also between the calls of the engine; other threads make it likely that it strikes there."""
+    script = """
+        import os, random, signal, threading, time
+        from sgtrick._host.executors import MainThreadExecutor
+
+        def work():
+            while True:
+                sum(range(1000))
+
+        def interrupt():
+            time.sleep(random.random() * 0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def compute():
+            threading.Thread(target=interrupt).start()
+            while True:
+                executor.submit(int).result()
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        random.seed(1)
+        for _ in range(2):
+            threading.Thread(target=work, daemon=True).start()
+        for _ in range(100):
+            executor = MainThreadExecutor()
+            try:
+                executor.run(compute)
+            except KeyboardInterrupt:
+                continue
+        print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
+    assert finished.stdout == "interrupted\n", finished.stderr
+
+
+@pytest.mark.long
 def test_an_interrupt_ends_run_and_the_function():
     """While it waits for work, and while it works."""
     script = f"""
