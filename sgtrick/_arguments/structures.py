@@ -1,5 +1,6 @@
 """Structures as leaves with paths; checks of leaves whose errors name them by path."""
 
+import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -232,11 +233,11 @@ def _dtype_of(leaf: Any) -> str:
     return str(dtype.name)
 
 
-def refuse(value: object, name: str) -> None:
+def refuse(value: Any, name: str) -> None:
     """Raises for what is like a tensor, but carries no derivatives.
 
-    That is a reference variable of TensorFlow 1, a tensor that refers to one, or a placeholder of
-    Keras.
+    That is a reference variable of TensorFlow 1, a tensor that refers to one, a placeholder of
+    Keras, or a tensor of another framework that is being differentiated there.
     """
     dtype = getattr(value, "dtype", None)
     if isinstance(dtype, tf.DType) and dtype.base_dtype != dtype:
@@ -251,6 +252,22 @@ def refuse(value: object, name: str) -> None:
             "Call the function in the `call` of a layer or in a keras.layers.Lambda; or use "
             "sgtrick.keras, whose functions take it."
         )
+    framework = _framework_of(type(value))  # type: ignore[arg-type] # mypy: types have a hash
+    if framework == "JAX" or (framework == "PyTorch" and getattr(value, "requires_grad", False)):
+        raise TypeError(
+            f"{name} is a tensor that {framework} differentiates, and this function is for "
+            "TensorFlow. For Keras on this backend, use sgtrick.keras.custom_vjp or "
+            "sgtrick.keras.custom_gradient. Otherwise use custom derivatives of "
+            f"{framework} itself, or pass tensors of TensorFlow."
+        )
+
+
+@functools.cache
+def _framework_of(kind: type) -> str | None:
+    """Whose derivatives a value of this type may carry, if not TensorFlow's."""
+    names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__}
+    known = {"torch.Tensor": "PyTorch", "jax.Tracer": "JAX"}
+    return next((known[name] for name in known if name in names), None)
 
 
 def no_tensor(value: object, name: str, error: Exception) -> TypeError:

@@ -54,8 +54,9 @@ def entry_lines(point: Point) -> Iterator[Line]:
     jacobian, refusals = _jacobian(point.recorded)
     widened = jacobian if point.widened is point.recorded else _jacobian(point.widened)[0]
     values = point.recorded.names
+    finite = np.where(np.isfinite(jacobian), np.abs(jacobian), 0.0)
     for i, by in enumerate(point.names):
-        together = np.abs(jacobian[:, point.leaf_of == point.leaf_of[i]])
+        together = finite[:, point.leaf_of == point.leaf_of[i]]
         yield Line(
             names=[by] if len(values) == 1 else [f"{value} by {by}" for value in values],
             direction=1.0 * (np.arange(len(point.names)) == i),
@@ -64,7 +65,7 @@ def entry_lines(point: Point) -> Iterator[Line]:
             widened=widened[:, i],
             refusals=refusals,
             terms=np.abs(jacobian[:, i]),
-            largest=np.fmax.reduce(together, axis=1),
+            largest=np.max(together, axis=1),
         )
 
 

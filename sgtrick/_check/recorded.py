@@ -22,7 +22,9 @@ from sgtrick._core import unknown
 from sgtrick._tensorflow import tapes
 from sgtrick._types import Array, Gradient, Tape, Tensor
 
-UNEXPLAINED = "The gradient is NaN, and no function says why."
+UNEXPLAINED = (
+    "The gradient is NaN, and no function refused it: a rule returned NaN, or autodiff computed it."
+)
 
 
 class Recorded:

@@ -118,6 +118,10 @@ class GradientReport:
         """Whether every entry is `ok` or a `kink`."""
         return all(entry.verdict in ("ok", "kink") for entry in self.entries)
 
+    def __bool__(self) -> bool:
+        """`passed`, so that `assert check_gradient(..., raise_exception=False)` is what it says."""
+        return self.passed
+
     @property
     def worst(self) -> Entry:
         """The worst entry."""
@@ -186,6 +190,8 @@ def _in_common(entries: tuple[Entry, ...]) -> str:
         rtol = f"{10.0 ** math.ceil(math.log10(error)):.0e}"
         return f" All errors are below {rtol}: if that is a solver's tolerance, pass rtol={rtol}."
     embedded, numerical, allowed = np.array([(e.embedded, e.numerical, e.allowed) for e in seen]).T
+    if not np.all(np.isfinite(embedded)):
+        return ""
     largest = np.argmax(np.abs(numerical))
     ratio = embedded[largest] / numerical[largest] if numerical[largest] else 0.0
     is_shared = len(seen) > 1 and abs(ratio - 1) > 0.01  # by one entry, any number is shared

@@ -79,6 +79,8 @@ class Selection:
                     name = names[k] + place
                     x = structures.to_tensor(numbers_of(leaf), name, beside=self._leaves)
                     self.xs.append(tapes.own_copy(x))
+                else:
+                    structures.refuse(leaf, names[k] + place)
         self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
         self.stopped = self.at(self.stopped_xs)
 
@@ -370,6 +372,11 @@ def checked_value(y: Structure, name: str, call: calls.Call) -> Tensor:
 
 def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Sequence[Structure]:
     """The gradients as a tuple, one for each of `argnums`."""
+    if gradients is None:
+        raise ValueError(
+            f"{name} returned None instead of a gradient: did you forget to return it? Arguments "
+            "without a gradient are left out of argnums."
+        )
     if not isinstance(argnums, (list, tuple)):
         return (gradients,)
     if not (isinstance(gradients, (list, tuple)) and len(gradients) == len(argnums)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # signatures that show the names of types
 
+import keras
 import tensorflow as tf
 
 import sgtrick
@@ -59,7 +60,8 @@ def custom_vjp(f: Function | None = None) -> Function:
             arguments, assigns one, or adds a loss; or `grad` cannot take the upstream gradients, or
             returned a gradient for something that has no derivatives, or a complex one for a real
             argument.
-        ValueError: `grad` returned gradients of another number or shape.
+        ValueError: `grad` returned gradients of another number or shape, or `f` was registered with
+            Keras before.
         LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
             argument; or a second derivative where no gradient is connected to an argument: they are
             constants, or computed from the arguments only through `stop_gradient` or NumPy. (On
@@ -70,7 +72,16 @@ def custom_vjp(f: Function | None = None) -> Function:
             jax, forward mode where `grad` is not linear (NaN where only the numbers tell and the
             code is compiled or mapped) or cannot be transposed. The backend has no derivatives.
     """
-    return custom_vjp if f is None else calls.as_form(f, _custom_vjp)
+    if f is None:
+        return custom_vjp
+    name = getattr(f, "__name__", None)
+    if name and keras.saving.get_registered_name(f) != name:
+        raise ValueError(
+            f"{name} is registered with Keras already, without its rule, and would be "
+            "loaded so. Put register_keras_serializable on the line above custom_vjp."
+        )
+    form: Function = calls.as_form(f, _custom_vjp)
+    return form
 
 
 def _custom_vjp(function: calls.Callee) -> Function:

@@ -135,6 +135,16 @@ class TestReport:
         odd = sgtrick.with_gradient(tf.sin, lambda x: 1.37 * tf.cos(x))
         assert str(report(odd, 0.5)).splitlines()[0].endswith("evaluations.")
 
+    def test_an_infinite_entry_hides_no_other(self):
+        f = sgtrick.with_gradient(lambda x: tf.reduce_sum(x**2), lambda x: [np.inf, 5.0, 7.0] * x)
+        found = report(f, constant([1.0, 2.0, 3.0]))
+        assert found.count("wrong") == 3
+        assert str(found).splitlines()[0].endswith("evaluations.")
+
+    def test_it_is_false_if_the_check_failed(self, found):
+        assert not found
+        assert report(tf.sin, 0.5)
+
     def test_errors(self, found):
         error = sgtrick.GradientCheckError(found)
         assert error.report is found

@@ -341,3 +341,19 @@ def test_placeholders_of_keras_are_refused(form):
     message = r"x is a KerasTensor, .*keras\.layers\.Lambda.*sgtrick\.keras"
     with pytest.raises(TypeError, match=message):
         form(lambda x: x**2, lambda x: 2 * x)(keras.Input([3]))
+
+
+class torch:  # noqa: N801 - as PyTorch's tensors are recognised, by their class and its module
+    class Tensor:
+        dtype = "torch.float32"
+        requires_grad = True
+
+
+torch.Tensor.__module__ = "torch"
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), ENGINE], ids=[*FORMS, "engine"])
+def test_tensors_that_another_framework_differentiates_are_refused(form):
+    message = r"x is a tensor that PyTorch differentiates.*sgtrick\.keras\.custom_vjp"
+    with pytest.raises(TypeError, match=message):
+        form(lambda x: x, lambda x: x)(torch.Tensor())

@@ -200,6 +200,15 @@ def test_a_function_that_breaks_the_protocol(f, error, message):
         )
 
 
+def test_a_function_that_is_registered_without_its_rule():
+    @keras.saving.register_keras_serializable("protocol")
+    def early(x):
+        return x, lambda u: u
+
+    with pytest.raises(ValueError, match=r"early is registered .* on the line above custom_vjp"):
+        custom_vjp(early)
+
+
 def test_a_closed_over_tensor_that_is_differentiated():
     def form(w):
         return custom_vjp(lambda x: (x * w, lambda u: u * w))(tensor(POINTS))
