@@ -58,6 +58,14 @@ API = HERE / "api"
 _SECTION = re.compile(r"^### (\S+)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 # By record.py: examples that need more than the docs install.
 RECORDED = HERE / "recorded"
+# Of the first figure of an example, the upper left panel, as a part of the width and height.
+_SHOWN = {
+    "lynx_hare": (1, 0.53),
+    "jax_in_graph": (1, 0.49),
+    "newton_laplace": (0.5, 0.5),
+    "straight_through_digits": (0.47, 1),
+    "zipf": (0.34, 1),
+}
 
 project = "sgtrick"
 author = "The sgtrick developers"
@@ -257,13 +265,17 @@ def _finish_gallery(app: Any, error: Exception | None) -> None:
     ]
     if missing:
         raise RuntimeError(f"the gallery lacks {missing}")
-    images = app.outdir / "_images"
+    images, done = app.outdir / "_images", set()
     for path, (docnames, name) in app.env.images.items():
-        docname = next(iter(docnames))
-        if docname.startswith("gallery/") and path.endswith(".png"):
+        example = next(iter(docnames)).removeprefix("gallery/")
+        if f"gallery/{example}" in docnames and example not in done:
+            assert path.endswith(".png")
+            done.add(example)
+            width, height = _SHOWN.get(example, (1, 1))
             with Image.open(images / name) as image:
-                image.thumbnail((400, 400))
-                image.save(images / f"{docname.removeprefix('gallery/')}_thumbnail.png")
+                part = image.crop((0, 0, width * image.width, height * image.height))
+                part.thumbnail((480, 480))
+                part.save(images / f"{example}_thumbnail.png")
 
 
 def _signature(

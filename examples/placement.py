@@ -17,7 +17,10 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import matplotlib.pyplot as plt
 
 
 @contextlib.contextmanager
@@ -121,38 +124,65 @@ def copies(ops: list[Any]) -> str:
     return ", ".join(f"{n} {way}" for way, n in sorted(counts.items())) or "none"
 
 
-def main() -> None:
-    x = tf.random.stateless_normal([4, 3], seed=[1, 2])
-    y = FORMS["with_gradient"](x)
-    print(f"x is on {short(x.device)}. The forms are placed on {DEVICE}.")
-    print(f"The value of with_gradient is on {short(y.device)}.")
-    for scope in (None, DEVICE):
-        where_asked = f"under tf.device({scope!r})" if scope else "outside all scopes"
-        print(f"\nIn a tf.function, with tape.gradient called {where_asked}:")
-        for name, h in FORMS.items():
-            ran = nodes(lambda x, h=h, scope=scope: with_gradient(h, x, scope), x)
-            host = [n for n in ran if "PyFunc" in n.op]
-            ops = [
-                n
-                for n in ran
-                if n not in host and n.op not in ("Const", "_Send", "_Recv")
-            ]
-            # TensorFlow's own derivative of an op is named gradient_tape/ and the op.
-            backward = [
-                n for n in ops if n.name.startswith(("backward/", "gradient_tape/"))
-            ]
-            print(f"  {name}")
-            forward = [n for n in ops if n.name.startswith("forward/")]
-            print(f"    forward   {where(forward)}")
-            print(f"    backward  {where(backward)}")
-            if host:
-                print(f"    engine    {where(host)}")
-            print(f"    copies    {copies(ran)}")
-    try:
-        sgtrick.with_gradient(value, tf.negative, device="TPU:0")(x)
-    except ValueError as error:
-        print(f"\n{textwrap.fill(str(error), 88)}")
+def by_phase(h: Any, x: Any, scope: str | None) -> tuple[dict[str, list[Any]], str]:
+    """What ran forward, backward and in the engine, and what was copied."""
+    ran = nodes(lambda x: with_gradient(h, x, scope), x)
+    engines = [n for n in ran if "PyFunc" in n.op]
+    ops = [
+        n for n in ran if n not in engines and n.op not in ("Const", "_Send", "_Recv")
+    ]
+    # TensorFlow's own derivative of an op is named gradient_tape/ and the op.
+    names = {"forward": "forward/", "backward": ("backward/", "gradient_tape/")}
+    phases = {
+        phase: [n for n in ops if n.name.startswith(prefix)]
+        for phase, prefix in names.items()
+    }
+    return phases | ({"engine": engines} if engines else {}), copies(ran)
 
 
-if __name__ == "__main__":
-    main()
+# %%
+X = tf.random.stateless_normal([4, 3], seed=[1, 2])
+Y = FORMS["with_gradient"](X)
+print(f"x is on {short(X.device)}. The forms are placed on {DEVICE}.")
+print(f"The value of with_gradient is on {short(Y.device)}.")
+COUNTED = {}
+for scope in (None, DEVICE):
+    where_asked = f"under tf.device({scope!r})" if scope else "outside all scopes"
+    print(f"\nIn a tf.function, with tape.gradient called {where_asked}:")
+    for name, h in FORMS.items():
+        phases, copied = by_phase(h, X, scope)
+        print(f"  {name}")
+        for phase, ops in phases.items():
+            COUNTED[scope, name, phase] = Counter(short(op.device) for op in ops)
+            print(f"    {phase:9} {where(ops)}")
+        print(f"    copies    {copied}")
+try:
+    sgtrick.with_gradient(value, tf.negative, device="TPU:0")(X)
+except ValueError as error:
+    print(f"\n{textwrap.fill(str(error), 88)}")
+
+# %% [markdown]
+# ## Figure: where the operations run
+
+# %%
+# A notebook has no file.
+HERE = Path(__file__).parent if "__file__" in globals() else Path()
+FIGURES = HERE / "figures"
+FIGURES.mkdir(exist_ok=True)
+COLORS = {"CPU:0": "0.7", DEVICE: "#0072B2"}
+spines = {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update({"font.size": 11, **spines})
+figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+rows = {key[1:]: counts for key, counts in COUNTED.items() if key[0] is None}
+left = [0] * len(rows)
+for device, color in COLORS.items():
+    counts = [count[device] for count in rows.values()]
+    axis.barh(range(len(rows)), counts, left=left, color=color, label=f"on {device}")
+    left = [a + b for a, b in zip(left, counts, strict=True)]
+labels = [f"{name.partition(',')[0]}, {phase}" for name, phase in rows]
+axis.set_yticks(range(len(rows)), labels)
+axis.invert_yaxis()
+axis.set(xlabel="operations, with tape.gradient called outside all scopes")
+axis.legend(frameon=False)
+figure.savefig(FIGURES / "placement.png", dpi=150)
+print(f"\nFigure: {FIGURES / 'placement.png'}")

@@ -61,8 +61,8 @@ def check_gradient(
             (integers, booleans, strings) are passed on. Variables that `f` reads but does not take
             as arguments are not checked.
         order: 1 checks the gradient. 2 also checks the derivative of the gradient against
-            differences of the gradient, in float64 if `f` accepts and returns it, and finds `hx`,
-            `hess` and `hessp` that are wrong.
+            differences of the gradient, in float64 if `f` accepts and returns it, and finds `hx`
+            and `hessp` that are wrong.
         mode: "full" compares every entry of the Jacobian with respect to `x`. It takes about 25
             evaluations for each entry of `x` and a backward pass for each entry of the value.
             "random" compares the derivatives of 10 random projections of the value along random
