@@ -77,7 +77,7 @@ def check_gradient(
         rtol: The relative tolerance. It is relative to the larger of the two derivatives; in random
             mode, to the root of the sum of squares of the entries' contributions. None: the square
             root of the rounding unit, 3e-4 for float32, but at least 1e-6. A gradient from a solver
-            needs the tolerance of the solver.
+            needs more than the tolerance of the solver.
         atol: The absolute tolerance, added to the relative one. None: 16 rounding units of the
             largest derivative of the same value with respect to the same leaf, about the rounding
             error of autodiff; plus the smallest normal number of the dtype, since TensorFlow takes
@@ -175,8 +175,8 @@ def _notes(point: Point, rtol: float | None) -> Iterator[str]:
         yield f"embedded gradient in {dtypes}, differences in float64 {tolerance}"
     if point.jump:
         yield (
-            f"The values of f move by jumps of {point.jump:.0e} of their size, as if computed in a "
-            f"lower precision than {dtypes or 'float64'} {tolerance}"
+            f"The values of f move by jumps of {point.jump:.0e} of their size, as those of a lower "
+            f"precision than {dtypes or 'float64'}, or of a solver with adaptive steps {tolerance}"
         )
     for name, is_connected in zip(point.leaves, point.recorded.connected, strict=True):
         if not is_connected:

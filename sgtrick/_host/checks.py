@@ -37,8 +37,11 @@ def real_array(
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{named} must be an array of real numbers, got {show(value)}: {error}"
+            f"{named} must be an array of real numbers, got {show(value)}: "
+            + str(error).removesuffix(".")
+            + "."
             + (cause(()) if cause and by else "")
+            + _ALONE * (isinstance(value, tuple) and not by)
         ) from error
     if value is None:
         raise TypeError(f"{named} must be real numbers, got None: did you forget to return?")
@@ -61,6 +64,9 @@ def real_array(
             + (cause(array.shape) if cause else "")
         )
     return array
+
+
+_ALONE = " With grad= or vjp=, an engine returns its value alone."
 
 
 def cause_of_shape(came: Shape, batch: Shape, value: shapes.Shape, events: Sequence[Shape]) -> str:

@@ -69,8 +69,8 @@ def from_numpy(
             NumPy. Numbers and text of Python arrive as they are. `value` is one number, perhaps as
             `[value]`, or as `value_shape` says. `gradient` has the shape and structure of the
             argument; for several arguments it is a tuple with one gradient for each. For a value
-            that is an array it is the Jacobian, with the shape of the value in front, and for a
-            structure a structure of Jacobians, as `jax.jacobian` returns them. It is None for
+            that is an array it is the Jacobian, with the shape of the value in front; for a
+            structure it is a structure of Jacobians, as `jax.jacobian` returns them. It is None for
             arguments that have no derivatives (int, bool, string). None for a floating argument
             means that its gradient is unknown, and it is an error if it is requested. Masked
             entries count as NaN. Without `fn`, `from_numpy` returns a decorator:
@@ -200,7 +200,7 @@ def from_numpy(
 
 def _check_functions(given: dict[str, Any]) -> None:
     grad = given["grad"]
-    if isinstance(grad, str) and grad not in SCHEMES:
+    if grad is True or (isinstance(grad, str) and grad not in SCHEMES):
         raise ValueError(
             f"grad must be a function, {' or '.join(map(repr, SCHEMES))} for finite differences, "
             f"or False if there is no gradient, got {grad!r}."

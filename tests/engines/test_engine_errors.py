@@ -31,7 +31,7 @@ OPTIONS = [
     ({"on_error": None}, ValueError, "got None"),
     ({"executor": 4}, TypeError, "executor must be a concurrent.futures.Executor, .*got 4"),
     ({"grad": 4}, TypeError, "grad must be a function, got int"),
-    ({"grad": True}, TypeError, "grad must be a function, got bool"),
+    ({"grad": True}, ValueError, "grad must be a function, '2-point' .*got True"),
     ({"grad": "cs"}, ValueError,
      "grad must be a function, '2-point' or '3-point' for finite differences, or False .*got 'cs'"),
     ({"vjp": 4}, TypeError, "vjp must be a function, got int"),
@@ -132,6 +132,8 @@ REPLIES = [
     ((1.0, None), {}, "return the value alone and pass grad=False"),
     (None, {}, r"got None: did you forget to return\?"),
     (None, {"grad": False}, r"the value of f must be real numbers, got None: did you forget to re"),
+    ((1.0, np.ones(3)), {"grad": "3-point"},
+     r"the value of f .* got tuple .*With grad= or vjp=, an engine returns its value alone\."),
     ((1.0, (np.ones(2), np.ones(2))), {}, r"have the shape \[2\], got \[2, 2\]\. It is a tuple, "
      "and f was called with one argument that has gradients, x: return its gradient alone"),
     ((1.0, (np.ones(2), np.ones(3))), {}, "real numbers, got tuple .* with one argument that has"),

@@ -97,10 +97,10 @@ def test_lines_where_there_is_no_room_for_a_bar(monkeypatch, where):
     lines = stream.getvalue().splitlines()
     assert 2 <= len(lines) <= 7
     assert all(re.fullmatch(
-        r"warm-up: [012] of 4 calls in 0 s, \S+ a second(, 1 failures)?", line) for line in lines
+        r"warm-up: [012] of 4 calls in 0 s, \S+ a second(, 1 failure)?", line) for line in lines
     )  # fmt: skip
     assert lines[-1].startswith("warm-up: 2 of 4 calls")
-    assert lines[-1].endswith(", 1 failures")
+    assert lines[-1].endswith(", 1 failure")
 
 
 def test_without_tqdm(monkeypatch):
