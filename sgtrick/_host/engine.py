@@ -135,7 +135,7 @@ class Engine:
 # share a solver. Reentrant, because an engine may call itself or another one.
 _TURN = threading.RLock()
 _HOLDERS: list[int] = []  # the thread that has the turn, once for each time
-_PATIENCE = 5.0  # seconds between two looks at it
+_PATIENCE = 60.0  # seconds between two looks at it: one operation may take long
 
 
 @contextlib.contextmanager
