@@ -140,6 +140,7 @@ class TestPrecision:
         assert found.worst.verdict == "cannot tell"
         assert check_gradient(lambda x: 1e6 + tf.sin(x), tf.constant(0.5)).passed  # in float64
 
+    @pytest.mark.long
     def test_rounding_of_float32_is_told_from_errors(self):
         """Where tanh is almost 1, its gradient in float32 has few digits, but only there."""
 

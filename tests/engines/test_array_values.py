@@ -257,6 +257,7 @@ def test_derivatives_that_were_not_given_are_errors(wrap):
         wrap(lambda: gradients(only_jvp))()
 
 
+@pytest.mark.long
 def test_in_an_autobatched_joint_distribution():
     h = ARRAY.engine("products", vectorized=True)
 

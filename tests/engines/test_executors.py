@@ -307,6 +307,7 @@ def test_a_worker_of_the_cluster_that_dies_once(client, tmp_path):
     assert (h.calls, h.failures) == (8, 0)
 
 
+@pytest.mark.long
 def test_a_task_that_kills_every_worker_of_the_cluster(client):
     h = sgtrick.from_numpy(engines.dies_beyond_one, executor=client.get_executor())
     with pytest.raises(RuntimeError, match="dies_beyond_one raised KilledWorker: "):
@@ -345,6 +346,7 @@ def test_functions_that_cannot_be_sent(processes, name):
         sgtrick.from_numpy(**functions, executor=processes)
 
 
+@pytest.mark.long
 def test_members_left_over_after_an_error_are_not_evaluated():
     blocked, evaluated = threading.Event(), []
 

@@ -208,6 +208,7 @@ class TestCalls:
         gc.collect()
         assert alive() is None
 
+    @pytest.mark.long
     def test_eight_threads(self):
         inside, together = threading.Semaphore(1), []
 

@@ -137,6 +137,7 @@ def test_under_xla(name):
     np.testing.assert_allclose(run(X), np.cos(X) * FACTOR, rtol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closed_over", ["tensor", "variable"])
 def test_a_recurrent_cell_of_keras_is_fitted(closed_over):
     @keras.saving.register_keras_serializable()

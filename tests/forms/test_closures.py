@@ -131,6 +131,7 @@ MODES = list(itertools.product([reverse, forward], repeat=2))
 ORDERS = [(1, 0), (0, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "name", "way", "by"),
     spread(

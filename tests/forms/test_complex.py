@@ -91,6 +91,7 @@ OF_EACH_ENTRY = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "way"),
     [

@@ -193,6 +193,7 @@ METHODS = [of_objects, of_classes, under_another_decorator]
 OF_TENSORS = [of_objects_that_hold_tensors, that_are_tf_functions]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kind", "of", "wrap"),
     spread(

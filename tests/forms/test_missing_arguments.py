@@ -426,6 +426,7 @@ class TestVariablesThatAreNotTrainable:
 
         return sgtrick.custom_vjp(with_rule)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("read", "way"),
         spread(

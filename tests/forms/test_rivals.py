@@ -43,6 +43,7 @@ def is_tested(library, problem, cell):
     return library in ("sgtrick", "no hx") and cell.name in TELLING
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("library", "problem", "cell"),
     [

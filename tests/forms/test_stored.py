@@ -136,6 +136,7 @@ def test_without_custom_gradients(name, loaded):
         derivative(f)(tf.constant(POINTS))
 
 
+@pytest.mark.long
 def test_without_custom_gradients_the_value_form_is_right_and_then_loud(tmp_path):
     """Through the order that is known: the first, or the second with a Hessian."""
     forms = {

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "sgtrick"
 
 CODE = """
@@ -25,6 +27,7 @@ ON_DEMAND = {
 }
 
 
+@pytest.mark.long
 def test_no_more_than_tensorflow_does():
     command = [sys.executable, "-c", CODE]
     imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

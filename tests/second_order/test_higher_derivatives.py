@@ -352,6 +352,7 @@ class TestAssignedVariables:
         found = wrap(self.run(by, assigned=assigned))(constant(1.0))
         np.testing.assert_allclose(found, [6, expected], rtol=1e-12)
 
+    @pytest.mark.long
     def test_what_is_not_known_is_an_error(self):
         message = "differentiated after a variable was assigned"
         with pytest.raises(LookupError, match=message):

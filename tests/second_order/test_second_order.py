@@ -151,10 +151,12 @@ class TestLoud:
         run = WHERE[where](FIRST_ORDER[name], lambda f: outer(inner(f)))
         assert verdict(run, exact(2)) in LOUD
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("name", "way"), spread(FIRST_ORDER, OTHER_WAYS))
     def test_in_other_ways(self, name, way):
         assert verdict(OTHER_WAYS[way](FIRST_ORDER[name]), exact(2)) in LOUD
 
+    @pytest.mark.long
     @WRAPS
     @pytest.mark.parametrize(("outer", "inner"), NESTINGS)
     @pytest.mark.parametrize("form", RULES_WITH_HOST_CALLS)
@@ -252,6 +254,7 @@ class TestLoud:
         "itself twice": lambda f: lambda x: f(f(x)),
     }
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("name", "of", "way"), spread(FIRST_ORDER, OF, TWICE))
     def test_of_what_is_made_of_it(self, name, of, way):
         twice, of = TWICE[way], self.OF[of]

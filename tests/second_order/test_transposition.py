@@ -306,6 +306,7 @@ class TestPartsThatAreLost:
         run = WAYS[way](mode, make(lambda u, x: rule(u, x) + 0 * x))
         assert is_loud(run, x, tf.ones_like(x))
 
+    @pytest.mark.long
     @pytest.mark.parametrize("size", [1.0, 1e6, 1e9])
     @pytest.mark.parametrize("way", SOME_WAYS[:3])
     @pytest.mark.parametrize("form", ["arguments", "results", "upstream", "gradients"])
@@ -333,6 +334,7 @@ class TestPartsThatAreLost:
         }[form]
         assert is_loud(WAYS[way](mode, f), tf.constant(0.5), tf.constant(1.0))
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("form", "way", "rule", "dtype"), spread(TRANSPOSED, SOME_WAYS, FINE, DTYPES)
     )

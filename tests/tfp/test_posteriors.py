@@ -106,6 +106,7 @@ def log_posterior_of_scores(x):
     return value, np.concatenate([by_fit / sigma[..., None] ** 2, by_sigma[..., None]], -1)
 
 
+@pytest.mark.long
 def test_a_log_density_with_a_bijector():
     # Intercept and slope are correlated by -0.99. Least squares straightens them out.
     beta, scale = np.linalg.solve(X_X, X_Y), 20 * np.linalg.cholesky(np.linalg.inv(X_X))

@@ -331,6 +331,7 @@ class TestFactor:
 
 
 class TestMCMC:
+    @pytest.mark.long
     def test_hmc_draws_what_it_draws_natively(self):
         dtype = tf.float64
         jd = joint("Sequential", prior(dtype), factor_of(host))

@@ -126,6 +126,7 @@ def test_every_order(wrap):
     np.testing.assert_allclose(wrap(derivatives)(a), exact, rtol=1e-10)
 
 
+@pytest.mark.long
 def test_autograph_converts_the_residual():
     def residual(x, a):
         if a > 0:
@@ -325,6 +326,7 @@ class TestHostCalls:
         root = lambda a: implicit_root(residual, tf.constant(2.0), a)  # noqa: E731
         np.testing.assert_allclose(wrap(grad)(root, tf.constant(4.0)), 1 / 4, rtol=1e-6)
 
+    @pytest.mark.long
     @WRAPS
     def test_with_gradients_of_their_own_are_right(self, wrap):
         square = from_numpy(

@@ -215,6 +215,7 @@ OBJECTS = {
 }
 
 
+@pytest.mark.long
 @WRAPS_AND_XLA
 @pytest.mark.parametrize("root", [implicit_root, implicit_reparameterize])
 @pytest.mark.parametrize(("make", "numbers"), OBJECTS.values(), ids=OBJECTS)

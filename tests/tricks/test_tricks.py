@@ -109,6 +109,7 @@ AS_IN_FORWARD_MODE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: cell.name)
 def test_matrix_of_clip(cell):
     """Right, or loud in forward mode, which it does not have."""
