@@ -161,13 +161,16 @@ class Callee:
         try:
             if misplaced and len(values) < len(names):
                 raise TypeError(f"no place for {misplaced[0]}")
-            rule._signature.bind_partial(*values[:n], **{k: by_name[k] for k in keywords})
+            rule._signature.bind(*values[:n], **{k: by_name[k] for k in keywords})
         except TypeError as error:
+            is_short = str(error).startswith("missing")
             raise TypeError(
                 f"The gradient function of {self.name} is called with the same arguments, "
                 f"{', '.join(names)}, but cannot take them: {error}. It may leave out those that "
                 f"have their default ({', '.join(k for k in names if k in defaulted) or 'none'}); "
                 "tf.function passes a default that is a tensor or an array like any other tensor."
+                + " A rule that takes the upstream gradient is one of custom_vjp."
+                * is_short
             ) from None
         return Call(values, keywords)
 

@@ -429,6 +429,7 @@ MISUSE = [
     (lambda x: gradient_form(identity, "f")(x), TypeError, r"f must be a function, got str\."),
     (lambda x: gradient_form(identity, lambda x: tf.constant(1))(x), TypeError, r"<lambda> returned dtype int32, which has no derivatives"),
     (lambda x: gradient_form(lambda x: tf.ones([3]))(x), ValueError, r"the value \[2\], the gradient with respect to x \[3\] and x \[2\] do not fit"),
+    (lambda x: gradient_form(lambda x, u: 2 * x * u)(x), TypeError, r"called with the same arguments, x, but cannot take them: missing a required argument: 'u'.* upstream gradient is one of custom_vjp"),
     (lambda x: gradient_form(lambda x: None)(x), ValueError, r"grad of identity returned None instead of a gradient: did you forget to return it\?"),
     (lambda x: gradient_form(lambda x: [x, x])(x), ValueError, r"the gradient with respect to x must have the structure of x"),
     (lambda x: gradient_form(identity, argnums=(0,))(x), ValueError, r"tuple of 1 gradients, one for each of argnums=\(0,\), got \w*Tensor"),
