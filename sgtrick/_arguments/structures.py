@@ -262,7 +262,7 @@ def refuse(value: Any, name: str) -> None:
         )
 
 
-@functools.cache
+@functools.lru_cache
 def _framework_of(kind: type) -> str | None:
     """Whose derivatives a value of this type may carry, if not TensorFlow's."""
     names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__}
