@@ -121,7 +121,9 @@ def _custom_vjp(function: calls.Callee) -> Function:
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
         rule = _Rule(f, arguments, point, variables, inputs)
         rule.check(grad_fn)
-        ys = list(map(numbers_of, tf.nest.flatten(y)))
+        results = map(numbers_of, tf.nest.flatten(y))
+        # An argument that is returned has the gradient of the rule, and not one of its own.
+        ys = [tf.identity(y) if any(y is x for x in inputs) else y for y in results]
 
         def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Gradient]:
             """The gradients with all that they depend on computed again, from other inputs."""

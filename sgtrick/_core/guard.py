@@ -115,7 +115,7 @@ class Check:
         )
         why = message(self._name)
         return Missing(
-            None if is_connected and not computed.host_calls else why,
+            None if is_connected and not computed.host_sees(inputs) else why,
             why if computed.host_sees(us) else None,
         )
 

@@ -190,7 +190,7 @@ class Others(NamedTuple):
         # Of a table that is gathered from, the rows: its gradient is sparse, and a zero like the
         # table would be dense.
         tables = set(map(id, used.tables))
-        dense = [tf.convert_to_tensor(v) for v in used.variables if id(v) not in tables]
+        dense = [structures.as_tensor(v) for v in used.variables if id(v) not in tables]
         fixed = list(map(tapes.value_of, used.fixed))
         closed = [*used.tensors, *dense, *fixed, *used.rows]
         return cls(passed, closed, used.has_lists, used.of_host)
@@ -228,7 +228,15 @@ class ValueAtPoint(NamedTuple):
     def of(cls, name: str, point: Selection, f: Function) -> "ValueAtPoint":
         """Calls a function."""
         passed = point.others()
-        result, used = uses.call(lambda: passed.with_copies(f), [*passed.xs, *point.stopped_xs])
+
+        def read(leaf: object) -> object:
+            """A variable that is returned counts as used."""
+            return structures.as_tensor(leaf) if structures.is_dense(leaf) else leaf
+
+        def result_of_call() -> Structure:
+            return structures.map_leaves(read, passed.with_copies(f))
+
+        result, used = uses.call(result_of_call, [*passed.xs, *point.stopped_xs])
         return cls(name, point, passed, result, used, Others.of(passed.xs, used))
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:
@@ -269,7 +277,8 @@ class ValueAtPoint(NamedTuple):
             Rule(name, pull_to_point, push), check, ys, [*covered_and_not, *others.of_host]
         )
         if not others:
-            if tf.executing_eagerly():  # something may be recorded all the same
+            # Something may be recorded all the same, or a check may ask what the host got.
+            if tf.executing_eagerly() or others.of_host:
                 return keep(ys, [*ys, *xs], in_addition(rule, len(ys)))
             return keep(ys, xs, rule)
         message = _MIXED.format(name)
@@ -297,7 +306,14 @@ class ValueAtPoint(NamedTuple):
             """Zeros, to be added to derivatives by the others, which are linear in some tensors."""
             known = [*others.tensors, *along]
             why = [*[message] * len(xs), *[None] * len(known)]
-            return [refuse(tf.zeros_like(t), [*xs, *known], lambda: why, len(along)) for t in likes]
+
+            def zero(like: Tensor) -> Tensor:
+                # A tape takes gradients by all that it watches, variables that `f` reads included.
+                is_used = not tf.executing_eagerly() or likes is along or tapes.asked_for(like)
+                zero = tf.zeros_like(like)
+                return refuse(zero, [*xs, *known], lambda: why, len(along), is_used=is_used)
+
+            return list(map(zero, likes))
 
         def known_part(tensors: Sequence[Tensor]) -> list[Tensor]:
             """Upstream gradients or tangents; an error if what is unknown of them is asked for."""

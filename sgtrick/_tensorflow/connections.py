@@ -249,8 +249,8 @@ def _before(
 ) -> list[Any]:
     """The operations with these names, and those before them in a graph.
 
-    If `differentiably`, not what is stopped, nor the values of a kept override: either their own
-    derivatives are not used, or they are those of a function whose host calls are its own affair.
+    If `differentiably`, not what is stopped, nor the values of a kept override, unless these are
+    among its inputs too: otherwise their own derivatives are not used.
     """
     found, stack = dict[str, Any](), list(names)
     while stack:
@@ -260,17 +260,10 @@ def _before(
         node = found[name] = nodes[name]
         inputs = [i for i in node.input if not i.startswith("^")]
         if differentiably:
-            values = inputs[: node.attr[VALUES].i]
-            # The override may have its values among its inputs, too.
-            prevented = [i for v in values for i in _prevented(nodes[_name(v)])]
-            inputs = [i for i in inputs if i not in values and i not in prevented]
+            inputs = inputs[node.attr[VALUES].i :]
         if not (differentiably and node.op == "StopGradient"):
             stack += map(_name, inputs)
     return list(found.values())
-
-
-def _prevented(node: Any) -> Sequence[str]:
-    return node.input if node.op == "PreventGradient" else ()
 
 
 def _name(connection: str) -> str:
