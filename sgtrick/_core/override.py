@@ -251,7 +251,18 @@ def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list
             return rule.push(*ts) if callable(rule.push) else transposed(rule, ys, ts)
 
     with devices.of(ys[0]):
-        return jvp_call.call(run, tangents)
+        try:
+            return jvp_call.call(run, tangents)
+        except tf.errors.OperatorNotAllowedInGraphError as error:
+            if not tf.executing_eagerly():
+                raise
+            raise NotImplementedError(_UNTRACEABLE.format(rule.name)) from error
+
+
+_UNTRACEABLE = (
+    "Forward mode traces the rule of {0} as tf.function does, and cannot trace it: it uses a "
+    "tensor as a Python bool, or iterates over one. Use tf.cond, tf.where or tf.map_fn there."
+)
 
 
 def _vectorized(rule: Rule, count: int, batch: mapping.Vectorized) -> list[Tensor]:
