@@ -218,13 +218,15 @@ def _refuse_foreign(engine: str, leaf: Leaf) -> None:
 
 def _read(flat: Sequence[Leaf], default: DTypeLike) -> tuple[list[Leaf], DTypeLike]:
     """The leaves as tensors, and the dtype of the value."""
-    leaves, floating = [], []
+    leaves, floating = list[Leaf](), []
     for leaf in flat:
         shape: shapes.Shape = ()
         if type(leaf.x) not in _OF_PYTHON:
             # The dtype of a variable can differ from that in which a Keras layer reads it.
             x = structures.to_tensor(leaf.x, leaf.path)
-            is_text = isinstance(leaf.x, np.ndarray) and leaf.x.dtype.kind == "U"
+            if any(x is other.x for other in leaves):  # passed twice: each place has its gradient
+                x = standing_for(x, tf.identity(x))
+            is_text = isinstance(leaf.x, (np.ndarray, np.str_)) and leaf.x.dtype.kind == "U"
             leaf = leaf._replace(x=x, is_text=is_text)
             if x.dtype.is_complex:
                 raise TypeError(

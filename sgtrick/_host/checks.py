@@ -168,6 +168,7 @@ _ADVICE = {
     "None as their gradients; or compute them from the draws.",
     "hess": " For second derivatives pass hessp: lambda x, v: hessian(x) @ v; or, by differences "
     "of the gradient, lambda x, v: (gradient(x + h * v) - gradient(x - h * v)) / (2 * h).",
+    "static_argnums": " Bind values that are not arrays beforehand: functools.partial(f, n=3).",
     "vmap": _MAPPED,
     "jit": _MAPPED,
     "executor": " The framework evaluates a batch in one call.",

@@ -255,11 +255,12 @@ class Derived:
         leaves, like = tf.nest.flatten(args), tf.nest.map_structure(lambda _: None, args)
         selected: Sequence[int] = range(count)
         if self._argnums is not None:
-            selected = self._callee.positions(self._argnums, calls.Call(args))
+            selected = self._callee.positions(self._argnums, self._callee.bind(args, {}))
         of_arguments = iter(range(len(leaves)))
         own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in args]
         places = tuple(k for i in selected for k in own[i] if is_floating(leaves[k]))
-        if key == "value and Jacobian" and not places:
+        is_alone = key == "value and Jacobian" and not places
+        if is_alone:
             check_floats(self._name, leaves)
             key = "value"
         groups, dims = self._mapped(args, [leaves, *vectors])
@@ -278,15 +279,20 @@ class Derived:
 
         if key == "value and Jacobian":
             return answer[0], packed(answer[1])
-        if key == "value" and not places:
+        if is_alone:
             return answer, None
         return answer if QUESTIONS[key].like_value else packed(answer)
 
     def _mapped(self, args: Leaves, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
         """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
         count = self._batch_ndims(args)
-        fronts = [[np.shape(leaf)[:count] or (1,) * count for leaf in group] for group in groups]
-        batch = np.broadcast_shapes(*(front for group in fronts for front in group))
+        # A number of Python belongs to all members, even if there is one.
+        alone = (0,) * count
+        fronts = [
+            [leaf.shape[:count] if isinstance(leaf, np.ndarray) else alone for leaf in group]
+            for group in groups
+        ]
+        batch = np.broadcast_shapes(*(f for group in fronts for f in group if f is not alone))
         dims = tuple(
             tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
             for k, size in enumerate(batch)

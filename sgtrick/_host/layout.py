@@ -353,7 +353,8 @@ class Layout:
 
         `front` is the batch shape and, of a Jacobian, the shape of the value.
         """
-        if gradient is None:
+        is_known = len(self.places) == len(self.value.shapes) == 1
+        if gradient is None and not is_known:
             return [None] * len(self.places)
         what, is_of_one = f"{what} of {self.name}", self.point.like is None
         if is_of_one and isinstance(gradient, tuple) and len(gradient) == 1:
@@ -367,7 +368,7 @@ class Layout:
         leaves = self.point.split(gradient, what)
         for k, leaf, path in zip(self._selected, leaves, self.point.paths, strict=True):
             if k in self.places:
-                if leaf is not None or len(self.places) == len(self.value.shapes) == 1:
+                if leaf is not None or is_known:
                     leaf = checks.real_array(leaf, front + events[k], what, path, cause)
                 found.append(leaf)
             elif k is not None and leaf is not None:

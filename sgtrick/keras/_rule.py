@@ -246,7 +246,7 @@ def _is_input(leaf: TensorLike) -> bool:
 _NOT_ARGUMENT = (
     "{0} reads a tensor that is being differentiated but is not among its arguments, so its "
     "gradient is unknown. Pass it itself, not an object that holds it, as an argument, or apply "
-    "keras.ops.stop_gradient to it."
+    "keras.ops.stop_gradient to it before the call."
 )
 _NOT_CONNECTED = (
     "The gradient of {0} was differentiated again, but is not connected to the arguments: it is a "
