@@ -58,7 +58,8 @@ def with_gradient(
 
     Args:
         f: The function. It takes any arguments, structures included, and returns one tensor
-            `B + R`. On methods, `self` does not count as an argument, and `grad` is a method too.
+            `B + R`; for auxiliary results beside it, see `from_value_and_gradient`. On methods,
+            `self` does not count as an argument, and `grad` is a method too.
         grad: Called with the arguments of `f`, with defaults filled in and keywords turned into
             positions where possible; arguments that have their default may be missing among its
             parameters. It returns a Jacobian `B + R + D` in the structure of the
