@@ -1,7 +1,6 @@
 """Complex numbers, in XLA above all, for every form that takes them."""
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ import tensorflow as tf
 
 import sgtrick
 from asinh_forms import OF_SLOPE
-from shared import WRAPS, compiled, derivative, forward_derivative, mapped
+from matrix import spread
+from shared import EXECUTED, MODES, compiled, derivative, forward_derivative, mapped
 
 Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
 
@@ -61,48 +61,45 @@ def natively(way, dtype):
     return way(cube)(tf.cast(Z, dtype)).numpy()
 
 
-@pytest.mark.parametrize("dtype", [tf.complex64, tf.complex128])
-@pytest.mark.parametrize("name", OF_COMPLEX)
-class TestComplex:
-    """TensorFlow's convention for gradients: the conjugate of the derivative."""
-
-    @pytest.mark.parametrize("way", ["eager", "tape in XLA"])
-    def test_first_derivatives(self, name, dtype, way):
-        came = WAYS[way](OF_COMPLEX[name])(tf.cast(Z, dtype))
-        np.testing.assert_allclose(came, natively(WAYS[way], dtype), rtol=1e-5)
-
-    def test_value(self, name, dtype):
-        z = tf.cast(Z, dtype)
-        y = compiled(OF_COMPLEX[name])(z)
-        assert y.dtype == dtype
-        np.testing.assert_allclose(y, Z**3, rtol=1e-5)
-
-    def test_second_derivatives(self, name, dtype):
-        """Right, or not finite, which is all that XLA has to say no."""
-        came = second(OF_COMPLEX[name])(tf.cast(Z, dtype))
-        if name == "custom_gradient":
-            assert not np.any(np.isfinite(came))
-        else:
-            np.testing.assert_allclose(came, natively(second, dtype), rtol=1e-4)
-
-
+DTYPES = ["complex64", "complex128"]
 OF_EACH_ENTRY = [
     name for name in OF_COMPLEX if name not in ("custom_gradient, hx", "stop_gradient")
 ]
+IN_OTHER_WAYS = [
+    *spread(OF_COMPLEX, ["forward mode in XLA"], DTYPES, together=1),
+    # A form does not know them.
+    *spread(
+        OF_EACH_ENTRY,
+        ["eager", "tape around XLA", "tf.function", "vectorized_map"],
+        DTYPES,
+        together=1,
+    ),
+]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *itertools.product(OF_COMPLEX, ["tape around XLA", "tf.function", "forward mode in XLA"]),
-        *itertools.product(OF_EACH_ENTRY, ["vectorized_map"]),
-    ],
+    ("name", "way", "dtype"),
+    spread(OF_COMPLEX, ["tape in XLA"], DTYPES)
+    + [pytest.param(*case, marks=pytest.mark.long) for case in IN_OTHER_WAYS],
 )
-def test_first_derivatives_in_other_ways(name, way):
-    """In one dtype: the operations are the same."""
-    came = WAYS[way](OF_COMPLEX[name])(tf.constant(Z))
-    np.testing.assert_allclose(came, natively(WAYS[way], tf.complex128), rtol=1e-5)
+def test_first_derivatives(name, way, dtype):
+    """By TensorFlow's convention for gradients: the conjugate of the derivative."""
+    came = WAYS[way](OF_COMPLEX[name])(tf.cast(Z, dtype))
+    np.testing.assert_allclose(came, natively(WAYS[way], dtype), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "dtype"), spread(OF_COMPLEX, DTYPES, together=1))
+def test_value_and_second_derivatives(name, dtype):
+    """Right, or not finite, which is all that XLA has to say no."""
+    z = tf.cast(Z, dtype)
+    y = compiled(OF_COMPLEX[name])(z)
+    assert y.dtype == dtype
+    np.testing.assert_allclose(y, Z**3, rtol=1e-5)
+    came = second(OF_COMPLEX[name])(z)
+    if name == "custom_gradient":
+        assert not np.any(np.isfinite(came))
+    else:
+        np.testing.assert_allclose(came, natively(second, dtype), rtol=1e-4)
 
 
 def test_second_derivatives_by_a_function_for_the_hessian():
@@ -116,31 +113,25 @@ def test_second_derivatives_by_a_function_for_the_hessian():
     np.testing.assert_allclose(twice(form), twice(cube), rtol=1e-12)
 
 
-class TestComplexValuesOfRealPoints:
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("product", "outer", "inner", "wrap"),
+    spread([False, True], ["reverse", "forward"], ["reverse", "forward"], EXECUTED),
+)
+def test_complex_values_of_real_points(product, outer, inner, wrap):
     """Whose Hessian is complex, and with it the products with cotangents of the gradient."""
 
-    @staticmethod
     def native(x):
         return tf.exp(tf.complex(0 * x, 2 * x))
 
-    @classmethod
-    def form(cls, product):
-        def f(x):
-            y = tf.stop_gradient(cls.native(x))
-            hx = (lambda v: tf.complex(-4 * v, 0 * v) * y) if product else -4 * y
-            return sgtrick.custom_gradient(y, 2j * y, x, batch_ndims=1, hx=hx)
+    def form(x):
+        y = tf.stop_gradient(native(x))
+        hx = (lambda v: tf.complex(-4 * v, 0 * v) * y) if product else -4 * y
+        return sgtrick.custom_gradient(y, 2j * y, x, batch_ndims=1, hx=hx)
 
-        return f
+    def twice(f):
+        first = MODES[inner](lambda x: (1 - 3j) * f(x))
+        return MODES[outer](lambda x: tf.cast(first(x), tf.complex128) * (1 + 2j))
 
-    @pytest.mark.long
-    @WRAPS
-    @pytest.mark.parametrize("product", [False, True])
-    def test_second_derivatives(self, product, wrap):
-        def of(f, outer, inner):
-            first = inner(lambda x: (1 - 3j) * f(x))
-            return outer(lambda x: tf.cast(first(x), tf.complex128) * (1 + 2j))
-
-        x = tf.constant([0.3, -1.2], tf.float64)
-        for modes in itertools.product([derivative, forward_derivative], repeat=2):
-            want = of(self.native, *modes)(x)
-            np.testing.assert_allclose(wrap(of(self.form(product), *modes))(x), want, rtol=1e-12)
+    x = tf.constant([0.3, -1.2], tf.float64)
+    np.testing.assert_allclose(EXECUTED[wrap](twice(form))(x), twice(native)(x), rtol=1e-12)

@@ -1,5 +1,6 @@
 """The contract of the value form: structures, shapes, values, dtypes, variables, orders."""
 
+import functools
 import inspect
 import itertools
 
@@ -11,14 +12,15 @@ import tensorflow_probability as tfp
 import sgtrick
 from matrix import functions as fn
 from matrix import spread
-from shared import WRAPS, constant, derivative, gradient
+from shared import constant, derivative, gradient
 
 NAN, INF = np.nan, np.inf
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
-EMBEDDED = ["eager", "formula alone", "tf.function", "XLA"]
+EMBEDDED = ["eager", "formula alone", "XLA"]
+IN_XLA_TOO = pytest.mark.parametrize("embedded", EMBEDDED, indirect=True)
 
 
-@pytest.fixture(params=EMBEDDED)
+@pytest.fixture(params=EMBEDDED[:2])
 def embedded(request):
     """Value and gradient of the value form, by each of the ways it is computed."""
     if request.param == "formula alone":
@@ -44,6 +46,9 @@ def chains(dtype=tf.float64):
     return fn.scalar(x), fn.scalar_gradient(x), x, constant([2.0, -3.0], dtype)
 
 
+AT_LEAST = r"\[unknown rank\].* do not fit together.* fx and x need at least 2 dimensions"
+
+
 class TestShapes:
     """`fx: B + R`, `x: B + D`, `gx: B + R + D`."""
 
@@ -52,12 +57,9 @@ class TestShapes:
         [
             ((), (), (), False),
             ((), (), (3,), False),
-            ((), (), (3, 2), False),
             ((4,), (), (3,), False),
-            ((4, 2), (), (3,), False),
             ((4, 2), (), (), False),
             ((), (2,), (3,), False),
-            ((), (2, 3), (), False),
             ((), (2, 1), (3, 2), False),
             ((4,), (2,), (3,), True),
             ((4, 1), (2, 3), (2, 2), True),
@@ -103,8 +105,7 @@ class TestShapes:
             assert len(kinds) <= count
             assert {"Assert", "Shape", "Rank", "Size"}.isdisjoint(kinds)
 
-    @pytest.mark.parametrize("known", ["nothing", "ranks"])
-    @pytest.mark.parametrize("jit_compile", [False, True])
+    @pytest.mark.parametrize(("known", "jit_compile"), [("nothing", False), ("ranks", True)])
     def test_unknown_shapes_are_checked_at_run_time(self, known, jit_compile):
         fx, gx, x, _ = chains()
         specs = [
@@ -122,9 +123,11 @@ class TestShapes:
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"(?s){message}"):
             run(fx, tf.transpose(gx), x)
 
-    @pytest.mark.parametrize("shape", [[1], [1, 1], None], ids=str)
-    @pytest.mark.parametrize("of_point", [[None], [3], None], ids=str)
-    @pytest.mark.parametrize("jit_compile", [False, True])
+    @pytest.mark.parametrize(
+        ("shape", "of_point", "jit_compile"),
+        [([1], [3], True), ([1, 1], [None], False), (None, [None], True), (None, None, False)],
+        ids=str,
+    )
     def test_a_value_of_one_entry(self, shape, of_point, jit_compile):
         """It has the gradient of a scalar, also where shapes are unknown while tracing."""
         fx = tf.reshape(constant(5.0), shape or [1])
@@ -145,18 +148,26 @@ class TestShapes:
             with pytest.raises(tf.errors.InvalidArgumentError):
                 run(fx, gx[:2], x)
 
-    def test_the_hessian_of_a_value_of_one_entry(self, embedded):
+    def test_the_hessian_of_a_value_of_one_entry(self):
         x, hx = constant([1.0, 2.0]), constant([[[2.0, 3.0], [3.0, 5.0]]])
         second = derivative(derivative(lambda x: sgtrick.custom_gradient([7.0], 2 * x, x, hx=hx)))
         np.testing.assert_array_equal(second(x), [5.0, 8.0])
         with pytest.raises(ValueError, match=r"hx must have the shape \[1, 2, 2\]"):
             sgtrick.custom_gradient([7.0], x, x, hx=hx[0])
 
-    def test_what_is_known_is_checked_while_tracing(self):
-        specs = [tf.TensorSpec(s, tf.float64) for s in ([None], [None, 2], [None, 3])]
-        run = tf.function(sgtrick.custom_gradient, input_signature=specs)
-        with pytest.raises(ValueError, match=r"fx \[\?\], gx \[\?, 2\] and x \[\?, 3\] do not fit"):
-            run.get_concrete_function()
+    @pytest.mark.parametrize(
+        ("shapes", "batch_ndims", "message"),
+        [
+            (([None], [None, 2], [None, 3]), None, r"fx \[\?\], gx \[\?, 2\] and x \[\?, 3\] do not fit"),
+            (([4], None, None), 2, AT_LEAST),
+            ((None, None, [4]), 2, AT_LEAST),
+        ],
+    )  # fmt: skip
+    def test_what_is_known_is_checked_while_tracing(self, shapes, batch_ndims, message):
+        specs = [tf.TensorSpec(shape, tf.float64) for shape in shapes]
+        run = tf.function(functools.partial(sgtrick.custom_gradient, batch_ndims=batch_ndims))
+        with pytest.raises(ValueError, match=message):
+            run.get_concrete_function(*specs)
 
     def test_the_result_keeps_the_static_shape(self):
         specs = [tf.TensorSpec(s, tf.float64) for s in ([4], None, None)]
@@ -173,14 +184,8 @@ STRUCTURES = {
     ),
     "None for a leaf": ([3.0, None], [constant(1.0), constant(2.0)], [6, None]),
     "list for a tuple": ([1.0, 2.0], (constant(1.0), constant(2.0)), (2, 4)),
-    "list of one for its leaf": ([2.0], constant(1.0), 4),
     "leaf for a list of one": (2.0, [constant(1.0)], [4]),
     "number for several entries": (3.0, constant([[1.0], [2.0]]), np.array([[6], [6]])),
-    "numbers in a list": (
-        [0.1, [0.2, 0.3]],
-        [constant(1.0), constant([2.0, 3.0])],
-        [0.2, np.array([0.4, 0.6])],
-    ),
     "numbers in a dictionary": (
         {"a": ((0.1, constant(0.2)),)},
         {"a": constant([[2.0, 3.0]])},
@@ -198,10 +203,9 @@ class TestStructures:
         for g, e in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
             assert g is None if e is None else np.array_equal(g, e)
 
-    @pytest.mark.parametrize("fx", [1.0, constant(1.0)], ids=["a number", "a tensor"])
-    @pytest.mark.parametrize("by_hand", [False, True], ids=["stopped", "stopped by hand"])
-    def test_all_none_stops(self, fx, by_hand, embedded):
-        h, g = embedded(fx, None, constant(2.0), fx_gx_manually_stopped=by_hand)
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_all_none_stops(self, by_hand, embedded):
+        h, g = embedded(1.0, None, constant(2.0), fx_gx_manually_stopped=by_hand)
         assert h.numpy() == 1.0
         assert g is None
 
@@ -209,16 +213,7 @@ class TestStructures:
         ("x", "gx", "x_leaves", "gx_leaves"),
         [
             ([1.0, 2.0], [1.0], r"x\[0\], x\[1\]", r"gx\[0\]"),
-            ({"a": 1.0}, {"b": 1.0}, r"x\['a'\]", r"gx\['b'\]"),
             ({"a": 1.0}, [1.0], r"x\['a'\]", r"gx\[0\]"),
-            ({"a": [1.0, 2.0]}, {"a": 1.0}, r"x\['a'\]\[0\], x\['a'\]\[1\]", r"gx\['a'\]"),
-            (
-                [1.0, 2.0],
-                [1.0, [1.0, None]],
-                r"x\[0\], x\[1\]",
-                r"gx\[0\], gx\[1\]\[0\], gx\[1\]\[1\]",
-            ),
-            ([1.0, 2.0], [1.0, [{"b": 1.0}]], r"x\[0\], x\[1\]", r"gx\[0\], gx\[1\]\[0\]\['b'\]"),
             (1.0, [1.0, 2.0], "x", r"gx\[0\], gx\[1\]"),
             ([1.0], [], r"x\[0\]", "none"),
         ],
@@ -249,22 +244,16 @@ MISUSE = [
     (lambda: ones([4], [4, 3], [5, 3], batch_ndims=1), ValueError, r"leading dimensions of fx and x must be equal, got \[4\] and \[5\]"),
     (lambda: ones([4], [4, 3], [4, 3], batch_ndims=2), ValueError, r"need at least 2 dimensions\. In tf\.vectorized_map.*leave batch_ndims out"),
     (lambda: ones([2], [2], [2], batch_ndims=-1), ValueError, COUNT),
-    (lambda: ones([2], [2], [2], batch_ndims=1.0), ValueError, COUNT),
     (lambda: ones([2], [2], [2], batch_ndims="1"), ValueError, COUNT),
     (lambda: ones([2], [2], [2], batch_ndims=True), ValueError, COUNT),
     (lambda: one(1.0, {"a": [1.0, tf.ones([4])]}, {"a": [1.0, tf.ones([2])]}), ValueError, r"gx\['a'\]\[1\] \[4\] and x\['a'\]\[1\] \[2\]"),
     (lambda: one(1), TypeError, NO_DERIVATIVES),
-    (lambda: one(True), TypeError, NO_DERIVATIVES),
     (lambda: one("a"), TypeError, NO_DERIVATIVES),
-    (lambda: one(tf.constant([1, 2])), TypeError, NO_DERIVATIVES),
     (lambda: one(None), TypeError, r"fx must be .* got NoneType"),
     (lambda: one(gx=True), TypeError, r"gx has dtype bool, expected float32"),
-    (lambda: one(gx="a"), TypeError, r"gx has dtype string, expected float32"),
     (lambda: one(gx=1j), TypeError, r"gx has dtype complex128, expected float32, since fx is float32 and x is float32"),
     (lambda: one(gx=object()), TypeError, r"gx must be a tensor, variable, array or number, got object"),
     (lambda: one(x=tf.ragged.constant([[1.0], [2.0, 3.0]])), TypeError, r"x must be .* got RaggedTensor"),
-    (lambda: one(device="CPU:7"), ValueError, r"device='CPU:7' is not present. Available devices: \['CPU:0', 'CPU:1'"),
-    (lambda: one(device=["TPU", "CPU:9"]), ValueError, r"device=\['TPU', 'CPU:9'\] is not present"),
     (lambda: one(device=[]), ValueError, r"device=\[\] is not present"),
     (lambda: one(device="banana"), ValueError, r"device='banana' is not a device name"),
     (lambda: one(device=3), TypeError, r"device must be a name such as 'GPU:0'.* got 3"),
@@ -277,17 +266,6 @@ def test_misuse(call, error, message):
         call()
 
 
-@pytest.mark.parametrize(
-    ("fx", "x"), [([4], None), (None, [4])], ids=["of the point", "of the value"]
-)
-def test_an_unknown_rank_where_the_other_contradicts_batch_ndims(fx, x):
-    shapes = [tf.TensorSpec(shape) for shape in (fx, None, x)]
-    run = tf.function(lambda fx, gx, x: sgtrick.custom_gradient(fx, gx, x, batch_ndims=2))
-    message = r"\[unknown rank\].* do not fit together.* fx and x need at least 2 dimensions"
-    with pytest.raises(ValueError, match=message):
-        run.get_concrete_function(*shapes)
-
-
 @pytest.mark.parametrize("x", [1, True, "a", np.int64(3), tf.constant([1, 2])])
 def test_arguments_without_derivatives(x):
     h = lambda y: one(constant(1.0), [None, 2.0], [x, y])  # noqa: E731
@@ -297,6 +275,14 @@ def test_arguments_without_derivatives(x):
         one(1.0, [1.0, 2.0], [x, 1.0])
 
 
+OPTIONS = {
+    "first order": {},
+    "second order": {"hx": fn.scalar_hessian(tf.ones([4, 3], tf.float64))},
+    "stopped by hand": {"fx_gx_manually_stopped": True},
+}
+
+
+@IN_XLA_TOO
 class TestValues:
     """`h == fx` whatever the rest holds, and no NaN in a gradient that is not one."""
 
@@ -307,51 +293,37 @@ class TestValues:
         g, z = (np.stack([t, np.full_like(t, 2.0)], -1) for t in (gx, x))
         h, _ = embedded(*map(constant, (fx, g, z)))
         np.testing.assert_array_equal(h, fx)
-        for i in range(0, len(fx), 7):  # members alone, with all values of each
+        for i in range(0, len(fx), 17):  # members alone, with all values of each
             h, _ = embedded(constant(fx[i]), constant(g[i]), constant(z[i]))
             np.testing.assert_array_equal(h, fx[i])
 
-    @pytest.mark.parametrize("gx", [INF, -INF, NAN])
-    def test_zero_upstream_means_zero(self, embedded, gx):
-        gx = constant([[gx, 1.0], [gx, 2.0]])
-        h, g = embedded(constant([1.0, 2.0]), gx, tf.ones_like(gx), constant([0.0, 2.0]))
-        np.testing.assert_array_equal(h, [1.0, 2.0])
-        np.testing.assert_array_equal(g, [[0.0, 0.0], 2 * gx[1]])
+    def test_zero_upstream_means_zero(self, embedded):
+        gx = constant([[INF, 1.0], [-INF, 1.0], [NAN, 1.0], [INF, 2.0]])
+        fx, u = constant(range(4)), constant([0.0, 0.0, 0.0, 2.0])
+        h, g = embedded(fx, gx, tf.ones_like(gx), u)
+        np.testing.assert_array_equal(h, fx)
+        np.testing.assert_array_equal(g, [[0.0, 0.0]] * 3 + [2 * gx[3]])
 
-    @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-    @pytest.mark.parametrize(
-        "options",
-        [{}, {"hx": fn.scalar_hessian(chains()[2])}, {"fx_gx_manually_stopped": True}],
-        ids=["first order", "second order", "stopped by hand"],
-    )
-    def test_a_member_at_a_non_finite_point_harms_no_other(self, embedded, bad, options):
-        fx, gx, x, u = chains()
-        x = tf.concat([[[bad, 1.0, 2.0]], x[1:]], 0)
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    def test_members_at_non_finite_points_harm_no_other(self, embedded, options):
+        x = constant([[bad, 1.0, 2.0] for bad in (INF, -INF, NAN, 0.5)])
+        fx, gx, u = constant(range(4)), 3 * tf.ones_like(x), constant([2.0, -3.0, 4.0, 5.0])
         h, g = embedded(fx, gx, x, u, **options)
         np.testing.assert_array_equal(h, fx)
-        np.testing.assert_array_equal(g[1], u[1] * gx[1])
-        assert np.all((g[0].numpy() == 0) | (g[0].numpy() == (u[0] * gx[0]).numpy()))
+        np.testing.assert_array_equal(g[3], u[3] * gx[3])
+        bad, exact = g[:3].numpy(), u[:3, tf.newaxis] * gx[:3]
+        assert np.all((bad == 0) | (bad == exact))
 
     def test_non_finite_hessian_leaves_value_and_gradient_alone(self, embedded):
         h, g = embedded(constant(1.0), constant(2.0), constant(3.0), hx=constant(INF))
         assert (h.numpy(), g.numpy()) == (1.0, 2.0)
 
 
-def powers(x):
-    return tf.reduce_sum(x**3, -1)
-
-
-def square_of_real(x):
-    return tf.cast(x, tf.complex128) ** 2 * (1 + 2j)
-
-
-# With derivatives in the sense of dL = Re(gx dx).
+# With derivatives in the sense of dL = Re(gx dx). test_complex.py has those of holomorphic ones.
 OF_COMPLEX = {
-    "holomorphic": (powers, lambda x: 3 * x**2, tf.complex64),
-    "holomorphic, double": (powers, lambda x: 3 * x**2, tf.complex128),
     "real": (lambda x: tf.abs(x) ** 2, lambda x: 2 * tf.math.conj(x), tf.complex128),
     "of a real argument": (
-        square_of_real,
+        lambda x: tf.cast(x, tf.complex128) ** 2 * (1 + 2j),
         lambda x: 2 * (1 + 2j) * tf.cast(x, tf.complex128),
         tf.float64,
     ),
@@ -374,6 +346,7 @@ class TestDtypes:
                      for d in (fx_dtype, x_dtype))  # fmt: skip
         np.testing.assert_allclose(tf.cast(g, tf.float64), u[:, None] * gx, rtol=2 * float(coarse))
 
+    @IN_XLA_TOO
     @pytest.mark.parametrize(("f", "slope", "dtype"), OF_COMPLEX.values(), ids=OF_COMPLEX)
     def test_complex_ones(self, embedded, f, slope, dtype):
         x = tf.cast([[0.3 + 1j, -1.0 + 0.2j], [0.5 - 2j, 1j]], dtype)
@@ -384,6 +357,7 @@ class TestDtypes:
         np.testing.assert_array_equal(h, y)
         np.testing.assert_allclose(g, gradient(f, x, u), rtol=1e-5)
 
+    @IN_XLA_TOO
     def test_complex_zero_upstream_means_zero(self, embedded):
         x = constant([1j, 2.0], tf.complex128)
         gx = constant([complex(INF, NAN), 1j], tf.complex128)
@@ -391,17 +365,12 @@ class TestDtypes:
         np.testing.assert_array_equal(h, [1.0, 1j])
         np.testing.assert_array_equal(g, [0, -2j])
 
-    def test_python_numbers_have_that_of_the_point_and_are_real(self, embedded):
-        """And lose no digits."""
-        h, g = embedded(0.1, 0.1, constant(1.0))
+    @pytest.mark.parametrize("fx", [0.1, [0.1]])
+    def test_python_numbers_lose_no_digits(self, embedded, fx):
+        """test_numbers.py says which dtype they have."""
+        h, g = embedded(fx, 0.1, constant(1.0))
         assert h.dtype == g.dtype == tf.float64
-        assert (h.numpy(), g.numpy()) == (0.1, 0.1)
-        h, g = embedded([0.1], 0.1, constant(1.0))
-        assert h.dtype == g.dtype == tf.float64
-        assert (h.numpy(), g.numpy()) == ([0.1], 0.1)
-        x = constant([1 + 2j, -3j], tf.complex64)
-        h, g = embedded(1.0, tf.math.conj(x), x)
-        assert (h.dtype, g.dtype) == (tf.float32, tf.complex64)
+        assert (h.numpy(), g.numpy()) == (fx, 0.1)
 
 
 class TestSources:
@@ -419,7 +388,7 @@ class TestSources:
         np.testing.assert_array_equal(g, [3.0, 3.0])
         assert tape.gradient(h, other) is None
 
-    @pytest.mark.parametrize("x", [3.0, INF, NAN])
+    @pytest.mark.parametrize("x", [3.0, NAN])
     def test_where_it_is_stopped_by_hand_other_inputs_keep_their_gradients(self, embedded, x):
         # h(x, y) = 2 y, and y by x: the derivative by y is that of the value, whatever x is.
         x, y = constant([[x, 1.0], [1.0, 2.0]]), constant(5.0)
@@ -445,30 +414,24 @@ class TestDropIn:
             (constant(2.0), constant([1.0, 2.0]), constant([3.0, 4.0]), True, "a_name"),
             ([2.0], constant([1.0, 2.0]), constant([3.0, 4.0])),
             ([[2.0]], constant([1.0, 2.0]), constant([3.0, 4.0])),
-            ([[[2.0]]], constant([[1.0, 2.0]]), constant([[3.0, 4.0]])),
             ([2.0], constant([[1.0, 2.0]]), constant([[3.0, 4.0]])),
-            ([2.0], constant(1.0), constant(3.0)),
             ([2.0], constant(1.0), constant([3.0, 4.0])),
             ([2.0], constant([1.0]), constant(3.0)),
             (constant(2.0), [3.0, [4.0, 5.0]], [constant(1.0), constant([3.0, 4.0])]),
-            (constant(2.0), [3, ((4, 5),)], [constant(1.0), constant([[3.0, 4.0]])]),
             (constant(2.0), [[3.0, 4.0]], constant([3.0, 4.0])),
-            ([2.0], [constant(0.1), [0.1, constant(0.2)]], [constant(1.0), constant([3.0, 4.0])]),
         ],
         ids=["vector", "list", "list of one", "rank-0 gx", "elementwise", "all positional",
-             "fx [1]", "fx [1, 1]", "fx [1, 1, 1]", "one member", "fx [1] of a number",
-             "fx [1], rank-0 gx", "Jacobian [1]", "numbers in a list", "integers in a list",
-             "numbers in a list of one", "fx [1], numbers in a list"],
+             "fx [1]", "fx [1, 1]", "one member", "fx [1], rank-0 gx", "Jacobian [1]",
+             "numbers in a list", "numbers in a list of one"],
     )  # fmt: skip
-    @WRAPS
-    def test_same_answers(self, arguments, wrap):
+    def test_same_answers(self, arguments):
         arguments = [tf.constant(arguments[0], tf.float64), *arguments[1:]]
 
         def run(custom_gradient):
             x = arguments[2]
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                h = wrap(lambda *a: custom_gradient(*a, *arguments[3:]))(*arguments[:3])
+                h = custom_gradient(*arguments)
             return [h, *tf.nest.flatten(tape.gradient(h, x))]
 
         for ours, theirs in zip(
