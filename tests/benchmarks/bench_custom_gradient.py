@@ -28,21 +28,23 @@ LIBRARIES = {
 }
 
 
-def forward_and_backward(embed):
-    def run(fx, gx, x):
+def forward_and_backward(form):
+    """By the last argument."""
+
+    def run(*args):
         with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = embed(fx, gx, x)
-        return y, tape.gradient(y, x)
+            tape.watch(args[-1])
+            y = form(*args)
+        return y, tape.gradient(y, args[-1])
 
     return run
 
 
 MODES = {
     "eager": forward_and_backward,
-    "eager, forward alone": lambda embed: embed,
-    "tf.function": lambda embed: tf.function(forward_and_backward(embed)),
-    "XLA": lambda embed: tf.function(forward_and_backward(embed), jit_compile=True),
+    "eager, forward alone": lambda form: form,
+    "tf.function": lambda form: tf.function(forward_and_backward(form)),
+    "XLA": lambda form: tf.function(forward_and_backward(form), jit_compile=True),
 }
 
 

@@ -10,9 +10,10 @@ the medians of the ratios, turn by turn; the numbers of operations stand in `ext
 
 import pytest
 import tensorflow as tf
+from bench_custom_gradient import forward_and_backward
 
 import sgtrick
-from bench_custom_vjp import FORMS, forward_and_backward
+from bench_custom_vjp import FORMS
 
 
 def native(x):

@@ -12,6 +12,7 @@ import tensorflow_probability as tfp
 from bench_from_numpy import CHAINS, COVARIATES, DIMENSIONS, LEAPFROGS, OUTCOMES
 
 import sgtrick
+from shared import derivative
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -54,21 +55,12 @@ def test_one_call(take_turns):
     batch = jax.jit(jax.vmap(jax.value_and_grad(of_jax)))
     native, host = sgtrick.from_jax(of_jax, native=True), sgtrick.from_jax(of_jax)
 
-    def with_gradient(h):
-        def run(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = h(x)
-            return tape.gradient(y, x)
-
-        return run
-
     x = X.numpy().astype(np.float32)
     rivals = {
         "JAX alone": lambda _: batch(x)[1].block_until_ready(),
-        "from_jax": with_gradient(host),
-        "native": with_gradient(native),
-        "native in tf.function": tf.function(with_gradient(native)),
-        "native, XLA": tf.function(with_gradient(native), jit_compile=True),
+        "from_jax": derivative(host),
+        "native": derivative(native),
+        "native in tf.function": tf.function(derivative(native)),
+        "native, XLA": tf.function(derivative(native), jit_compile=True),
     }
     take_turns("value and gradient, eager", rivals, (tf.constant(x),), 10_000)

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
-import tensorflow_probability as tfp
 
 import sgtrick
 from checked_functions import MODES, density, density_gradient, report
@@ -20,14 +19,9 @@ def named_arguments(data, n, scale):
 
 
 RIGHT = {
-    "native, scalar": (lambda x: tf.reduce_sum(tf.sin(x)), constant([0.5, 2.0])),
     "tf.function": (tf.function(density), constant([0.5, 2.0, -1.0])),
     "XLA": (tf.function(density, jit_compile=True), constant([0.5, 2.0, -1.0])),
     "matrix": (tf.linalg.inv, constant([[2.0, 0.3], [0.1, 1.0]])),
-    "with_gradient": (
-        sgtrick.with_gradient(density, density_gradient),
-        constant([[0.5, 2.0, -1.0], [0.3, 0.1, 0.7]]),
-    ),
     "from_numpy": (
         sgtrick.from_numpy(lambda x: (np.sum(x**3), 3 * x**2)),
         constant([[0.5, 2.0], [1.0, -1.0]]),
@@ -35,10 +29,6 @@ RIGHT = {
     "value and gradient, arguments": (
         sgtrick.from_value_and_gradient(lambda a, b: (a * b, (b, a)), argnums=(0, 1)),
         (constant(3.0), constant(4.0)),
-    ),
-    "distribution": (
-        lambda loc, x: tfp.distributions.StudentT(3.0, loc, 2.0).log_prob(x),
-        (tf.constant(0.3), tf.constant([0.1, 5.0])),
     ),
     "structures, integers, variables": (
         named_arguments,
@@ -62,14 +52,6 @@ def scaled(scale):
     )
 
 
-def noisy(noise):
-    return (
-        lambda x: density(x) + noise * tf.stop_gradient(tf.sin(1e9 * tf.reduce_sum(x))),
-        density_gradient,
-        constant([0.5, 2.0, -1.0]),
-    )
-
-
 HARD = {
     "values of 1e-12": scaled(1e-12),
     "values of 1e12": scaled(1e12),
@@ -78,9 +60,11 @@ HARD = {
         lambda x: 2 * tf.math.log(x) / x,
         constant(np.array([1e-12, 1.0, 1e6]) * [1.5, 2.0, 3.0]),
     ),
-    "noise of 1e-10": noisy(1e-10),
-    "noise of 1e-8": noisy(1e-8),
-    "noise of 1e-6": noisy(1e-6),
+    "noise": (
+        lambda x: density(x) + 1e-6 * tf.stop_gradient(tf.sin(1e9 * tf.reduce_sum(x))),
+        density_gradient,
+        constant([0.5, 2.0, -1.0]),
+    ),
 }
 
 
@@ -132,11 +116,7 @@ class TestRight:
 
 SPOILED = {
     "1 % off": lambda x: 1.01 * density_gradient(x),
-    "sign": lambda x: -density_gradient(x),
-    "zero": lambda x: 0 * density_gradient(x),
     "one entry": lambda x: density_gradient(x) * constant([1.0, 1.0, 1.01]),
-    "reversed": lambda x: density_gradient(x)[..., ::-1],
-    "another point": lambda x: density_gradient(x + 0.01),
     "mean over the batch": lambda x: density_gradient(x) / 2,
     "another member's": lambda x: density_gradient(x)[::-1],
     "not a number": lambda x: density_gradient(x) * np.nan,
@@ -175,12 +155,6 @@ class TestWrong:
         a = np.random.default_rng(0).normal(size=(3, 3))
         f = sgtrick.with_gradient(lambda x: tf.linalg.matvec(a, x), lambda x: constant(a.T))
         assert report(f, constant([0.5, 2.0, -1.0]), mode=mode).worst.verdict == "wrong"
-
-    def test_zipf(self):
-        def f(power):
-            return tf.reduce_sum(tfp.distributions.Zipf(power).log_prob([1.0, 1.0, 2.0, 5.0]))
-
-        assert report(f, constant(2.0)).worst.verdict == "wrong"
 
     def test_one_entry_in_a_thousand_is_in_every_random_direction(self):
         f = tf.function(wrong_in({617: 1e-2}))
@@ -255,13 +229,9 @@ class TestUnconnected:
 
 class TestOrder2:
     @pytest.mark.long
-    @pytest.mark.parametrize(
-        ("f", "mode"),
-        [(density, "random"), (lambda x: tf.sin(x) * tf.reduce_sum(x), "full")],
-        ids=["scalar", "tensor"],
-    )
-    def test_native(self, f, mode):
-        found = check_gradient(f, constant([0.5, 2.0, -1.0]), order=2, mode=mode)
+    def test_native(self):
+        x = constant([0.5, 2.0, -1.0])
+        found = check_gradient(lambda x: tf.sin(x) * tf.reduce_sum(x), x, order=2)
         assert {entry.order for entry in found.entries} == {1, 2}
         assert len({entry.name for entry in found.entries}) == len(found.entries)
 

@@ -71,13 +71,10 @@ class TestRefusals:
         [
             ({"order": 3}, "order must be 1 or 2, got 3"),
             ({"mode": "fast"}, "mode must be 'full' or 'random', got 'fast'"),
-            ({"rtol": -1.0}, "rtol must be None or a non-negative number"),
             ({"atol": np.nan}, "atol must be None or a non-negative number"),
             ({"rtol": "1e-3"}, "rtol must be None or a non-negative number, got '1e-3'"),
             ({"max_step": 0.0}, "max_step must be None, the largest step, or a pair"),
             ({"max_step": (1e-2, 1e-4)}, "smallest and the largest step"),
-            ({"max_step": (1e-4, 1e-3, 1e-2)}, "max_step must be None, the largest step, or a"),
-            ({"max_step": "small"}, "max_step must be None.*, got 'small'"),
             ({"max_step": (None, 0.1)}, r"max_step must be None.*, got \(None, 0.1\)"),
         ],
     )
@@ -93,15 +90,13 @@ class TestReport:
         f = sgtrick.with_gradient(density, lambda x: density_gradient(x) * off)
         return report(f, constant([0.5, 2.0, -1.0]))
 
-    def test_sorted_by_error(self, found):
-        assert [entry.name for entry in found.entries] == ["x[1]", "x[2]", "x[0]"]
-        assert [entry.verdict for entry in found.entries] == ["wrong", "wrong", "ok"]
-
-    def test_table(self, found):
+    def test_a_table_that_is_sorted_by_error(self, found):
         summary, header, *rows = str(found).splitlines()
         assert summary == f"3 entries: 2 wrong, 1 ok. {found.evaluations} evaluations."
         verdict = header.index("verdict")
-        assert [row[verdict:] for row in rows] == ["wrong", "wrong", "ok"]
+        shown = [(row.split()[0], row[verdict:]) for row in rows]
+        assert shown == [("x[1]", "wrong"), ("x[2]", "wrong"), ("x[0]", "ok")]
+        assert [(entry.name, entry.verdict) for entry in found.entries] == shown
 
     def test_a_long_table_is_cut(self):
         text = str(check_gradient(lambda x: tf.reduce_sum(x**2), constant(np.ones(30))))

@@ -1,6 +1,5 @@
 """`check_gradient(order=2)` on everything that can have second derivatives: right, wrong, refused."""
 
-import itertools
 import re
 
 import numpy as np
@@ -8,16 +7,9 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from checked_functions import by_jvp
 from matrix import spread
 from sgtrick import check_gradient
 from shared import constant
-
-
-def in_turn(cases):
-    """Each case in one of the modes, which differ in what they draw, but not in what they ask."""
-    return list(zip(cases, itertools.cycle(["full", "random"]), strict=False))
-
 
 X = constant([0.5, 2.0])
 
@@ -42,16 +34,7 @@ def engine(**options):
     return sgtrick.from_numpy(lambda x: (value(x), np.stack(gradient(x))), **options)
 
 
-def with_own_gradient():
-    return sgtrick.with_gradient(lambda x: value(x), lambda x: tf.stack(gradient(x)))
-
-
 RIGHT = {
-    "hx": (lambda x: embedded(x, tf.stack(hessian(x))), X),
-    "hx callable": (
-        lambda x: embedded(x, lambda v: tf.linalg.matvec(tf.stack(hessian(x)), v)),
-        X,
-    ),
     "hx in a sum, in a tf.function": (
         tf.function(lambda x: tf.reduce_sum(tf.sin(x)) + embedded(x, tf.stack(hessian(x)))),
         X,
@@ -61,15 +44,7 @@ RIGHT = {
         engine(hessp=lambda x, v: np.array(hessian(x)) @ v),
         constant([[0.5, 2.0], [1.0, -1.0]]),
     ),
-    "with_gradient": (with_own_gradient(), X),
-    "custom_jvp": (by_jvp, X),
     "custom_vjp": (sgtrick.custom_vjp(lambda x: (tf.exp(x), lambda u: u * tf.exp(x))), X),
-    "implicit_root": (
-        tf.function(
-            lambda a: sgtrick.implicit_root(lambda r, a: r**3 - a, a ** (1 / 3), a, batch_ndims=1)
-        ),
-        X,
-    ),
 }
 
 ENGINE = engine()
@@ -79,7 +54,6 @@ REFUSED = {
     "custom_gradient": (embedded, X, "Pass the Hessian"),
     "custom_gradient in XLA": (tf.function(embedded, jit_compile=True), X, "Pass the Hessian"),
     "from_numpy": (engine(), X, "Pass hessp="),
-    "from_numpy in a sum": (lambda x: tf.reduce_sum(x**2) + engine()(2 * x), X, "Pass hessp="),
     "from_numpy in a tf.function": (tf.function(lambda x: ENGINE(x) ** 2), X, "Pass hessp="),
     "float32": (engine(), tf.constant([0.5, 2.0]), "Pass hessp="),
     "with_gradient of the host": (
@@ -99,7 +73,7 @@ REFUSED = {
 
 class TestRight:
     @pytest.mark.long
-    @pytest.mark.parametrize(("case", "mode"), in_turn(RIGHT))
+    @pytest.mark.parametrize(("case", "mode"), spread(RIGHT, ["full", "random"], together=1))
     def test_passes(self, case, mode):
         found = check_gradient(*RIGHT[case], order=2, mode=mode)
         assert {(entry.order, entry.verdict) for entry in found.entries} == {(1, "ok"), (2, "ok")}
@@ -118,7 +92,7 @@ class TestWrong:
     @pytest.mark.long
     @pytest.mark.parametrize(
         ("by", "scale", "mode"),
-        spread(["hx", "hx callable", "hessp"], [0.0, 1.02], ["full", "random"]),
+        [("hx", 0.0, "full"), ("hx callable", 1.02, "random"), ("hessp", 1.02, "full")],
     )
     def test_is_found(self, by, scale, mode):
         f = {
@@ -155,9 +129,7 @@ class TestWrong:
 
 class TestRefused:
     @pytest.mark.long
-    @pytest.mark.parametrize(
-        ("case", "mode"), [("from_numpy", "random"), *((case, "full") for case in REFUSED)]
-    )
+    @pytest.mark.parametrize(("case", "mode"), spread(REFUSED, ["full", "random"], together=1))
     def test_is_a_verdict_with_the_forms_own_message(self, case, mode):
         f, x, message = REFUSED[case]
         with pytest.raises(sgtrick.GradientCheckError, match="second derivative is refused") as e:
@@ -229,19 +201,18 @@ class TestRefused:
         check_gradient(tf.function(engine()), X, order=2, raise_exception=False)
         assert not tf.config.functions_run_eagerly()
 
-    @pytest.mark.parametrize("kind", [KeyError, IndexError, ZeroDivisionError])
-    def test_mistakes_in_a_rule_are_no_refusals(self, kind):
+    def test_mistakes_in_a_rule_are_no_refusals(self):
         def rule(u):
             @tf.custom_gradient
             def inner(u):
                 def again(_):
-                    raise kind("mistake")
+                    raise KeyError("mistake")
 
                 return u, again
 
             return inner(u * X)
 
-        with pytest.raises(kind, match="mistake"):
+        with pytest.raises(KeyError, match="mistake"):
             check_gradient(
                 sgtrick.custom_vjp(lambda x: (tf.reduce_sum(x**2) / 2, rule)), X, order=2
             )

@@ -1,11 +1,8 @@
 """Functions drawn at random: `check_gradient` says where the gradient is wrong, and nowhere else."""
 
 import pytest
-import tensorflow as tf
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import sgtrick
 from fuzz.checks import Check
 from fuzz.drawing import SETTINGS
 from fuzz.strategies import check_checker, checks
@@ -39,8 +36,6 @@ SATURATED = [
     Check((0.0, 0.6, 1.0), (("sin", 1.0, -0.4),), "number", 1, 1e4, 1.0, 1e3, "narrow", order=2),
     # Second derivatives too small for a normal number, which TensorFlow takes for zero.
     Check((-1.2, -1.4, -1.4), (("bell", 5.0, -0.8),), size_x=1e4, dtype="narrow", order=2),
-    Check((1.3,), (("bell", 5.0, -0.4),), "entries", 1, 1.0, 1e-5, 0.0, "narrow",
-          mode="random", order=2),
     # Off by 0.1 % in float32, whoever differentiates.
     Check((1.2,), (("softplus", 0.3, 1.0), ("tanh", 5.0, 1.0)), "entries", 1, 1e4, 1e3, 1e3,
           "narrow", mode="random", order=2),
@@ -51,19 +46,3 @@ SATURATED = [
 @pytest.mark.parametrize("drawn", SATURATED, ids=range(len(SATURATED)))
 def test_rounding_is_not_wrong(drawn):
     check_checker(drawn)
-
-
-@given(
-    st.lists(st.floats(-2, 2), min_size=1, max_size=3),
-    st.sampled_from(["complex64", "complex128"]),
-    st.booleans(),
-)
-@settings(SETTINGS, max_examples=10, derandomize=True)
-def test_complex_is_refused(point, dtype, of_value):
-    x = tf.constant(point, tf.float64)
-    if of_value:
-        f = lambda x: tf.cast(x, dtype)  # noqa: E731
-    else:
-        f, x = tf.math.abs, tf.cast(x, dtype)
-    with pytest.raises(TypeError, match=r"real and.* imaginary"):
-        sgtrick.check_gradient(f, x)

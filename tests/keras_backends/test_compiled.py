@@ -24,7 +24,7 @@ TRACED = [
     "numbers_in_a_structure",
     "method",
     "without_self",
-    "by_their_own_names",
+    "under all names upstream",
     "with_a_default",
     "grad_is_a_partial_of_a_lambda",
 ]

@@ -64,7 +64,7 @@ class Layer(keras.layers.Layer):
 @pytest.mark.filterwarnings("ignore")  # of jax2tf and torch.export about themselves
 @pytest.mark.parametrize(
     ("form", "functional"),
-    [*[(form, False) for form in FORMS], ("static_inside", True), ("integers", True)],
+    [*[(form, False) for form in FORMS], ("integers", True)],
 )
 def test_an_exported_model(form, functional, tmp_path):
     f, truth = RULES[form]

@@ -53,32 +53,34 @@ class TestOnTensorFlow:
         (g,) = gradient(model, [tensor(POINTS)], tensor(np.ones(4)))
         np.testing.assert_allclose(g, np.cos(POINTS))
 
-    @pytest.mark.parametrize("suffix", [".keras", ".h5"])
     @pytest.mark.parametrize(
-        ("engines", "name"),
-        [((engine, registered_loss), "waves"), ((registered_engine, loss), "absolute")],
+        ("engine", "loss", "file", "name"),
+        [
+            (engine, registered_loss, "model.keras", "waves"),
+            (registered_engine, loss, "model.h5", "absolute"),
+        ],
     )
-    def test_by_itself_it_is_not_stored(self, engines, name, suffix, tmp_path):
-        model = model_with(in_a_lambda(engines[0]), engines[1])
+    def test_by_itself_it_is_not_stored(self, engine, loss, file, name, tmp_path):
+        model = model_with(in_a_lambda(engine), loss)
         with pytest.raises(TypeError, match=f"cannot store {name}, .*register_keras_serializable"):
-            model.save(tmp_path / f"model{suffix}")
+            model.save(tmp_path / file)
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="they are functions of its tensors")
 class TestElsewhere:
-    @pytest.mark.parametrize("of", ["tensor", "variable", "structure", "derivative"])
-    def test_says_what_to_use_there(self, of):
-        calls = {
-            "tensor": lambda: engine(tensor(POINTS)),
-            "variable": lambda: engine(keras.Variable(POINTS)),
-            "structure": lambda: engine({"a": tensor(POINTS)}),
-            "derivative": lambda: gradient(engine, [tensor(POINTS)], tensor(np.ones(4))),
-        }
-        message = (
-            rf"waves takes tensors of TensorFlow, and x.* is one of {BACKEND}.*custom_gradient"
-        )
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda x: engine(keras.Variable(x)),
+            lambda x: engine({"a": tensor(x)}),
+            lambda x: gradient(engine, [tensor(x)], tensor(np.ones(4))),
+        ],
+        ids=["variable", "structure", "derivative"],
+    )
+    def test_says_what_to_use_there(self, call):
+        message = f"waves takes tensors of TensorFlow, and x.* is one of {BACKEND}.*custom_gradient"
         with pytest.raises(TypeError, match=message):
-            calls[of]()
+            call(POINTS)
 
     def test_and_that_is_right(self):
         def there(x):

@@ -25,17 +25,10 @@ class Kept:
     def __init__(self):
         self.mask = torch.ones(2, dtype=torch.float64)
 
-    def exp(self, x):
-        self.y = ops.exp(x)
-        return self.y, self.grad
-
     def masked(self, x):
-        return x + 0, self.grad_of_masked
+        return x + 0, self.grad
 
     def grad(self, u):
-        return u * self.y
-
-    def grad_of_masked(self, u):
         return u * self.mask
 
 
@@ -51,7 +44,6 @@ OF_THE_RESULT = {
     "in a list": lambda x: exp(x, lambda y: lambda u, ys=[y]: u * ys[0]),
     "in a partial": lambda x: exp(x, lambda y: functools.partial(torch.multiply, y)),
     "with all arguments": lambda x: exp(x, lambda y: lambda *args, upstream: upstream * y),
-    "in an object": lambda x: Kept().exp(x),
 }
 
 

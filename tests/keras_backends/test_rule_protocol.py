@@ -30,42 +30,9 @@ def test_a_rule_is_like_the_true_function(rule):
     check_reverse(form, truth, *arguments(truth))
 
 
-def log1pexp_on_all_backends(x):
-    e = ops.exp(x)
-
-    def grad(*args, upstream=None):
-        if upstream is None:
-            (upstream,) = args
-        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
-
-    return ops.log(1 + e), grad
-
-
-def log1pexp_on_tensorflow_and_jax(x):
-    e = ops.exp(x)
-
-    def grad(upstream):
-        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
-
-    return ops.log(1 + e), grad
-
-
-def log1pexp_on_torch(x):
-    e = ops.exp(x)
-
-    def grad(*args, upstream):
-        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1, e))
-
-    return ops.log(1 + e), grad
-
-
 @pytest.mark.parametrize(
     ("f", "x", "u", "expected"),
     [
-        *[
-            (f, [1.0, 2.0, 100.0], [1.0] * 3, [0.7310586, 0.880797, 1.0])
-            for f in (log1pexp_on_all_backends, log1pexp_on_tensorflow_and_jax, log1pexp_on_torch)
-        ],
         (lambda x: (x + 0, lambda u: ops.clip(u, -1.0, 1.0)), [1.0, 2.0], [0.5, 3.0], [0.5, 1.0]),
         (
             lambda x: (1 / x, lambda u: -u / x**2),
@@ -74,11 +41,11 @@ def log1pexp_on_torch(x):
             [-np.inf, 0.0, -0.25],
         ),
     ],
+    ids=["not linear", "not finite"],
 )
 def test_grad_is_called_as_it_is(f, x, u, expected):
-    """The examples of Keras' documentation; what is not linear; what is not finite."""
-    (g,) = gradient(custom_vjp(f), [tensor(x, "float32")], tensor(u, "float32"))
-    np.testing.assert_allclose(array(g), expected, rtol=1e-6)
+    (g,) = gradient(custom_vjp(f), [tensor(x)], tensor(u))
+    np.testing.assert_allclose(array(g), expected)
     np.testing.assert_array_equal(array(custom_vjp(f)(tensor(x))), array(f(tensor(x))[0]))
 
 
@@ -99,13 +66,10 @@ def test_grad_in_r_with_the_names_of_the_arguments():
 @pytest.mark.parametrize(
     ("dtype", "returned"),
     [
-        ("float16", lambda u: 3 * u),
         ("bfloat16", lambda u: 3 * u),
-        ("float32", lambda u: ops.cast(3 * u, "float64")),
         ("float16", lambda u: ops.cast(3 * u, "float32")),
         ("float32", lambda u: ops.cast(3 * u, "int32")),
         ("float32", lambda u: 3),
-        ("float32", lambda u: np.float64(3)),
         ("float32", lambda u: np.array(3)),
         ("float32", lambda u: u > 0),
     ],
@@ -158,16 +122,6 @@ def test_a_functional_model(tmp_path):
     ("f", "error", "message"),
     [
         (lambda x: x, TypeError, r"must return \(y, grad\)"),
-        (
-            lambda x: (x, lambda u: (u, u)),
-            ValueError,
-            "grad of <lambda> returned 2 gradients, expected 1",
-        ),
-        (
-            lambda x, n=2: (x + 0, lambda u: (u, u)),
-            TypeError,
-            "gradient for n, which has no derivatives: it is int",
-        ),
         (
             lambda x: (x + 0, lambda u: ops.cast(u, "complex64")),
             TypeError,
@@ -245,28 +199,12 @@ class TestVariables:
         frozen = custom_vjp(lambda x: (misled(x * state), lambda u: u * state))
         check_reverse(frozen, lambda x: 2 * x, POINTS)
 
-    @pytest.mark.parametrize("way", ["add_loss", "a regularizer"])
-    def test_a_loss_inside_is_an_error(self, way):
+    def test_a_loss_inside_is_an_error(self):
         """No rule gives its gradient."""
-
-        class Layer(keras.layers.Layer):
-            def __init__(self):
-                super().__init__(dtype="float64")
-                self.regularizer = keras.layers.ActivityRegularization(l2=0.1, dtype="float64")
-
-            @custom_vjp
-            def inside(self, x):
-                if way == "add_loss":
-                    self.add_loss(0.1 * ops.sum(x))
-                else:
-                    self.regularizer(x)
-                return x + 0, lambda u: u
-
-            def call(self, x):
-                return self.inside(x)
-
-        with pytest.raises(TypeError, match=r"inside adds a loss.*Add it outside"):
-            Layer()(tensor(POINTS))
+        regularizer = keras.layers.ActivityRegularization(l2=0.1, dtype="float64")
+        regularized = custom_vjp(lambda x: (regularizer(x), lambda u: u))
+        with pytest.raises(TypeError, match=r"adds a loss.*Add it outside"):
+            regularized(tensor(POINTS))
 
     def test_as_an_argument(self):
         v = keras.Variable(np.array(3.0), dtype="float64")

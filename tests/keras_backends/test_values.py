@@ -55,10 +55,6 @@ def scalar_hessian(x):
     return ops.stack([ops.stack(row, -1) for row in rows], -2)
 
 
-def vector(x):
-    return ops.stack([scalar(x), ops.sum(x**2, -1)], -1)
-
-
 def two(x, y):
     return ops.sum(x * x * y[..., None, None], (-2, -1)) + y**2
 
@@ -81,15 +77,6 @@ def two_jacobians(x, y):
 
 def chains(x):
     return embed(constant(scalar(x)), scalar_gradient(x), x)
-
-
-def elementwise(x):
-    return embed(constant(x**3), 3 * x**2, x)
-
-
-def jacobian(x):
-    gx = ops.stack([scalar_gradient(x), 2 * x], -2)
-    return embed(constant(vector(x)), gx, x, batch_ndims=len(x.shape) - 1)
 
 
 def structure(x, y):
@@ -157,8 +144,6 @@ HESSIANS = {
 }
 FORMS = {
     "chains": (chains, scalar, [POINTS]),
-    "elementwise": (elementwise, lambda x: x**3, [NUMBERS]),
-    "Jacobian": (jacobian, vector, [POINTS]),
     "structure": (structure, two, [MATRICES, NUMBERS]),
     "structure of Jacobians": (jacobians, two_vector, [MATRICES, NUMBERS]),
     "one entry": (one_entry, one, [POINTS, NUMBERS]),
@@ -166,12 +151,11 @@ FORMS = {
     "Hessian product": (product, two, [MATRICES, NUMBERS]),
     "asymmetric blocks": (asymmetric, bilinear, [POINTS]),
     "hx=0": said_to_be_constant(0),
-    "hx=0.0": said_to_be_constant(0.0),
     "hx=[[None]]": said_to_be_constant([[None]]),
     "manually stopped": (manually_stopped, lambda x, y: x**2 * y, [NUMBERS, NUMBERS + 1]),
 }
 # With what second derivatives are taken of.
-OTHERS = ["asymmetric blocks", "hx=0", "hx=0.0", "hx=[[None]]", "manually stopped"]
+OTHERS = ["asymmetric blocks", "hx=0", "hx=[[None]]", "manually stopped"]
 SECOND_ORDER = [
     [
         ("Hessian blocks", "its square"),
@@ -183,6 +167,7 @@ SECOND_ORDER = [
 ]
 
 
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="there it is sgtrick.custom_gradient")
 class TestTransformations:
     """Forms and true functions are alike under everything that the backend does with functions."""
 
@@ -225,10 +210,7 @@ class TestTransformations:
         with pytest.raises(LookupError, match=r"(?s)second derivative.*hx.*hx=0"):
             check((SECOND | MAPPED_SECOND)[transformation], OF[of](form), truth, args)
 
-    @pytest.mark.parametrize(
-        ("transformation", "hx"),
-        dict.fromkeys([*in_turn(THIRD, HESSIANS), (next(iter(THIRD)), "blocks")]),
-    )
+    @pytest.mark.parametrize(("transformation", "hx"), in_turn(THIRD, HESSIANS))
     def test_of_third_order(self, transformation, hx):
         with pytest.raises(LookupError, match="third derivative"):
             THIRD[transformation](with_hessian(HESSIANS[hx]), tensor(POINTS[0]))
@@ -242,7 +224,6 @@ class TestTransformations:
         with pytest.raises(NotImplementedError, match="forward mode over forward mode"):
             jacfwd(jacfwd(form))(*[tensor(a) for a in args])
 
-    @pytest.mark.skipif(BACKEND == "tensorflow", reason="tapes tell")
     def test_derivatives_by_something_else_are_none_of_its_business(self):
         """`w` enters by the upstream gradient: `d/dw d/dx w^2 h(x) = 2 w gx`."""
         from transformations import fn
@@ -286,12 +267,9 @@ class TestValues:
         ("batch", "range_", "domain", "stated"),
         [
             ((), (), (), False),
-            ((), (), (3, 2), False),
             ((4, 2), (), (3,), False),
             ((4, 2), (), (), False),
-            ((), (2,), (3,), False),
             ((), (2, 1), (3, 2), False),
-            ((4,), (2,), (3,), True),
             ((4, 1), (2, 3), (2, 2), True),
             ((2,), (3,), (), True),
             ((0,), (), (3,), False),
@@ -312,33 +290,20 @@ class TestValues:
         expected = np.einsum("br,brd->bd", u, gx).reshape(batch + domain)
         np.testing.assert_allclose(array(g), expected, rtol=1e-12)
 
-    @pytest.mark.parametrize(
-        ("form", "x", "expected"),
-        [
-            (lambda x: embed(1.0, 3.0, x), [[1.0], [2.0]], [[6.0], [6.0]]),  # the same everywhere
-            (lambda x: embed(0.0, [3.0], x), 1.0, 6.0),  # a list of one is its leaf
-            (lambda x: embed(0.0, [None, 3.0], [ops.cast(x, "int32"), x]), 2.0, 6.0),
-        ],
-    )
-    def test_other_ways_to_give_it(self, form, x, expected):
-        (g,) = gradient(form, [tensor(x)], tensor(2.0))
-        np.testing.assert_array_equal(array(g), expected)
-
-    @pytest.mark.parametrize("domain", [(), (3,)])
-    def test_anything_may_be_not_finite(self, domain):
+    def test_anything_may_be_not_finite(self):
         grid = itertools.product([INF, NAN, 1.5], [INF, NAN, 2.0], [0.0, 3.0])
         fx, gx, u = np.array([*grid]).T
-        x = np.ones((18, *domain))
-        if domain:
-            gx, u = np.stack([gx, np.ones(18), -gx], -1), u[:, None]
+        gx = np.stack([gx, np.ones(18), -gx], -1)
 
         def form(x):
             return embed(tensor(fx), tensor(gx), x)
 
-        (g,) = gradient(form, [tensor(x)], tensor(u.reshape(18)))
-        np.testing.assert_array_equal(array(form(tensor(x))), fx)
+        x = tensor(np.ones((18, 3)))
+        (g,) = gradient(form, [x], tensor(u))
+        np.testing.assert_array_equal(array(form(x)), fx)
         with np.errstate(invalid="ignore"):
-            np.testing.assert_array_equal(array(g), np.where(u == 0, 0, u * gx))
+            expected = np.where(u[:, None] == 0, 0, u[:, None] * gx)
+        np.testing.assert_array_equal(array(g), expected)
 
     @pytest.mark.parametrize("bad", [INF, NAN])
     @pytest.mark.parametrize("second", [False, True])
@@ -377,12 +342,6 @@ class TestValues:
         by_x, by_y = gradient(form, [tensor(2.0), tensor(3.0)], tensor(1.0))
         assert array(by_x) == 3.0
         assert by_y is None if BACKEND != "jax" else array(by_y) == 0.0
-
-    def test_no_gradient_at_all(self):
-        x = tensor(2.0)
-        assert array(embed(1.0, None, x)) == 1.0
-        if BACKEND == "torch":
-            assert not embed(1.0, None, x.requires_grad_()).requires_grad
 
     def test_a_variable_as_the_point(self):
         v = keras.Variable(np.array([1.0, 2.0]), dtype="float64")
@@ -441,35 +400,18 @@ def symbols(*shapes):
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("args", "options", "message"),
+        ("args", "message"),
         [
-            (map(np.ones, [(4,), (4, 2), (4, 3)]), {}, r"gx \[4, 2\] and x \[4, 3\] do not fit"),
-            (map(np.ones, [(2,), (3,), (3,)]), {}, r"gx \[2, 3\] \(the full Jacobian\)"),
-            (map(np.ones, [4, (4, 3), (4, 3)]), {"batch_ndims": 2}, "need at least 2 dimensions"),
-            (map(np.ones, [4, (4, 3), (4, 3)]), {"batch_ndims": -1}, "must be None or an int"),
-            ((0.0, {"b": 1.0}, {"a": 1.0}), {}, r"(?s)of x.*x: x\['a'\]\n.*gx: gx\['b'\]"),
-            ((np.array(1), 1.0, np.array(1.0)), {}, "fx has dtype int.*no derivatives"),
-            ((1.0, 1.0, np.array(1)), {}, "x has dtype int.*gx is not None"),
-            ((1.0, np.array(1j), np.array(1.0)), {}, "gx has dtype complex.*Pass its real part"),
-            ((1.0, np.array(True), np.array(1.0)), {}, "gx has dtype bool, expected float"),
-            ((object(), 1.0, np.array(1.0)), {}, "fx must be a tensor, variable, array or number"),
-            (
-                (1.0, [1.0, 1.0], [1.0, 2.0]),
-                {"hx": [[1.0, None], [1.0, 1.0]]},
-                r"hx\[0\]\[1\] is None but its transpose",
-            ),
-            (
-                (1.0, [1.0, None], [1.0, 2.0]),
-                {"hx": [[1.0, 1.0], [1.0, 1.0]]},
-                r"hx\[0\]\[1\] is given, but gx\[1\] is None",
-            ),
-            (symbols((), (2,), (3,)), {}, r"fx \[.*\], gx \[.*, 2\] and x \[.*, 3\] do not fit"),
-            ((1, *symbols((3,), (3,))), {}, "fx has dtype int"),
+            (map(np.ones, [(4,), (4, 2), (4, 3)]), r"gx \[4, 2\] and x \[4, 3\] do not fit"),
+            ((1.0, np.array(1j), np.array(1.0)), "gx has dtype complex.*Pass its real part"),
+            ((object(), 1.0, np.array(1.0)), "fx must be a tensor, variable, array or number"),
+            (symbols((), (2,), (3,)), r"fx \[.*\], gx \[.*, 2\] and x \[.*, 3\] do not fit"),
+            ((1, *symbols((3,), (3,))), "fx has dtype int"),
         ],
     )
-    def test_arguments_that_do_not_fit(self, args, options, message):
+    def test_arguments_that_do_not_fit(self, args, message):
         with pytest.raises((TypeError, ValueError), match=message):
-            embed(*args, **options)
+            embed(*args)
 
     @pytest.mark.parametrize("rule", [False, True])
     def test_symbols_have_the_same_message(self, rule):
@@ -489,9 +431,7 @@ class TestRefusals:
         ("hx", "message"),
         [
             (np.ones((3, 3)), "do not fit together"),
-            ([[np.ones((4, 3, 3))]], "structure like x for each leaf of x"),
             (lambda v: v[:2], r"hx\(v\) has shape \[2, 3\], expected \[4, 3\]"),
-            (lambda v: {"a": v}, r"hx\(v\) must have the structure of x"),
             pytest.param(
                 lambda v: ops.ones_like(v),
                 r"hx\(v\) is not connected to v",

@@ -45,16 +45,9 @@ def functional(fn, quick):
     """What jax and torch.func have under the same names; `quick` compiles what takes long."""
     orders = {"fwd": fn.jacfwd, "rev": fn.jacrev}
 
-    def second(outer, inner):
+    def second(outer, inner, mapped=lambda f: f):
         return lambda f, args, u, z: keras.tree.flatten(
-            quick(outer(inner(pulled(f, u), all_of(args)), all_of(args)))(*args)
-        )
-
-    def mapped_second(outer, inner):
-        return lambda f, args, u, z: keras.tree.flatten(
-            quick(fn.vmap(outer(inner(lambda *a: ops.sum(f(*a)), all_of(args)), all_of(args))))(
-                *args
-            )
+            quick(mapped(outer(inner(pulled(f, u), all_of(args)), all_of(args))))(*args)
         )
 
     first = {
@@ -95,12 +88,12 @@ def functional(fn, quick):
             functools.reduce(lambda g, name: orders[name](g), names, f)
         )(x)
         for a, b, c in [("fwd",) * 3, ("rev",) * 3, ("fwd", "rev", "rev"), ("rev", "fwd", "rev")]
-    } | {
-        "vmap of jacrev of hessian": lambda f, x: quick(fn.vmap(fn.jacrev(fn.hessian(f))))(x[None])
     }
     mapped_seconds = {
-        "vmap of hessian": mapped_second(fn.jacfwd, fn.jacrev),
-        "vmap of jacrev of jacrev": mapped_second(fn.jacrev, fn.jacrev),
+        f"vmap of jac{a} of jacrev": lambda f, args, u, z, a=a: second(
+            orders[a], fn.jacrev, fn.vmap
+        )(f, args, 1.0, z)
+        for a in orders
     }
     return first, mapped, seconds, third, mapped_seconds
 
@@ -164,7 +157,6 @@ if BACKEND == "jax":
             )
         )(*args),
     }
-    THIRD |= {"jit of hessian of grad": lambda f, x: fn.jit(fn.hessian(fn.grad(f)))(x)}
 
 elif BACKEND == "torch":
     import torch
@@ -182,11 +174,6 @@ elif BACKEND == "torch":
     def variable_gradient(f, v):
         f().backward()
         return v.value.grad
-
-    def backward(f, args, u, z):
-        args = [a.clone().requires_grad_() for a in args]
-        f(*args).backward(u)
-        return [a.grad for a in args]
 
     def compiled(f, fullgraph=False):
         torch._dynamo.reset()
@@ -219,16 +206,8 @@ elif BACKEND == "torch":
         rows = torch.autograd.grad(y, args, units, is_grads_batched=True)
         return [row.reshape(*y.shape, *a.shape) for row, a in zip(rows, args, strict=True)]
 
-    def autograd_times(n, f, x):
-        x = x.clone().requires_grad_()
-        y = f(x)
-        for _ in range(n):
-            (y,) = torch.autograd.grad(ops.sum(y), x, create_graph=True)
-        return y
-
     FIRST |= {
         "autograd": lambda f, args, u, z: gradient(f, args, u),
-        "backward": backward,
         "forward_ad": dual,
         "batched gradients": batched,
         "checkpoint": lambda f, args, u, z: gradient(
@@ -244,7 +223,6 @@ elif BACKEND == "torch":
             lambda *a: inner(fn.grad(pulled(f, u), all_of(a))(*a), z), args, None
         ),
     }
-    THIRD |= {"autograd three times": lambda f, x: autograd_times(3, f, x)}
     TWICE = double_backward
 
 else:
@@ -286,14 +264,6 @@ else:
             first = gradient(f, args, u)
         return outer.gradient(first, args, z)
 
-    def tapes(n, f, x):
-        if n == 0:
-            return f(x)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tapes(n - 1, f, x)
-        return tape.gradient(y, x)
-
     FIRST = {
         "value": lambda f, args, u, z: [f(*args)],
         "tape": lambda f, args, u, z: gradient(f, args, u),
@@ -312,8 +282,7 @@ else:
         ),
     }
     SECOND = {"nested tapes": hessian_times}
-    THIRD = {"nested tapes": lambda f, x: tapes(3, f, x)}
-    MAPPED_SECOND = {}
+    THIRD, MAPPED_SECOND = {}, {}
     TWICE = hessian_times
 
 

@@ -1,6 +1,7 @@
 """What `import sgtrick` brings along, and which module imports which."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +40,10 @@ def test_no_more_than_tensorflow_does():
 LAYERS = ["_types", "_arguments", "_tensorflow", "_core", "_host"]
 
 
+@functools.cache
 def imports():
     """`(module, imported module)` of all within the package, also of those inside functions."""
+    found = []
     for path in PACKAGE.rglob("*.py"):
         module = path.relative_to(PACKAGE)
         for node in ast.walk(ast.parse(path.read_text())):
@@ -50,8 +53,8 @@ def imports():
                 names = [alias.name for alias in node.names if alias.name.startswith("sgtrick")]
             else:
                 continue
-            for name in names:
-                yield module, imported_module(Path(*name.split(".")[1:]))
+            found += [(module, imported_module(Path(*name.split(".")[1:]))) for name in names]
+    return found
 
 
 def imported_module(name):
@@ -64,9 +67,8 @@ def imported_module(name):
 
 def test_arrows_point_one_way():
     """The core knows no engines and no forms, engines no forms, and no form a checker."""
-    found = list(imports())
-    assert len(found) > 100
-    for module, imported in found:
+    assert len(imports()) > 100
+    for module, imported in imports():
         layer = module.with_suffix("").parts[0]
         if layer in LAYERS:
             below = LAYERS[: LAYERS.index(layer) + 1]
