@@ -14,7 +14,7 @@ import tensorflow_probability as tfp
 
 import sgtrick
 from matrix import traced
-from shared import forward_derivative
+from shared import forward_derivative, mapped
 
 RAISED = (RuntimeError, TypeError, ValueError, LookupError, tf.errors.OpError)
 VECTORIZED = pytest.mark.parametrize("vectorized", [True, False], ids=["vectorized", "by member"])
@@ -188,10 +188,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def mapped(f):
-    return lambda *args: tf.vectorized_map(lambda args: f(*args), args)
-
-
 # Ways to run a law on a function.
 WAYS = {
     "eager": lambda law, f: law(f),
@@ -205,14 +201,10 @@ WAYS = {
 
 def gradients(f, args=(X, A), upstream=U):
     args = [tf.convert_to_tensor(arg) for arg in args]
-
-    def run(*args):
-        with tf.GradientTape() as tape:
-            tape.watch(args)
-            y = f(*args)
-        return [y, *tape.gradient(y, args, upstream)]
-
-    return run(*args)
+    with tf.GradientTape() as tape:
+        tape.watch(args)
+        y = f(*args)
+    return [y, *tape.gradient(y, args, upstream)]
 
 
 def jacobians(f):
@@ -236,10 +228,7 @@ def likelihood_gradient(f):
 
 
 def pulled(f, x, a):
-    with tf.GradientTape() as tape:
-        tape.watch([x, a])
-        y = f(x, a)
-    return tape.gradient(y, [x, a], U)
+    return gradients(f, (x, a))[1:]
 
 
 def reverse_over_reverse(f, pulled=pulled):
@@ -271,9 +260,6 @@ def of_a_likelihood(f):
     """By the upstream gradient too, which depends on the point."""
 
     def pulled(f, x, a):
-        with tf.GradientTape() as tape:
-            tape.watch([x, a])
-            y = -tf.reduce_sum((f(x, a) - U) ** 2)
-        return tape.gradient(y, [x, a])
+        return gradients(lambda *args: -tf.reduce_sum((f(*args) - U) ** 2), (x, a), None)[1:]
 
     return reverse_over_reverse(f, pulled)

@@ -7,7 +7,6 @@ from concurrent import futures
 import numpy as np
 import pytest
 import tensorflow as tf
-import tensorflow_probability as tfp
 
 import engine_functions as engines
 import sgtrick
@@ -23,23 +22,15 @@ OPTIONS = [
     # What is no such option.
     ({"dtype": "complex128"}, TypeError,
      "dtype must be a real floating dtype such as 'float64', got 'complex128'"),
-    ({"dtype": "no"}, TypeError, "got 'no'"),
     ({"dtype": None}, TypeError, "dtype must be .* got None"),
-    ({"on_error": np.complex64(1j)}, ValueError, "on_error must be .* got .*1j"),
     ({"on_error": "ignore"}, ValueError,
      "on_error must be 'raise' or a number such as -np.inf, got 'ignore'"),
-    ({"on_error": None}, ValueError, "got None"),
     ({"executor": 4}, TypeError, "executor must be a concurrent.futures.Executor, .*got 4"),
     ({"grad": 4}, TypeError, "grad must be a function, got int"),
-    ({"grad": True}, ValueError, "grad must be a function, '2-point' .*got True"),
     ({"grad": "cs"}, ValueError,
      "grad must be a function, '2-point' or '3-point' for finite differences, or False .*got 'cs'"),
-    ({"vjp": 4}, TypeError, "vjp must be a function, got int"),
     ({"value_shape": 3}, TypeError,
      r"value_shape must be a tuple of ints, such as \(3,\), .* got 3"),
-    ({"value_shape": None}, TypeError, "value_shape must be a tuple of ints, .* got None"),
-    ({"value_shape": {"a": (3,), "b": 3}}, TypeError,
-     r"value_shape\['b'\] must be a tuple of ints"),
     ({"value_shape": ((3,), (-1,))}, TypeError, r"value_shape\[1\]\[0\] must be a tuple of ints"),
     # What does not go with another one.
     ({"grad": unused, "vjp": unused}, TypeError, "grad and vjp were both given. Pass one of them"),
@@ -64,7 +55,6 @@ def test_options(options, error, message):
 
 ARGUMENTS = [
     (-1, [np.ones(2)], ValueError, "event_ndims must be a non-negative int.* got -1 for x"),
-    ("a", [np.ones(2)], ValueError, "got 'a' for x"),
     ((1, 1), [np.ones(2)], ValueError,
      r"event_ndims must .* one entry for each of the 1 arguments \(x\), got \(1, 1\)"),
     (2, [np.ones(2)], ValueError,
@@ -84,14 +74,13 @@ def test_arguments(event_ndims, args, error, message):
         h(*args)
 
 
-@WRAPS
-def test_batches_that_do_not_broadcast(wrap):
+def test_batches_that_do_not_broadcast():
     h = sgtrick.from_numpy(engines.two, event_ndims=(2, 0))
     message = (
         r"x \[3, 2, 2\], y \[4\] have batch shapes that do not broadcast, with event_ndims=\[2, 0\]"
     )
     with pytest.raises(ValueError, match=message):
-        wrap(h)(tf.zeros([3, 2, 2]), tf.zeros([4]))
+        h(tf.zeros([3, 2, 2]), tf.zeros([4]))
 
 
 def test_unknown_ranks():
@@ -127,8 +116,6 @@ THREE = {"value_shape": (3,)}
 REPLIES = [
     (1.0, {}, r"must return \(value, gradient\), got float 1\.0, a value without a gradient\. .*"
      "grad=.*from_torch or from_jax"),
-    (np.ones(2), {}, r"got ndarray of shape \[2\] and dtype float64, a value without"),
-    ((1.0, None), {}, r"got tuple \(float 1\.0, None\), a value without"),
     ((1.0, None), {}, "return the value alone and pass grad=False"),
     (None, {}, r"got None: did you forget to return\?"),
     (None, {"grad": False}, r"the value of f must be real numbers, got None: did you forget to re"),
@@ -136,16 +123,12 @@ REPLIES = [
      r"the value of f .* got tuple .*With grad= or vjp=, an engine returns its value alone\."),
     ((1.0, (np.ones(2), np.ones(2))), {}, r"have the shape \[2\], got \[2, 2\]\. It is a tuple, "
      "and f was called with one argument that has gradients, x: return its gradient alone"),
-    ((1.0, (np.ones(2), np.ones(3))), {}, "real numbers, got tuple .* with one argument that has"),
     ((1.0, [1.0], 2.0), {}, r"got tuple \(float 1\.0, list \(float 1\.0\), float 2\.0\)\. With several arguments"),
     ((np.ones([1, 2]), np.ones(2)), {}, VALUE + r" have the shape \[\], got \[1, 2\]"),
     ((1.0, np.ones(3)), {}, GRADIENT + r" have the shape \[2\], got \[3\]"),
-    ((1.0, 1.0), {}, GRADIENT + r" have the shape \[2\], got \[\]"),
     ((1j, np.ones(2)), {}, VALUE + " be real numbers, got complex 1j"),
-    ((True, np.ones(2)), {}, VALUE + " be real numbers, got bool True"),
     (({"a": 1.0}, np.ones(2)), {}, r"got a dict of \['a'\].*several outputs.*value_shape"),
     (("a", np.ones(2)), {}, VALUE + " be real numbers, got str 'a'"),
-    ((1.0, ["a", "b"]), {}, GRADIENT + " be real numbers"),
     ((1.0, np.ones(2) > 0), {}, GRADIENT + " be real numbers, got ndarray"),
     ((1.0, [[1.0], [1.0, 2.0]]), {}, GRADIENT + " be (an array of )?real"),
     # Of arrays.
@@ -162,8 +145,6 @@ REPLIES = [
     (lambda x: (x**2, 2 * x), {}, r"must have the shape \[\], got \[2\]\. That is the shape of the "
      r"point\. If the value is an array, .*value_shape=\(2,\); .* sum over the point; .*"
      "event_ndims=0"),
-    (lambda x: (x**2, 2 * x), MANY, r"must have the shape \[3\], got \[3, 2\]\. That is the shape "
-     r"of the point\. .*value_shape=\(2,\).* sum"),
     (lambda x: (np.sum(x**2), 2 * x), MANY, r"must have the shape \[3\], got \[\]\. The engine is "
      "called for .* axis=-1, or leave out vectorized=True"),
 ]  # fmt: skip
@@ -178,8 +159,6 @@ PRODUCTS = [
     ({"jvp": lambda x, t: t}, forward_derivative, r"of f must have the shape \[\], got \[2\]"),
     ({"hessp": lambda x, v: v[:1]}, second,
      r"the Hessian times v of f with respect to x must have the shape \[2\], got \[1\]"),
-    ({"hessp": lambda x, v: None}, second,
-     "the Hessian times v of f must be like the arguments, got None"),
     ({"hessp": lambda x, v: (v, v)}, second, r"must have the shape \[2\], got \[2, 2\]"),
 ]  # fmt: skip
 
@@ -189,35 +168,30 @@ class TestWrongReplies:
 
     X = tf.constant([[1.0, 1.0], [2.0, 1.0], [1.0, 1.0]])
 
-    @WRAPS
     @pytest.mark.parametrize(("reply", "options", "message"), REPLIES)
-    def test_of_the_engine(self, wrap, reply, options, message):
+    def test_of_the_engine(self, reply, options, message):
         fn = reply if callable(reply) else lambda x: reply
         h = sgtrick.from_numpy(fn, **{"on_error": -np.inf, "name": "f", **options})
         with pytest.raises(RAISED, match=f"(?s){message}"):
-            wrap(h)(self.X)
+            h(self.X)
         assert h.failures == 0
 
-    @WRAPS
     @pytest.mark.parametrize(("product", "derived", "message"), PRODUCTS)
-    def test_of_its_products(self, wrap, product, derived, message):
+    def test_of_its_products(self, product, derived, message):
         fn = (lambda x: 1.0) if "vjp" in product or "jvp" in product else engines.normal
         h = sgtrick.from_numpy(fn, **product, on_error=-np.inf, name="f")
         with pytest.raises(RAISED, match=f"(?s){message}"):
-            wrap(derived(h))(self.X)
+            tf.function(derived(h))(self.X)
         assert h.failures == 0
 
     @pytest.mark.parametrize(
         ("gradient", "message"),
         [
             ((1.0,), r"must be a tuple of 2, got tuple \(float 1\.0\)"),
-            (1.0, r"must be a tuple of 2, got float 1\.0"),
             (({"a": 1.0}, 1.0),
              r"the gradient of f\[0\] must be a dict of \['a', 'b'\], got a dict of \['a'\]"),
-            (({"a": 1.0, "b": (1.0,)}, 1.0), r"the gradient of f\[0\]\['b'\] must be a tuple of 2"),
             (({"a": 1.0, "b": (1.0, np.ones(2))}, 1.0),
              r"of f with respect to p\['b'\]\[1\] must have the shape \[\], got \[2\]"),
-            (({"a": 1.0, "b": (1.0, 1.0)}, None, 1.0), r"must be a tuple of 2"),
             (({"a": 1.0, "b": (1.0, 1.0)}, 3.0),
              r"respect to k must be None, got float 3\.0: k has a dtype without derivatives"),
         ],
@@ -308,20 +282,18 @@ class TestFailures:
         message = r"(?s)on_error replaces the first failure\..*fails_beyond_one raised .*x = \[2"
         assert re.match(message, str(told.message))
 
-    @WRAPS
     @VECTORIZED
     @pytest.mark.parametrize("error", [NameError, AttributeError, ImportError, SyntaxError])
-    def test_mistakes_in_the_code_are_not_replaced(self, wrap, error, vectorized):
+    def test_mistakes_in_the_code_are_not_replaced(self, error, vectorized):
         def engine(x):
             raise error("a mistake")
 
         h = sgtrick.from_numpy(engine, on_error=-np.inf, vectorized=vectorized)
         with pytest.raises(RAISED, match=f"engine raised {error.__name__}: a mistake"):
-            wrap(h)(tf.ones([2, 2]))
+            h(tf.ones([2, 2]))
 
-    @WRAPS
     @pytest.mark.parametrize("given", ["grad", "hessp"])
-    def test_functions_of_other_arguments_are_not_replaced(self, wrap, given):
+    def test_functions_of_other_arguments_are_not_replaced(self, given):
         def fn(x):
             return 1.0 if given == "grad" else (1.0, x)
 
@@ -335,7 +307,7 @@ class TestFailures:
             rf"{what} is called with {number} arguments by position, but other\(a, b, c\) does"
         )
         with pytest.raises(RAISED, match=message):
-            wrap(h if given == "grad" else second(h))(tf.ones([2]))
+            (h if given == "grad" else second(h))(tf.ones([2]))
 
     @WRAPS
     def test_an_executor_of_the_engine_that_is_lost_is_its_failure(self, wrap):
@@ -348,22 +320,15 @@ class TestFailures:
             wrap(sgtrick.from_numpy(engine))(tf.ones([2]))
 
     def test_the_engine_s_message_ends_what_graphs_raise(self):
-        """Above it are forty lines of where TensorFlow Probability made the operation."""
+        """Above it TensorFlow tells where the operation was made."""
 
         def engine(x):
             raise ArithmeticError("the solver did not converge")
 
         h = sgtrick.from_numpy(engine)
 
-        @tf.function(autograph=False)
-        def sample():
-            kernel = tfp.mcmc.HamiltonianMonteCarlo(h, 0.1, 3)
-            return tfp.mcmc.sample_chain(
-                3, tf.zeros([2]), kernel=kernel, trace_fn=None, seed=[1, 2]
-            )
-
         with pytest.raises(tf.errors.UnknownError) as caught:
-            sample()
+            tf.function(derivative(h))(tf.zeros([2]))
         lines = [line for line in str(caught.value).splitlines() if line.strip()]
         last = next(k for k, line in enumerate(lines) if "[[{{node" in line)  # TensorFlow's own
         assert lines[last - 2 : last] == [

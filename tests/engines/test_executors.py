@@ -8,7 +8,6 @@ from concurrent import futures
 import numpy as np
 import pytest
 import tensorflow as tf
-import tensorflow_probability as tfp
 
 import engine_functions as engines
 import sgtrick
@@ -28,17 +27,6 @@ def within_a_minute(f, *args):
         return runner.submit(f, *args).result(timeout=HANGS)
     finally:
         runner.shutdown(wait=False)
-
-
-def draws(h):
-    @tf.function
-    def sample():
-        kernel = tfp.mcmc.HamiltonianMonteCarlo(h, tf.constant(0.3, tf.float64), 2)
-        return tfp.mcmc.sample_chain(
-            3, tf.constant(POINTS), kernel=kernel, trace_fn=None, seed=[1, 2]
-        )
-
-    return within_a_minute(sample)
 
 
 def process_pool(workers=2):
@@ -78,13 +66,6 @@ def executor(request):
     if request.param == "cluster":
         return request.getfixturevalue("client").get_executor()
     return request.getfixturevalue(request.param)
-
-
-@pytest.mark.long
-def test_the_same_draws_as_without(executor):
-    h, alone = (sgtrick.from_numpy(engines.normal, executor=e) for e in (executor, None))
-    np.testing.assert_array_equal(draws(h), draws(alone))
-    assert h.calls == alone.calls == 8 * (1 + 2 * 3)
 
 
 @WRAPS
@@ -170,7 +151,8 @@ def has_what_it_needs(law, given, name, serial, vectorized, way):
 
 CASES = spread(
     [gradients, by_forward_mode, reverse_over_reverse],
-    GIVEN, MODELS, SERIAL, [True, False], ["eager", "in tf.function"],
+    [given for given in GIVEN if given != "2-point"],
+    MODELS, SERIAL, [True, False], ["eager", "in tf.function"],
     valid=has_what_it_needs,
 )  # fmt: skip
 
@@ -271,21 +253,19 @@ def test_a_vectorized_engine_that_fails_is_asked_again_for_each_member(executor)
     assert (h.calls, h.failures) == (4, 1)
 
 
-@pytest.mark.parametrize("on_error", ["raise", -np.inf])
-@WRAPS
-def test_a_process_that_dies(wrap, on_error):
+def test_a_process_that_dies():
     message = "dies_beyond_one got no answer from its executor: BrokenProcessPool.*worker has died"
     with process_pool() as processes:
-        h = sgtrick.from_numpy(engines.dies_beyond_one, executor=processes, on_error=on_error)
-        within_a_minute(wrap(h), tf.zeros([2, 3]))
-        for _ in range(2):  # the pool is lost for good
+        h = sgtrick.from_numpy(engines.dies_beyond_one, executor=processes, on_error=-np.inf)
+        graph = tf.function(h)
+        within_a_minute(graph, tf.zeros([2, 3]))
+        for lost in (graph, h):  # for good
             with pytest.raises(RAISED, match=message):
-                within_a_minute(wrap(h), tf.constant(POINTS + 1))
+                within_a_minute(lost, tf.constant(POINTS + 1))
         assert h.failures == 0
 
 
-@WRAPS
-def test_an_exception_that_cannot_be_unpickled(wrap):
+def test_an_exception_that_cannot_be_unpickled():
     message = (
         r"(?s)got no answer from its executor: BrokenProcessPool.* not unpickled here: raise one "
         r".* ArithmeticError\(str\(error\)\)\..*TypeError: .*missing 1 required .*: 'why'"
@@ -293,7 +273,7 @@ def test_an_exception_that_cannot_be_unpickled(wrap):
     with process_pool(1) as processes:
         h = sgtrick.from_numpy(engines.raises_what_cannot_be_unpickled, executor=processes)
         with pytest.raises(RAISED, match=message):
-            within_a_minute(wrap(h), tf.zeros([2, 3]))
+            within_a_minute(tf.function(h), tf.zeros([2, 3]))
 
 
 def test_a_worker_of_the_cluster_that_dies_once(client, tmp_path):

@@ -7,26 +7,13 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
+from shared import value_and_gradients
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]], tf.float64)
 
 
-def value_and_gradients(h, *args):
-    with tf.GradientTape() as tape:
-        tape.watch([a for a in tf.nest.flatten(args) if a.dtype.is_floating])
-        y = h(*args)
-    return y, tape.gradient(y, args)
-
-
-def without_gradient(torch, x):
-    with torch.no_grad():
-        return (x**2).sum()
-
-
 CUTS = {
     "detach": lambda torch, x: (x.detach() ** 2).sum(),
-    "no_grad": lambda torch, x: without_gradient(torch, x),
-    "data": lambda torch, x: x.data.sum(),
     "cast": lambda torch, x: x.long().sum().double(),
     "an operation before": lambda torch, x: (2 * x[0]).detach() + 0 * torch.ones(()).sum(),
 }
@@ -88,15 +75,6 @@ class TestTorch:
             TypeError, match=r"(?s)^f has an if .* from_numpy with a gradient by tor"
         ):
             sgtrick.from_torch(f)(X)
-
-        def with_gradient(x):
-            x = self.torch.tensor(x, requires_grad=True)
-            y = f(x)
-            return y.item(), self.torch.autograd.grad(y, x)[0].numpy()
-
-        y, (g,) = value_and_gradients(sgtrick.from_numpy(with_gradient), X)
-        np.testing.assert_array_equal(y, [5, 7])
-        np.testing.assert_array_equal(g, [[2, 4], [1, 1]])
 
     def test_numpy(self):
         def f(x):

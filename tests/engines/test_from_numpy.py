@@ -5,6 +5,7 @@ import math
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -176,25 +177,6 @@ class TestCalls:
         np.testing.assert_array_equal(g, 20 * x)
         np.testing.assert_array_equal(second, np.full([2, 2], 20))
 
-    @WRAPS
-    def test_a_gradient_function_gets_arrays_of_its_own(self, wrap):
-        calls = []
-
-        def value(x):
-            x *= x
-            return np.sum(x)
-
-        def gradient(x):
-            calls.append(x)
-            return 2 * x
-
-        h = sgtrick.from_numpy(value, grad=gradient)
-        x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
-        y, (g,) = wrap(value_and_gradients)(h, x)
-        np.testing.assert_array_equal(y, [5, 25])
-        np.testing.assert_array_equal(g, 2 * x)
-        assert h.calls == len(calls) == 2
-
     @pytest.mark.parametrize("name", ["_private", "größe", "β", "__", "1", "a b/c", "<lambda>"])
     def test_any_name_will_do_in_graphs(self, name):
         h = sgtrick.from_numpy(engines.normal, name=name)
@@ -223,26 +205,17 @@ class TestCalls:
 
         h = sgtrick.from_numpy(jealous, on_error=-np.inf)
         graph = tf.function(h)
-        points = np.random.default_rng(0).normal(size=(1000, 3))
-        values = np.zeros(1000)
-
-        def work(k):
-            for i in range(k, 1000, 8):
-                values[i] = (graph if i % 3 else h)(tf.constant(points[i]))
-
+        points = np.random.default_rng(0).normal(size=(300, 3))
         begin = time.perf_counter()
-        workers = [threading.Thread(target=work, args=[k]) for k in range(8)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        with ThreadPoolExecutor(8) as threads:
+            called = threads.map(lambda f, x: f(tf.constant(x)), [graph, h] * 150, points)
+            values = np.array(list(called))
         elapsed = time.perf_counter() - begin
         negative = points[:, 0] < 0
-        assert (h.calls, h.failures) == (1000, negative.sum())
+        assert (h.calls, h.failures) == (300, negative.sum())
         assert not any(together)
-        np.testing.assert_allclose(
-            values, np.where(negative, -np.inf, -0.5 * (points**2).sum(-1)), rtol=1e-14
-        )
+        want = np.where(negative, -np.inf, -0.5 * (points**2).sum(-1))
+        np.testing.assert_allclose(values, want, rtol=1e-14)
         assert 0 < h.seconds < elapsed  # since no two were together
 
 
@@ -288,11 +261,10 @@ STEP = tf.constant(0.3, tf.float64)
 @pytest.mark.parametrize(
     ("kernel", "shape", "calls"),
     [
-        (lambda f: tfp.mcmc.HamiltonianMonteCarlo(f, STEP, 3), [4, 3], 4 * 16),
         (lambda f: tfp.mcmc.HamiltonianMonteCarlo(f, STEP, 3), [None, 3], 4 * 16),
         (lambda f: tfp.mcmc.NoUTurnSampler(f, STEP, max_tree_depth=3), [4, 3], None),
     ],
-    ids=["hmc", "hmc of unknown shape", "nuts"],
+    ids=["hmc of unknown shape", "nuts"],
 )
 def test_draw_for_draw(kernel, shape, calls):
     def sample(log_prob):

@@ -114,54 +114,19 @@ def test_refuses(executor, use, message):
         use(executor)
 
 
-def test_in_a_with_statement():
-    with sgtrick.MainThreadExecutor() as executor:
-        assert executor.run(lambda: executor.submit(lambda: 1).result()) == 1
-
-
 @pytest.mark.long
-def test_an_interrupt_at_any_time_ends_run():
-    """Also between the calls of the engine; other threads make it likely that it strikes there."""
-    script = """
+def test_interrupts_end_run_and_the_function():
+    """While it waits for work, while it works, and at any time, such as between the calls.
+
+    Other threads make it likely that it strikes there.
+    """
+    script = f"""
         import os, random, signal, threading, time
         from sgtrick._host.executors import MainThreadExecutor
 
-        def work():
-            while True:
-                sum(range(1000))
-
-        def interrupt():
-            time.sleep(random.random() * 0.05)
+        def interrupt(most):
+            time.sleep(random.random() * most)
             os.kill(os.getpid(), signal.SIGINT)
-
-        def compute():
-            threading.Thread(target=interrupt).start()
-            while True:
-                executor.submit(int).result()
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        random.seed(1)
-        for _ in range(2):
-            threading.Thread(target=work, daemon=True).start()
-        for _ in range(100):
-            executor = MainThreadExecutor()
-            try:
-                executor.run(compute)
-            except KeyboardInterrupt:
-                continue
-        print("interrupted")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
-    assert finished.stdout == "interrupted\n", finished.stderr
-
-
-@pytest.mark.long
-def test_an_interrupt_ends_run_and_the_function():
-    """While it waits for work, and while it works."""
-    script = f"""
-        import os, signal, threading, time
-        from sgtrick._host.executors import MainThreadExecutor
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
         for works in (False, True):
@@ -170,7 +135,7 @@ def test_an_interrupt_ends_run_and_the_function():
             def compute():
                 working = executor.submit(time.sleep, 60) if works else None
                 time.sleep(0.3)
-                os.kill(os.getpid(), signal.SIGINT)
+                interrupt(0)
                 time.sleep(0.3)
                 try:
                     (working or executor.submit(print, "not served")).result()
@@ -183,7 +148,28 @@ def test_an_interrupt_ends_run_and_the_function():
                 assert ended.wait({HANGS})
                 assert "ended at its next call" in str(error)
                 print("interrupted")
+
+        def work():
+            while True:
+                sum(range(1000))
+
+        def calls():
+            threading.Thread(target=interrupt, args=[0.05]).start()
+            while True:
+                executor.submit(int).result()
+
+        random.seed(1)
+        for _ in range(2):
+            threading.Thread(target=work, daemon=True).start()
+        for _ in range(50):
+            executor = MainThreadExecutor()
+            try:
+                executor.run(calls)
+            except KeyboardInterrupt:
+                continue
+        print("interrupted at any time")
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
-    assert finished.stdout == 2 * "interrupted\n", finished.stderr
+    want = "interrupted\ninterrupted\ninterrupted at any time\n"
+    assert finished.stdout == want, finished.stderr

@@ -9,28 +9,26 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
-from test_array_hessians import (
-    forward_over_reverse,
-    of_a_likelihood,
-    reverse_over_forward,
-    reverse_over_reverse,
-)
 
 import sgtrick
 from array_model import (
+    WAYS,
     A,
     W,
     X,
     added,
     by_forward_mode,
+    forward_over_reverse,
     gradients,
     joint,
-    mapped,
+    of_a_likelihood,
+    reverse_over_forward,
+    reverse_over_reverse,
     true,
     true_pair,
 )
-from matrix import traced
-from shared import WRAPS, derivative, forward_derivative
+from matrix import spread, traced
+from shared import WRAPS, compiled, derivative, forward_derivative, mapped
 
 pytest.importorskip("jax.experimental.jax2tf", reason="JAX is not installed")
 import jax
@@ -59,21 +57,13 @@ def third(f):
     return tape.gradient(second, [x, a])
 
 
-def compiled(f):
-    return tf.function(f, autograph=False, jit_compile=True)
-
-
 LAWS = [
     *(gradients, by_forward_mode, reverse_over_reverse, forward_over_reverse),
     *(reverse_over_forward, of_a_likelihood, third),
 ]
-WAYS = {
-    "eager": lambda law, f: law(f),
-    "in tf.function": lambda law, f: traced(lambda: law(f))(),
-    "around tf.function": lambda law, f: law(tf.function(f)),
+WAYS = WAYS | {
     "in XLA": lambda law, f: compiled(lambda: law(f))(),
     "around XLA": lambda law, f: law(compiled(f)),
-    "around vectorized_map": lambda law, f: law(mapped(f)),
     "vectorized_map in tf.function": lambda law, f: traced(lambda: law(mapped(f)))(),
     "vectorized_map in XLA": lambda law, f: compiled(lambda: law(mapped(f)))(),
 }
@@ -87,14 +77,11 @@ OF_TENSORFLOW = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("model", MODELS)
+CASES = spread(MODELS, LAWS, WAYS, valid=lambda _, *case: case not in OF_TENSORFLOW)
+
+
+@pytest.mark.parametrize(("model", "law", "way"), CASES)
 def test_equals_autodiff(model, law, way):
-    if (law, way) in OF_TENSORFLOW:
-        pytest.skip("TensorFlow cannot do this with its own operations")
-    if model == "structure" and law in (forward_over_reverse, reverse_over_forward, third):
-        pytest.skip("as for the array")
     h, oracle = MODELS[model]
     for came, expected in zip(WAYS[way](law, h), law(oracle), strict=True):
         np.testing.assert_allclose(came, expected, rtol=1e-9, atol=1e-12)
@@ -286,34 +273,18 @@ class TestMapped:
 
         np.testing.assert_allclose(traced(lambda: slope(mapped(ARRAY)))(), slope(true))
 
-    def test_without_fallback(self):
-        f = lambda x: tf.vectorized_map(  # noqa: E731
-            lambda x: ARRAY(x, tf.constant(1.0, tf.float64)), x, fallback_to_while_loop=False
+
+@pytest.mark.parametrize("run", [traced, compiled])
+def test_nuts_in_an_autobatched_joint_distribution(run):
+    def draws(f):
+        target = joint(f).experimental_pin(y=[0.3, -0.2, 0.5]).unnormalized_log_prob
+        nuts = tfp.mcmc.NoUTurnSampler(target, tf.constant(0.3, tf.float64), max_tree_depth=3)
+        return run(tfp.mcmc.sample_chain)(
+            10, [tf.constant(X), tf.constant(A)], kernel=nuts, trace_fn=None, seed=[1, 2]
         )
-        np.testing.assert_allclose(
-            derivative(f)(tf.constant(X)),
-            derivative(lambda x: true(x, tf.constant(1.0, tf.float64)))(tf.constant(X)),
-        )
 
-
-class TestSamplers:
-    @staticmethod
-    def model(f):
-        return joint(f).experimental_pin(y=[0.3, -0.2, 0.5])
-
-    @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "XLA"])
-    def test_nuts_in_an_autobatched_joint_distribution(self, options):
-        def draws(f):
-            nuts = tfp.mcmc.NoUTurnSampler(
-                self.model(f).unnormalized_log_prob, tf.constant(0.3, tf.float64), max_tree_depth=3
-            )
-            sample = tf.function(tfp.mcmc.sample_chain, autograph=False, **options)
-            return sample(
-                10, [tf.constant(X), tf.constant(A)], kernel=nuts, trace_fn=None, seed=[1, 2]
-            )
-
-        for came, expected in zip(draws(ARRAY), draws(true), strict=True):
-            np.testing.assert_allclose(came, expected, rtol=1e-7)
+    for came, expected in zip(draws(ARRAY), draws(true), strict=True):
+        np.testing.assert_allclose(came, expected, rtol=1e-7)
 
 
 @pytest.mark.usefixtures("takes_unknown_dimensions")
@@ -348,12 +319,6 @@ print(json.dumps([y.numpy().tolist(), tape.gradient(y, x).numpy().tolist()]))
         np.testing.assert_allclose(y, expected[0], rtol=1e-12)
         np.testing.assert_allclose(by_x, expected[1], rtol=1e-12)
 
-    @pytest.mark.parametrize("size", [1, 5])
-    def test_other_sizes(self, size, tmp_path):
-        loaded = tf.saved_model.load(self.store(tmp_path))
-        x = np.random.default_rng(2).normal(size=(size, 2))
-        np.testing.assert_allclose(loaded.f(x), true(x, np.float64(2.0)), rtol=1e-12)
-
     def test_mapping_what_was_loaded_raises(self, tmp_path):
         """TensorFlow's own error, which names the operation that it cannot map."""
         loaded = tf.saved_model.load(self.store(tmp_path))
@@ -370,13 +335,7 @@ print(json.dumps([y.numpy().tolist(), tape.gradient(y, x).numpy().tolist()]))
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("option", "value"),
-        [
-            ("on_error", -np.inf),
-            ("value_shape", (2,)),
-        ],
-    )
+    @pytest.mark.parametrize(("option", "value"), [("on_error", -np.inf), ("value_shape", (2,))])
     def test_options_of_the_host(self, option, value):
         with pytest.raises(TypeError, match=rf"from_jax\(native=True\) has no {option}: the func"):
             native(jnp.sum, **{option: value})
@@ -388,21 +347,18 @@ class TestErrors:
         with pytest.raises(ImportError, match=r"needs jax.experimental.jax2tf, which JAX .* lacks"):
             native(jnp.sum)
 
-    def test_values_without_derivatives(self):
-        with pytest.raises(TypeError, match="f must return a value with derivatives, got bool"):
-            native(lambda x: x > 0, name="f")(X)
-
-    def test_nothing_to_differentiate_by(self):
-        with pytest.raises(TypeError, match="has no argument of a floating dtype"):
-            native(lambda n: n * 1.0, event_ndims=0)(tf.constant(3))
-
-    def test_too_few_event_ndims(self):
-        with pytest.raises(ValueError, match=r"one entry for each of the 2 arguments \(x, a\)"):
-            native(lambda x, a: x.sum() * a, event_ndims=(1,))(X, A)
-
-    def test_strings(self):
-        with pytest.raises(TypeError, match="s is a string"):
-            native(lambda x, s: x.sum(), event_ndims=(1, 0), name="f")(X, tf.constant("a"))
+    @pytest.mark.parametrize(
+        ("fn", "event_ndims", "args", "error", "message"),
+        [
+            (lambda x: x > 0, 1, [X], TypeError, "must return a value with derivatives, got bool"),
+            (lambda n: n * 1.0, 0, [3], TypeError, "has no argument of a floating dtype"),
+            (lambda x, a: a, (1,), [X, A], ValueError, r"one entry for each of the 2 arguments"),
+            (lambda x, s: x, (1, 0), [X, tf.constant("a")], TypeError, "s is a string"),
+        ],
+    )
+    def test_what_it_cannot_take(self, fn, event_ndims, args, error, message):
+        with pytest.raises(error, match=message):
+            native(fn, event_ndims=event_ndims)(*args)
 
 
 @pytest.mark.gpu
