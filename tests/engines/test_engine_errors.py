@@ -139,6 +139,8 @@ REPLIES = [
     (lambda x: (np.ones(n := int(x[0])), np.ones([n, 2])),
      {"value_shape": (None,), "on_error": "raise"},
      VALUE + r" have the same shape for all members .*, got \[1\] and \[2\]"),
+    (({"y": 1.0}, {"y": None}), {"value_shape": {"y": ()}},
+     r"the gradient of value\['y'\] of f .* be real numbers, got None"),
     # With their usual causes.
     ((np.ones(7), np.ones([7, 2])), {},
      VALUE + r" have the shape \[\], got \[7\]\. .* pass its shape, value_shape=\(7,\)"),

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import value_and_gradients
+from shared import gradient, value_and_gradients
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]], tf.float64)
 
@@ -167,7 +167,7 @@ class TestBoth:
         message = r"f must return one number, got tuple. The gradient is computed .* from_numpy"
         with pytest.raises(TypeError, match=message):
             h(X)
-        for option in ("vmap", "jit", "executor", "has_aux"):
+        for option in ("vmap", "jit", "executor", "has_aux", "static_argnums"):
             with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'. [A-Z]"):
                 self.form(lambda x: x.sum(), **{option: None})
 
@@ -201,6 +201,20 @@ class TestBoth:
             np.testing.assert_allclose(c, w, rtol=1e-12)
         assert h.calls == 1
         assert {tuple(map(tuple, shapes)) for shapes in seen} == {((3,), (3,))}
+
+    def test_argnums_from_the_end_count_defaults(self):
+        h = self.form(lambda x, y, k=2: (x * y**k).sum(), argnums=-2, event_ndims=(1, 1, 0))
+        (x, y), by_y = X, lambda y: h(x, y)
+        np.testing.assert_allclose(gradient(by_y, y), 2 * x * y)
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_a_number_belongs_to_all_members(self, count):
+        h = self.form(lambda x, a: a * (x**2).sum(), event_ndims=(1, 0))
+        np.testing.assert_allclose(h(tf.ones([count, 2]), 2.0), 4 * np.ones(count))
+
+    def test_values_without_derivatives(self):
+        h = self.form(lambda x: 2 * x, argnums=(), value_shape=(2,))
+        np.testing.assert_allclose(h(X), 2 * X)
 
     @pytest.mark.parametrize("nothing", [{}, []])
     def test_a_first_argument_without_leaves(self, nothing):
