@@ -149,7 +149,7 @@ def fit(strategy, a, t, after_step=lambda i: None):
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tape.gradient(elbo, q))
 
     run = tf.function(lambda i: strategy.run(step, (i, a, t)), autograph=False)
-    for i in range(60):
+    for i in range(20):
         for v, g in zip(q, run(tf.constant(i)), strict=True):
             v.assign_add(0.03 * strategy.experimental_local_results(g)[0])
         after_step(i)

@@ -1,5 +1,7 @@
 """The contracts of `with_gradient`, `from_value_and_gradient` and `custom_jvp`"""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -8,11 +10,11 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import OF_SLOPE, tangent_form
 from matrix import functions as fn
+from matrix import spread
 from shared import (
     EXECUTED,
+    FIRST_WAYS,
     WRAPS,
-    WRAPS_AND_XLA,
-    compiled,
     constant,
     derivative,
     forward_derivative,
@@ -124,12 +126,6 @@ def test_autograph_converts_the_functions_and_not_the_form(name):
         np.testing.assert_array_equal(derivative(tf.function(h))(x), slope(x))
 
 
-def of_the_derivative(make):
-    return make(
-        fn.misled(lambda x: tf.exp(x) * tf.sin(x)), lambda x: tf.exp(x) * (tf.sin(x) + tf.cos(x))
-    )
-
-
 def calls_its_function(make):
     h = make(fn.misled(tf.exp), lambda x: h(x))
     return h
@@ -149,21 +145,22 @@ def differentiates_another(make, n=2):
 
 # A function that makes a form of a function and its slope, the true one, and through which order.
 MADE = {
-    "of the derivative": (of_the_derivative, lambda x: tf.exp(x) * tf.sin(x), 4),
     "calls its function": (calls_its_function, tf.exp, 3),
     "differentiates another": (differentiates_another, lambda x: x**2, 2),
 }
 
 
 @pytest.mark.long
-@WRAPS
-@pytest.mark.parametrize("make", [sgtrick.with_gradient, tangent_form])
-@pytest.mark.parametrize(("made_by", "true", "orders"), MADE.values(), ids=MADE)
-def test_derivatives_of_every_order(wrap, make, made_by, true, orders):
+@pytest.mark.parametrize(
+    ("wrap", "make", "made"),
+    spread(EXECUTED, [sgtrick.with_gradient, tangent_form], MADE, together=1),
+)
+def test_derivatives_of_every_order(wrap, make, made):
     """They are those of the rule, against autodiff of the true function."""
+    made_by, true, orders = MADE[made]
     x, h = constant(0.7), made_by(make)
     for _ in range(1 + orders):
-        np.testing.assert_allclose(wrap(h)(x), true(x), rtol=1e-12)
+        np.testing.assert_allclose(EXECUTED[wrap](h)(x), true(x), rtol=1e-12)
         h, true = derivative(h), derivative(true)
 
 
@@ -180,9 +177,7 @@ DEFAULTS = {
     "by position": (lambda x, k=3: x + k, lambda x, factor: factor * x, lambda x: 3 * x),
     "rest": (lambda x, k=3: x + k, lambda *args: args[1] * args[0], lambda x: 3 * x),
     "the second": (of_scale_and_power, lambda x, b: b * x, lambda x: 2 * x),
-    "by keyword alone": (of_scale_and_power, lambda x, *, b: b * x, lambda x: 2 * x),
     "keywords": (of_scale_and_power, lambda x, **k: k["a"] * k["b"] * x, lambda x: 2 * x),
-    "keyword that the rule lacks": (lambda x, *, k=2: x + k, lambda x: 2 * x, lambda x: 2 * x),
     "keyword": (lambda x, *, k=2, m=3: x + k * m, lambda x, *, m: m * x, lambda x: 3 * x),
     "structure": (lambda x, k=((1, "a"), 2.0): x, lambda x: 2 * x, lambda x: 2 * x),
 }
@@ -198,7 +193,7 @@ PASSED = {
 class TestDefaults:
     """A rule is not called with those that it cannot take."""
 
-    @WRAPS_AND_XLA
+    @WRAPS
     @pytest.mark.parametrize(("f", "grad", "expected"), DEFAULTS.values(), ids=DEFAULTS)
     def test_that_a_rule_leaves_out(self, f, grad, expected, wrap):
         """Also where `tf.function` passes the defaults of what it calls."""
@@ -215,7 +210,7 @@ class TestDefaults:
         with pytest.raises(TypeError, match=message):
             wrap(derivative(lambda x: h(x, *args)))(tf.constant([0.3, 0.8]))
 
-    @WRAPS_AND_XLA
+    @WRAPS
     def test_that_have_derivatives_keep_them(self, wrap):
         def run(x, w):
             h = sgtrick.with_gradient(lambda x, w=w: tf.stop_gradient(x) * w, lambda x: tf.exp(x))
@@ -230,8 +225,6 @@ class TestDefaults:
         h = with_jvp(lambda name, xs, ts: (name, ts[0] * tf.cos(xs[0])), tf.sin, nondiff_argnums=1)
         x = tf.constant([0.3, 0.8])
         np.testing.assert_allclose(derivative(wrap(h))(x), tf.cos(x))
-        h = with_jvp(lambda xs, ts: (None, xs[1] * ts[0]), lambda x, k=3: x + k)
-        np.testing.assert_allclose(derivative(wrap(h))(x), [3, 3])
 
 
 class TestFromValueAndGradient:
@@ -250,15 +243,6 @@ class TestFromValueAndGradient:
         run = wrap(derivative(sgtrick.from_value_and_gradient(fused)))
         np.testing.assert_array_equal(run(constant([1.0, 2.0])), [2.0, 4.0])
         assert len(calls) == 1
-
-    @WRAPS
-    def test_aux_and_autodiff_of_the_rest(self, wrap):
-        h = sgtrick.from_value_and_gradient(
-            lambda x, y: ((tf.stop_gradient(x) * y, {"twice": 2 * y}), 5.0), has_aux=True
-        )
-        x, y = constant(2.0), constant(3.0)
-        assert wrap(lambda *args: gradients(lambda x, y: h(x, y)[0], *args))(x, y) == (5, 2)
-        assert h(x, y)[1]["twice"] == 6
 
 
 class TestCustomJvp:
@@ -321,14 +305,13 @@ class TestCustomJvp:
         assert by_y is None or not np.any(by_y)
 
     @pytest.mark.long
-    @WRAPS
     @MODES
-    def test_a_linear_rule_that_calls_its_function(self, wrap, derivative):
+    def test_a_linear_rule_that_calls_its_function(self, derivative):
         """On primals and tangents."""
         double = with_jvp(lambda p, t: (double(*p), double(*t)), lambda x: 2 * x)
         in_branch = lambda x: tf.cond(x[0] > 0, lambda: derivative(double)(x), lambda: x)  # noqa: E731
-        for run in (derivative(double), in_branch, derivative(mapped(double))):
-            np.testing.assert_array_equal(wrap(run)(constant([1.0, 2.0])), [2, 2])
+        for run in (derivative(double), tf.function(in_branch), derivative(mapped(double))):
+            np.testing.assert_array_equal(run(constant([1.0, 2.0])), [2, 2])
 
     @WRAPS
     @pytest.mark.parametrize("nondiff_argnums", [1, -2, "g", ["g"]])
@@ -340,19 +323,20 @@ class TestCustomJvp:
         found = gradients(wrap(lambda x, y: h(x, tf.square, y)), constant(2.0), constant(3.0))
         assert found == (5, 7)
 
-    AT_FUNCTIONS = {
-        "eager": derivative,
-        "in tf.function": lambda f: tf.function(derivative(f)),
-        "around tf.function": lambda f: derivative(tf.function(f)),
-        "XLA": lambda f: compiled(derivative(f)),
-        "forward": forward_derivative,
-        "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
-    }
-
     @pytest.mark.long
-    @pytest.mark.parametrize("way", AT_FUNCTIONS.values(), ids=AT_FUNCTIONS)
-    @pytest.mark.parametrize("as_rule", EXECUTED.values(), ids=EXECUTED)
-    def test_within_itself_for_another_function(self, way, as_rule):
+    @pytest.mark.parametrize(
+        ("as_rule", "way", "depth"),
+        spread(
+            EXECUTED,
+            FIRST_WAYS,
+            [1, 2],
+            together=1,
+            valid=lambda as_rule, way, depth: (  # TensorFlow takes long to trace the others
+                as_rule == "eager" or (depth == 1 and way != "forward around tf.function")
+            ),
+        ),
+    )
+    def test_within_itself_for_another_function(self, as_rule, way, depth):
         """As quadratures and roots are, whose own derivatives are no use."""
 
         @sgtrick.custom_jvp(nondiff_argnums="g")
@@ -360,20 +344,21 @@ class TestCustomJvp:
             return tf.stop_gradient(g(x))
 
         @at.defjvp
-        @as_rule
+        @EXECUTED[as_rule]
         def _(g, p, t):
             return None, derivative(g)(p[0]) * t[0]
 
         x = constant([0.5, 1.2])
-        twice = lambda a: a * at(a, tf.sin)  # noqa: E731
-        for f in (lambda x: at(x, twice), lambda x: at(x, lambda a: at(a, twice))):
-            np.testing.assert_allclose(way(f)(x), tf.sin(x) + x * tf.cos(x), rtol=1e-12)
+        f = lambda a: a * at(a, tf.sin)  # noqa: E731
+        for _ in range(depth):
+            f = lambda x, f=f: at(x, f)  # noqa: E731
+        np.testing.assert_allclose(FIRST_WAYS[way](f)(x), tf.sin(x) + x * tf.cos(x), rtol=1e-12)
 
     @pytest.mark.long
-    @pytest.mark.parametrize("way", AT_FUNCTIONS.values(), ids=AT_FUNCTIONS)
-    @pytest.mark.parametrize("as_rule", EXECUTED.values(), ids=EXECUTED)
-    @pytest.mark.parametrize("first", [True, False])
-    def test_a_recurrence_over_an_argument_without_derivatives(self, way, as_rule, first):
+    @pytest.mark.parametrize(
+        ("first", "as_rule", "way"), spread([True, False], EXECUTED, FIRST_WAYS, together=1)
+    )
+    def test_a_recurrence_over_an_argument_without_derivatives(self, first, as_rule, way):
         """A rule that calls its function for other integers, without end."""
 
         def exponential(n, x):  # exp(n x), whose derivative is n exp((n + 1) x) / exp(x)
@@ -383,13 +368,13 @@ class TestCustomJvp:
         h = sgtrick.custom_jvp(f, nondiff_argnums=0 if first else 1)
 
         @h.defjvp
-        @as_rule
+        @EXECUTED[as_rule]
         def _(n, p, t):
             more = h(n + 1, p[0]) if first else h(p[0], n + 1)
             return None, n * more * tf.exp(-p[0]) * t[0]
 
         x = constant([0.5, 1.2])
-        found = way(lambda x: h(3, x) if first else h(x, 3))(x)
+        found = FIRST_WAYS[way](lambda x: h(3, x) if first else h(x, 3))(x)
         np.testing.assert_allclose(found, 3 * np.exp(3 * x.numpy()), rtol=1e-12)
 
 
@@ -421,9 +406,7 @@ MISUSE = [
     (lambda x: gradient_form(identity, argnums=1)(x), ValueError, r"argnums has 1, .* a position: from -1 to 0\."),
     (lambda x: gradient_form(identity, argnums=(0, "x"))(x), ValueError, r"argnums=\(0, 'x'\) names an argument of identity twice"),
     (lambda x: gradient_form(identity, of_any_number, argnums=(0, "args"))(x, x, x, k=x), ValueError, r"argnums has 'args', which is no argument .*'args\[1\]', 'k'\], or .* -3 to 2\."),
-    (lambda x: gradient_form(identity, of_any_number, argnums=(0, "kwargs"))(x, x, k=x), ValueError, r"argnums has 'kwargs', which is no argument of this call of of_any_number\. Pass one of"),
     (lambda x: gradient_form(identity, lambda x: (x, x))(x), TypeError, r"<lambda> must return one tensor, got a tuple of 2\..*custom_jvp"),
-    (lambda x: gradient_form(identity, lambda x: {"y": x})(x), TypeError, r"<lambda> must return one tensor, got a dict\."),
     (lambda x: gradient_form(identity, lambda x, y: x)(x), TypeError, r"<lambda>\(\) missing a required argument: 'y'"),
     (lambda x: gradient_form(3.0)(x), TypeError, r"grad must be a function, got float\."),
     (lambda x: gradient_form(identity, "f")(x), TypeError, r"f must be a function, got str\."),
@@ -433,18 +416,13 @@ MISUSE = [
     (lambda x: gradient_form(lambda x: None)(x), ValueError, r"grad of identity returned None instead of a gradient: did you forget to return it\?"),
     (lambda x: gradient_form(lambda x: [x, x])(x), ValueError, r"the gradient with respect to x must have the structure of x"),
     (lambda x: gradient_form(identity, argnums=(0,))(x), ValueError, r"tuple of 1 gradients, one for each of argnums=\(0,\), got \w*Tensor"),
-    (lambda x: gradient_form(lambda x: (x, x), argnums=(0,))(x), ValueError, r"got tuple of 2"),
     (lambda x: gradient_form(lambda x: "a")(x), TypeError, r"the gradient with respect to x has dtype string"),
     (lambda x: gradient_form(lambda x, n: (1.0, 1.0), lambda x, n: x[0] * n, argnums=(0, 1))(x, 3), TypeError, r"n has no derivatives, but the gradient with respect to n is not None"),
     (lambda x: gradient_form(identity)(object()), TypeError, r"no derivative of identity with respect to x: object\. Pass tensors.*or select other arguments"),
-    (lambda x: fused_form((x, x))(object()), TypeError, r"no derivative of <lambda> with respect to x: object\. Pass tensors"),
     (lambda x: fused_form((1.0, lambda u: u))(x), TypeError, r"returned a function as the gradient.*custom_vjp"),
     (lambda x: fused_form(1.0)(x), TypeError, r"must return \(value, gradient\), got float"),
     (lambda x: fused_form((1.0, 2.0), has_aux=True)(x), TypeError, r"must return \(\(value, aux\), gradient\), got float"),
     (lambda x: sgtrick.custom_jvp(identity)(x), TypeError, r"identity has no JVP rule.*@identity\.defjvp.*\(primal_out, tangent_out\)"),
-    (lambda x: with_jvp(pushed)(object()), TypeError, r"no derivative of <lambda> with respect to x: object\. Pass tensors, or structures"),
-    (lambda x: sgtrick.custom_jvp(3), TypeError, r"f must be a function, got int\."),
-    (lambda x: sgtrick.custom_vjp(3), TypeError, r"f must be a function, got int\."),
     (lambda x: sgtrick.custom_vjp(lambda x: ([x, None], lambda *u: u[0]))(x), TypeError, r"result of <lambda>.*None"),
     (lambda x: with_jvp(lambda p, t: t[0])(x), TypeError, r"must return \(primal_out, tangent_out\), got \w*Tensor"),
     (lambda x: with_jvp(lambda p, t: (p[0], [t[0], t[0]]))(x), ValueError, r"tangent_out must have the structure of"),
@@ -452,12 +430,14 @@ MISUSE = [
     (lambda x: with_jvp(lambda p, t: (p[0], tf.cast(t[0], tf.float32)))(x), TypeError, r"dtype float32, the output float64"),
     (lambda x: with_jvp(pushed, lambda x, *, k: x)(x, k=2.0), TypeError, r"keyword-only arguments \['k'\]"),
     (lambda x: with_jvp(pushed, nondiff_argnums=3)(x), ValueError, r"nondiff_argnums has 3, which is no argument of this call"),
-    (lambda x: with_jvp(pushed, nondiff_argnums=1.5)(x), TypeError, r"nondiff_argnums must be ints or parameter names, got 1\.5"),
 ]  # fmt: skip
 
 
-@WRAPS
-@pytest.mark.parametrize(("call", "error", "message"), MISUSE, ids=[m[2] for m in MISUSE])
+@pytest.mark.parametrize(
+    ("wrap", "call", "error", "message"),
+    [(wrap, *m) for m, wrap in zip(MISUSE, itertools.cycle(EXECUTED.values()))],
+    ids=[m[2] for m in MISUSE],
+)
 def test_misuse(wrap, call, error, message):
     with pytest.raises(error, match=message):
         wrap(derivative(call))(constant([1.0, 2.0]))

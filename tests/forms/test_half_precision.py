@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import WRAPS, derivative, forward_derivative, gradient, mapped
+from matrix import spread
+from shared import EXECUTED, WRAPS, derivative, forward_derivative, gradient, mapped
 
 N = 4096
 ROWS = np.stack([1 + np.arange(N) % 2, 2 + np.arange(N) % 3], 1).astype("float16")
@@ -43,12 +44,12 @@ SHARED = {
 }
 
 
-@WRAPS
-@pytest.mark.parametrize("f", SHARED.values(), ids=SHARED)
-def test_an_argument_that_a_batch_shares(f, wrap):
+@pytest.mark.parametrize(("name", "wrap"), spread(SHARED, EXECUTED, together=1))
+def test_an_argument_that_a_batch_shares(name, wrap):
     """Its gradient is a sum over the batch."""
     upstream = tf.fill([N], tf.constant(1 / N, tf.float16))
-    came = wrap(lambda w: gradient(f, w, upstream))(tf.constant([1.0, 2.0], tf.float16))
+    run = EXECUTED[wrap](lambda w: gradient(SHARED[name], w, upstream))
+    came = run(tf.constant([1.0, 2.0], tf.float16))
     assert came.dtype == tf.float16
     np.testing.assert_allclose(came, ROWS.astype("float64").mean(0), rtol=1e-3)
 

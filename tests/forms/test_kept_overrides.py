@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ import sgtrick
 from asinh_forms import (
     ALL,
     CALLS_HOST,
+    EVERY_ORDER,
+    FIRST_ORDER,
     OF_SLOPE,
     POINTS,
     exact,
@@ -34,7 +35,6 @@ from shared import (
     derivative,
     forward_derivative,
     gradient,
-    gradients,
     mapped,
     mapped_with_loops,
     on_host,
@@ -43,6 +43,7 @@ from shared import (
 pytestmark = pytest.mark.long
 
 MAYBE = {"right", *LOUD}
+IN_THE_MATRIX = set(OF_SLOPE) | {"custom_gradient", "from_numpy"}
 
 FORWARD_MODES = {
     way: functools.partial(RUN_IN[way], forward_derivative)
@@ -134,48 +135,34 @@ def _grad_fns():
     def of(pull):
         return sgtrick.custom_vjp(lambda x: (hidden(x), lambda u: pull(u, x)))
 
-    @sgtrick.custom_vjp
-    def two(x):
-        return (hidden(x), hidden(x)), lambda u, v: u * slope(x) + host_times(v, x)
-
     return {
         "a call of the host": of(host_times),
-        "half a call of the host": of(lambda u, x: u * slope(x) / 2 + host_times(u, x) / 2),
         "stopped in part": of(lambda u, x: (u + tf.stop_gradient(u)) / 2 * slope(x)),
         "a nested tf.function": of(lambda u, x: tf.function(lambda u: u * slope(x))(u)),
-        "one of several outputs": lambda x: two(x)[1],
-        "the native one of several outputs": lambda x: two(x)[0],
         "maps another form": of(
             lambda u, x: mapped(identity)(u) * slope(x) if u.shape.rank else identity(u) * slope(x)
         ),
-        "a gradient of a tape": of(lambda u, x: u * derivative(true)(x)),
         "a pullback of a tape": of(lambda u, x: gradient(true, x, u)),
     }
 
 
 GRAD_FNS = _grad_fns()
-TRANSPOSABLE = {
-    "a nested tf.function",
-    "maps another form",
-    "a gradient of a tape",
-    "a pullback of a tape",
-}
+TRANSPOSABLE = {"a nested tf.function", "maps another form", "a pullback of a tape"}
 
 
 class TestGradFunctions:
     """Of `custom_vjp`, that TensorFlow cannot transpose, or only with care."""
 
-    @pytest.mark.parametrize("way", ["tape around", "tape around, in tf.function", "tape inside"])
-    @pytest.mark.parametrize("name", GRAD_FNS)
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        spread(GRAD_FNS, ["tape around, in tf.function", "tape inside"], together=1),
+    )
     def test_mapped(self, name, way):
         assert verdict(MAPPED[way](GRAD_FNS[name], mapped_with_loops), exact(1)) == "right"
 
-    @pytest.mark.parametrize("name", GRAD_FNS)
-    @pytest.mark.parametrize("mode", FORWARD_MODES)
+    @pytest.mark.parametrize(("name", "mode"), spread(GRAD_FNS, FORWARD_MODES, together=1))
     def test_in_forward_mode(self, name, mode):
         promised = {"right"} if name in TRANSPOSABLE else LOUD
-        if name == "the native one of several outputs":  # known with the other one or alone
-            promised = MAYBE
         assert verdict(FORWARD_MODES[mode](GRAD_FNS[name]), exact(1)) in promised
 
     @pytest.mark.parametrize("name", ["a call of the host", "stopped in part"])
@@ -239,7 +226,8 @@ class TestOperationsWithoutDerivatives:
 
     @pytest.mark.parametrize(
         ("refused", "name", "way"),
-        spread(REFUSED, OF_SLOPE, FIRST) + spread(REFUSED, OF_SLOPE, SECOND),
+        spread(REFUSED, OF_SLOPE, FIRST, together=1)
+        + spread(REFUSED, OF_SLOPE, SECOND, together=1),
     )
     def test_of_rules_and_of_functions(self, refused, name, way):
         make, refused = OF_SLOPE[name], REFUSED[refused]
@@ -295,7 +283,6 @@ class TestWhenRulesRun:
             )[1]
             / 3
         ),
-        "branch": lambda u: tf.cond(tf.reduce_sum(u) > 1e9, lambda: 0 * u, lambda: 1 * u),
     }
 
     @pytest.mark.parametrize("body", BODIES)
@@ -313,10 +300,7 @@ class TestWhenRulesRun:
         assert count.numpy() == 0
 
     @pytest.mark.parametrize("body", BODIES)
-    @pytest.mark.parametrize(
-        "way",
-        ["eager", "in tf.function", "around tf.function"],
-    )
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
     def test_a_backward_pass_runs_them_once(self, body, way):
         form, count = self.counted(self.BODIES[body])
         run = FIRST_WAYS[way](form)
@@ -364,8 +348,12 @@ class TestLoopsAndBranches:
             ALL,
             [looped, branched],
             [derivative, forward_derivative],
+            together=1,
             # Forward mode of a rule as long as that of a root takes TensorFlow five seconds.
-            valid=lambda name, _, mode: name != "implicit_root" or mode is derivative,
+            valid=lambda name, _, mode: (
+                mode is not (forward_derivative if name == "implicit_root" else derivative)
+                or name in FIRST_ORDER.keys() - IN_THE_MATRIX
+            ),
         ),
     )
     def test_first_derivatives(self, name, inside, mode):
@@ -390,38 +378,27 @@ class TestRulesThatCallFunctions:
         )[1],
     }
 
-    @staticmethod
-    def calling_itself(call):
-        """`exp`, whose JVP rule begins as most do."""
-        form = sgtrick.custom_jvp(misled(tf.exp))
-
-        @form.defjvp
-        def _(primals, tangents):
-            y = call(form, *primals)
-            return y, y * tangents[0]
-
-        return form
-
-    @staticmethod
-    def calling_each_other(call):
-        """Functions that are each other's derivative."""
-        exp = sgtrick.with_gradient(lambda x: tf.stop_gradient(tf.exp(x)), lambda x: other(x))
-        other = sgtrick.with_gradient(lambda x: tf.stop_gradient(tf.exp(x)), lambda x: exp(x))
-        return lambda x: call(exp, x)
-
     @pytest.mark.parametrize(
-        ("form_of", "call", "way"),
-        spread(["calling_itself", "calling_each_other"], CALLS, FIRST_WAYS),
+        ("name", "call", "way"), spread(["with_gradient", "custom_jvp"], CALLS, FIRST_WAYS)
     )
-    def test_rules_that_call_forms(self, form_of, call, way):
-        form = getattr(self, form_of)(self.CALLS[call])
+    def test_rules_that_call_their_function(self, name, call, way):
+        form = OF_SLOPE[name](misled(tf.exp), lambda x: self.CALLS[call](form, x))
         assert verdict(FIRST_WAYS[way](form), np.exp(POINTS)) == "right"
 
-    @pytest.mark.parametrize("way", FIRST_WAYS)
-    @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+    @pytest.mark.parametrize(
+        ("call", "way"),
+        spread(
+            CALLS,
+            FIRST_WAYS,
+            together=1,
+            valid=lambda call, way: (  # in other functions branches and loops take long
+                call == "tf.function" or way in ("eager", "forward", "forward in tf.function")
+            ),
+        ),
+    )
     def test_a_jvp_rule_that_needs_itself_does_not_recurse(self, call, way):
         double = sgtrick.custom_jvp(lambda x: 2 * x)
-        double.defjvp(lambda primals, tangents: (None, call(double, *tangents)))
+        double.defjvp(lambda primals, tangents: (None, self.CALLS[call](double, *tangents)))
         # An error would be that of the recursion: what is unknown is NaN in all these cases.
         assert verdict(FIRST_WAYS[way](double), np.full(3, 2.0)) in {"right", "NaN"}
 
@@ -434,22 +411,21 @@ class TestRulesThatCallFunctions:
         assert verdict(FIRST_WAYS[way](form), exact(1)) == "right"
 
 
-IN_THE_MATRIX = {
-    "with_gradient", "from_value_and_gradient", "custom_jvp", "custom_vjp", "custom_gradient",
-}  # fmt: skip
-
-
 class TestMapped:
     """Every form and trick by `tf.vectorized_map` without a loop."""
 
     @pytest.mark.parametrize(
         ("name", "way"),
-        [
-            case
-            for case in itertools.product(ALL, MAPPED)
-            if case != ("implicit_root", "forward mode around")  # which takes minutes
-            and not (case[0] in IN_THE_MATRIX and case[1].startswith("tape"))
-        ],
+        spread(
+            ALL,
+            MAPPED,
+            together=1,
+            valid=lambda name, way: (
+                way == "forward mode inside"
+                if name in IN_THE_MATRIX
+                else (name, way) != ("implicit_root", "forward mode around")  # which takes minutes
+            ),
+        ),
     )
     def test_first_derivatives(self, name, way):
         promised = LOUD if "XLA" in way and name in CALLS_HOST else {"right"}
@@ -457,7 +433,11 @@ class TestMapped:
 
     @pytest.mark.parametrize(
         ("name", "wrap"),
-        spread(ALL, [lambda f: f, tf.function, compiled], together=1),
+        spread(
+            [*EVERY_ORDER, "custom_gradient", "from_numpy", "custom_vjp, host"],
+            [*EXECUTED.values(), compiled],
+            together=1,
+        ),
     )
     def test_nested(self, name, wrap):
         x = np.stack([POINTS, 2 * POINTS])
@@ -465,20 +445,3 @@ class TestMapped:
         run = wrap(derivative(map_(map_(ALL[name]))))
         promised = LOUD if wrap is compiled and name in CALLS_HOST else {"right"}
         assert verdict(run, exact(1, x), x) in promised
-
-    def test_arguments_that_members_share(self):
-        """The gradient is the sum over members."""
-
-        @sgtrick.custom_vjp
-        def form(x, w):
-            return hidden(x) * w, lambda u: (u * w * slope(x), u * true(x))
-
-        x, w = tf.constant(POINTS), constant(2.0)
-        by_x, by_w = gradients(lambda x, w: mapped(lambda x: form(x, w))(x), x, w)
-        np.testing.assert_allclose(by_x, 2 * exact(1), rtol=1e-12)
-        np.testing.assert_allclose(by_w, exact(0).sum(), rtol=1e-12)
-
-    def test_nothing_of_it_is_mapped(self):
-        form = ALL["custom_vjp"]
-        by_w = derivative(lambda w: tf.vectorized_map(lambda x: x * form(w), tf.constant(POINTS)))
-        np.testing.assert_allclose(by_w(constant(0.4)), POINTS.sum() * exact(1, 0.4), rtol=1e-12)

@@ -4,7 +4,6 @@ The work of tracing, and with it the graph, grows in proportion to the number of
 """
 
 import gc
-import itertools
 import subprocess
 import sys
 import weakref
@@ -16,17 +15,9 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 import sgtrick
-from asinh_forms import ALL, EVERY_ORDER, POINTS, every_order, hidden, map_of, slope
+from asinh_forms import ALL, EVERY_ORDER, POINTS, every_order, hidden, slope
+from matrix import spread
 from shared import derivative, forward_derivative, mapped
-
-
-def of_each_form(names, *more):
-    """As parameters. The rule of a root is as long as several."""
-    return [
-        pytest.param(name, *more, marks=[pytest.mark.long] * (name == "implicit_root"))
-        for name in names
-    ]
-
 
 FORMS = [*EVERY_ORDER, "custom_gradient", "from_numpy"]  # the others differ in their rule
 
@@ -75,10 +66,10 @@ class TestGraphs:
     """Die with who traced them: nothing of TensorFlow's may hold what a form needs."""
 
     MODES = {
-        "forward": lambda f: f,
         "gradient": derivative,
         "second derivative": lambda f: derivative(derivative(f)),
         "forward mode": forward_derivative,
+        "mapped": lambda f: derivative(mapped(f)),
     }
 
     @staticmethod
@@ -94,29 +85,15 @@ class TestGraphs:
         run.get_concrete_function(tf.TensorSpec([3], tf.float64))
         return graphs
 
-    @pytest.mark.parametrize(
-        ("name", "mode"),
-        [*itertools.product(ALL, MODES), *of_each_form(FORMS, "mapped")],
-    )
+    @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+    @pytest.mark.parametrize("name", FORMS)
     def test_are_freed(self, name, mode):
-        before, f = registered(), ALL[name]
-        run = derivative(map_of(name)(f)) if mode == "mapped" else self.MODES[mode](f)
-        graphs = self.traced(run)
+        before = registered()
+        graphs = self.traced(mode(ALL[name]))
         gc.collect()
         assert graphs
         assert [g() for g in graphs if g() is not None] == []
         assert registered() <= before
-
-    @pytest.mark.parametrize("name", of_each_form(FORMS))
-    def test_that_ran_are_freed(self, name):
-        def run():
-            f = tf.function(ALL[name])
-            derivative(f)(tf.constant(POINTS))
-            return weakref.ref(f.get_concrete_function(tf.TensorSpec([3], tf.float64)).graph)
-
-        graph = run()
-        gc.collect()
-        assert graph() is None
 
     def test_the_test_sees_what_is_kept(self):
         """TensorFlow's own form keeps its graph."""
@@ -160,22 +137,18 @@ def closing_over(previous):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "gradient",
-        pytest.param("second derivative", marks=pytest.mark.long),
-        pytest.param("forward mode", marks=pytest.mark.long),
-    ],
+    ("form", "mode"),
+    spread(
+        [*((name, False) for name in FORMS), *((name, True) for name in EVERY_ORDER)],
+        ["gradient", "second derivative", "forward mode"],
+        together=1,
+        valid=lambda form, mode: form[0] != "implicit_root" or mode == "gradient",  # is long
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize(
-    ("name", "closes_over"),
-    [
-        *of_each_form(FORMS, False),
-        *of_each_form(EVERY_ORDER, True),
-    ],
-)
-def test_tracing_takes_work_in_proportion_to_calls(name, closes_over, mode):
+def test_tracing_takes_work_in_proportion_to_calls(form, mode):
     """What a gradient depends on is looked for in the graph, but not in all that came before."""
+    name, closes_over = form
 
     def chain(calls):
         def run(x):
@@ -220,14 +193,15 @@ def insist_on_no_growth(run):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", of_each_form(FORMS))
-@pytest.mark.parametrize("way", ["eager vectorized_map", "retraced function"])
+@pytest.mark.parametrize(
+    ("name", "way"), spread(FORMS, ["eager vectorized_map", "retraced function"], together=1)
+)
 def test_loops_over_numbers(name, way):
     """A Python number is a part of the graph, so that another one is another graph."""
     form, x = ALL[name], tf.constant(POINTS)
 
     def mapped_once(a):
-        derivative(map_of(name)(lambda member: form(a * member)))(x)
+        derivative(mapped(lambda member: form(a * member)))(x)
 
     def traced_twice(a):
         traced = tf.function(lambda x, a: form(a * x))
@@ -236,16 +210,8 @@ def test_loops_over_numbers(name, way):
     insist_on_no_growth(mapped_once if way == "eager vectorized_map" else traced_twice)
 
 
-KEPT = pytest.mark.xfail(reason="TensorFlow keeps what tf.numpy_function calls, native code's too")
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda f: f, pytest.param(tf.function, marks=KEPT), pytest.param(mapped, marks=KEPT)],
-    ids=["eager", "tf.function", "mapped"],
-)
-def test_engines_that_are_dropped_are_freed(wrap):
-    """Made, used and dropped in a loop, each closing over a number."""
+def test_engines_that_are_dropped_are_freed():
+    """Made, used and dropped in a loop, each closing over a number. (Graphs keep them.)"""
     x = tf.constant(POINTS)
     engines = []
 
@@ -255,7 +221,7 @@ def test_engines_that_are_dropped_are_freed(wrap):
 
         engines.append(weakref.ref(engine))
         h = sgtrick.from_numpy(engine, event_ndims=0, vectorized=True)
-        np.testing.assert_allclose(derivative(wrap(h))(x), 2 * a * POINTS)
+        np.testing.assert_allclose(derivative(h)(x), 2 * a * POINTS)
 
     insist_on_no_growth(run)
     assert [engine() for engine in engines if engine() is not None] == []

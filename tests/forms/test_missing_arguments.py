@@ -11,12 +11,11 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
 import sgtrick
 from asinh_forms import hidden, slope, true, verdict
 from matrix import spread
-from shared import FIRST_WAYS, HIDING, RUN_IN, WRAPS, compiled, gradients, mapped
+from shared import EXECUTED, FIRST_WAYS, HIDING, RUN_IN, WRAPS, compiled, gradients, mapped
 from shared import derivative as reverse
 from shared import forward_derivative as forward
 
@@ -57,12 +56,7 @@ def by_vjp_around_another_form(x, w):
     return sgtrick.custom_vjp(lambda x: (hidden(x) * host(w), lambda u: u * slope(x) * w))(x)
 
 
-FORMS = [
-    by_vjp,
-    by_vjp_of_two_outputs,
-    by_vjp_with_a_variable,
-    by_vjp_around_another_form,
-]
+FORMS = [by_vjp, by_vjp_of_two_outputs, by_vjp_with_a_variable, by_vjp_around_another_form]
 
 
 def in_a_branch(f):
@@ -105,21 +99,22 @@ def insist_on_error(run, *args):
             assert np.all(np.isnan(values(came)))
 
 
-CASES = [
-    (form, way)
-    for form, way in itertools.product(FORMS, WAYS)
-    # XLA calls no host.
-    if not (form is by_vjp_around_another_form and way == "tape in XLA")
-]
-
-
-@pytest.mark.parametrize(("form", "way"), CASES)
-class TestFirstDerivatives:
-    def test_with_respect_to_the_argument(self, form, way):
-        np.testing.assert_allclose(values(WAYS[way](form, 0)(X, W)), slope(X) * W, rtol=1e-12)
-
-    def test_with_respect_to_what_is_closed_over(self, form, way):
-        insist_on_error(WAYS[way](form, 1), X, W)
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        *itertools.product([by_vjp], WAYS),
+        *spread(
+            FORMS[1:],
+            WAYS,
+            together=1,
+            # XLA calls no host.
+            valid=lambda form, way: form is not by_vjp_around_another_form or "XLA" not in way,
+        ),
+    ],
+)
+def test_first_derivatives(form, way):
+    np.testing.assert_allclose(values(WAYS[way](form, 0)(X, W)), slope(X) * W, rtol=1e-12)
+    insist_on_error(WAYS[way](form, 1), X, W)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a branch"])
@@ -174,30 +169,6 @@ def test_the_gradient_may_depend_on_it(form, wrap):
     np.testing.assert_allclose(wrap(reverse(reverse(form, 0), 0))(X, W), second, rtol=1e-12)
 
 
-def whole(t):
-    return tf.cast(tf.cast(t, tf.int32), t.dtype)
-
-
-# What the value makes of it.
-NOT_USED = {"only in the rule": tf.ones_like, "stopped": tf.stop_gradient, "its integers": whole}
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("use", NOT_USED)
-@WRAPS
-def test_none_where_the_value_does_not_depend_on_it(use, inside, wrap):
-    """The gradient is as with TensorFlow."""
-    use = NOT_USED[use]
-
-    def form(x, w):
-        kept = use(w)
-        f = lambda x: (hidden(x) * (use(w) if inside else kept), lambda u: u * slope(x) * w)  # noqa: E731
-        return sgtrick.custom_vjp(f)(x)
-
-    assert wrap(lambda: tf.constant(reverse(form, 1)(X, W) is None))()
-    np.testing.assert_allclose(wrap(reverse(form))(X, W), slope(X) * W, rtol=1e-12)
-
-
 def computed_before(x):
     """A rule that accounts for what was computed from its argument before."""
     y, g = hidden(x), slope(x)
@@ -240,15 +211,17 @@ COMPUTED_BEFORE = [
 ]
 IN_GRAPHS = {way: run for way, run in FIRST_WAYS.items() if "tf.function" in way} | {
     "XLA": lambda f: compiled(reverse(f)),
-    "mapped": lambda f: reverse(lambda x: tf.vectorized_map(f, x)),
+    "mapped": lambda f: reverse(mapped(f)),
 }
 
 
 class TestWhatWasComputedFromAnArgument:
     """It counts as the argument, as in TensorFlow: the rule accounts for it."""
 
-    @pytest.mark.parametrize("way", IN_GRAPHS)
-    @pytest.mark.parametrize("form", [*COMPUTED_BEFORE, of_an_argument_that_was_computed])
+    @pytest.mark.parametrize(
+        ("form", "way"),
+        spread([*COMPUTED_BEFORE, of_an_argument_that_was_computed], IN_GRAPHS, together=1),
+    )
     def test_in_graphs(self, form, way):
         np.testing.assert_allclose(IN_GRAPHS[way](form)(X), slope(X), rtol=1e-12)
 
@@ -305,31 +278,25 @@ def beside(kind, y, g):
 
 
 RULES = ["custom_vjp", "of a variable, too"]
-BESIDE = spread(
-    RULES,
-    MADE,
-    ["tensor", "variable"],
-    [way for way in WAYS if way != "forward mode"],
-    valid=lambda kind, made, of, way: (
-        not (
-            ("vectorized_map" in way and (of == "variable" or made in ("a branch", "a map")))
-            # TensorFlow has no forward mode around functions by variables.
-            or (of == "variable" and "forward" in way)
-        )
-    ),
-)
 
 
-def is_quick(made, way):
-    return made == "an operation" and "forward" not in way and way not in ("a branch", "a loop")
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "made", "of", "way"),
-    [
-        pytest.param(*case, marks=[] if is_quick(case[1], case[3]) else pytest.mark.long)
-        for case in BESIDE
-    ],
+    spread(
+        RULES,
+        MADE,
+        ["tensor", "variable"],
+        [way for way in WAYS if way != "forward mode"],
+        together=1,
+        valid=lambda kind, made, of, way: (
+            not (
+                ("vectorized_map" in way and (of == "variable" or made in ("a branch", "a map")))
+                # TensorFlow has no forward mode around functions by variables.
+                or (of == "variable" and "forward" in way)
+            )
+        ),
+    ),
 )
 def test_what_was_computed_from_an_argument_and_from_something_else(kind, made, of, way):
     """The rule accounts for the argument alone."""
@@ -342,25 +309,31 @@ def test_what_was_computed_from_an_argument_and_from_something_else(kind, made, 
     insist_on_error(WAYS[way](form, 1), X, w)
 
 
+# What the value makes of a tensor without depending on it.
 NOTHING_ELSE = {
     "stopped": tf.stop_gradient,
-    "its integers": whole,
+    "its integers": lambda w: tf.cast(tf.cast(w, tf.int32), w.dtype),
     "its shape": lambda w: tf.cast(tf.size(w), w.dtype),
     "constants": lambda w: tf.constant(3.0, w.dtype) * tf.ones_like(w),
     "random numbers": lambda w: tf.random.stateless_uniform(tf.shape(w), [1, 2], dtype=w.dtype),
 }
 
 
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize("use", NOTHING_ELSE)
-@WRAPS
+@pytest.mark.parametrize(
+    ("use", "kind", "wrap"), spread(NOTHING_ELSE, [*RULES, "in the function"], EXECUTED)
+)
 def test_what_has_no_derivatives_is_nothing_else(use, kind, wrap):
-    def form(x, w):
-        y = hidden(x) * NOTHING_ELSE[use](w)
-        return beside(kind, y, slope(x))(x)
+    """None, as with TensorFlow, also where the rule uses it."""
 
+    def form(x, w):
+        if kind != "in the function":
+            return beside(kind, hidden(x) * NOTHING_ELSE[use](w), slope(x) * w)(x)
+        f = lambda x: (hidden(x) * NOTHING_ELSE[use](w), lambda u: u * slope(x) * w)  # noqa: E731
+        return sgtrick.custom_vjp(f)(x)
+
+    wrap = EXECUTED[wrap]
     assert wrap(lambda: tf.constant(reverse(form, 1)(X, W) is None))()
-    np.testing.assert_allclose(wrap(reverse(form))(X, W), slope(X), rtol=1e-12)
+    np.testing.assert_allclose(wrap(reverse(form))(X, W), slope(X) * W, rtol=1e-12)
 
 
 def test_a_constant_that_is_watched_is_something_else():
@@ -432,6 +405,7 @@ class TestVariablesThatAreNotTrainable:
         spread(
             READ,
             RUN_IN,
+            together=1,
             # TensorFlow maps no operation that gathers from a variable.
             valid=lambda read, way: read != "rows" or "map" not in way,
         ),
@@ -460,22 +434,3 @@ class TestVariablesThatAreNotTrainable:
         form = sgtrick.custom_vjp(lambda a: (FIXED * a, lambda u: 2 * u * FIXED))
         by_it = wrap(lambda: reverse(form)(FIXED))()
         np.testing.assert_allclose(by_it, 2 * FIXED, rtol=1e-12)
-
-    @WRAPS
-    def test_that_nobody_watches_do_no_harm(self, wrap):
-        """As the averages of a layer that normalizes batches."""
-        layer = tf_keras.layers.BatchNormalization(dtype="float64")
-        layer.build([None, 2])
-
-        def rule(x):
-            def grad_fn(u, variables):
-                return u * slope(x), [tf.ones_like(v) for v in variables]
-
-            return layer(hidden(x), training=True), grad_fn
-
-        x = tf.stack([X, W])
-        sources = [x, *layer.trainable_variables]
-        found = wrap(lambda: gradients(sgtrick.custom_vjp(rule), x, by=sources))()
-        np.testing.assert_allclose(found[0], slope(x), rtol=1e-12)
-        np.testing.assert_array_equal(found[1:], np.ones([2, 2]))
-        assert tf.reduce_any(layer.moving_mean != 0)

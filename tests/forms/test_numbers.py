@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import WRAPS, derivative, forward_derivative
+from matrix import spread
+from shared import EXECUTED, WRAPS, derivative, forward_derivative
 
 
 def times(x, a):
@@ -44,10 +45,11 @@ PRODUCTS = {
 }
 
 
-@WRAPS
-@pytest.mark.parametrize("mode", [derivative, forward_derivative])
-@pytest.mark.parametrize("f", PRODUCTS.values(), ids=PRODUCTS)
-def test_an_argument(f, mode, wrap):
+@pytest.mark.parametrize(
+    ("name", "mode", "wrap"), spread(PRODUCTS, [derivative, forward_derivative], EXECUTED)
+)
+def test_an_argument(name, mode, wrap):
+    f, wrap = PRODUCTS[name], EXECUTED[wrap]
     x = tf.constant([1.0, 2.0], tf.float64)
     np.testing.assert_array_equal(wrap(lambda x: f(x, 0.1))(x), [0.1, 0.2])
     came = wrap(mode(lambda x: f(x, 0.1)))(x)

@@ -8,7 +8,8 @@ import tensorflow_probability as tfp
 
 import sgtrick
 import sgtrick.keras
-from shared import WRAPS, constant, derivative, with_jvp
+from matrix import spread
+from shared import EXECUTED, WRAPS, constant, derivative, with_jvp
 
 RAGGED = {
     "ragged": lambda v: tf.RaggedTensor.from_row_lengths(v, [1, 2]),
@@ -16,9 +17,10 @@ RAGGED = {
 }
 
 
-@WRAPS
-@pytest.mark.parametrize("form", ["with_gradient", "from_value_and_gradient", "custom_jvp"])
-@pytest.mark.parametrize("kind", RAGGED)
+@pytest.mark.parametrize(
+    ("kind", "form", "wrap"),
+    spread(RAGGED, ["with_gradient", "from_value_and_gradient", "custom_jvp"], EXECUTED),
+)
 def test_ragged_and_sparse_arguments(kind, form, wrap):
     """Their components keep autodiff, and mixed derivatives are refused in one order."""
 
@@ -33,7 +35,7 @@ def test_ragged_and_sparse_arguments(kind, form, wrap):
         "from_value_and_gradient": sgtrick.from_value_and_gradient(lambda *a: (f(*a), rule(*a))),
         "custom_jvp": with_jvp(lambda a, p, t: (None, rule(*p, a) * t[0]), f, nondiff_argnums=1),
     }[form]
-    run = lambda x, v: h(x, RAGGED[kind](v))  # noqa: E731
+    run, wrap = lambda x, v: h(x, RAGGED[kind](v)), EXECUTED[wrap]
     x, values = constant(3.0), constant([1.0, 2.0, 3.0])
     by_x, by_values = derivative(run), derivative(run, 1)
     np.testing.assert_allclose(wrap(by_x)(x, values), 2 * 3 * 14)

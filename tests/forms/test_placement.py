@@ -6,7 +6,6 @@
 import contextlib
 from collections import Counter
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +14,8 @@ from tensorflow.python.eager import context  # run metadata: where ops of a func
 from tensorflow.python.framework import op_callbacks
 
 import sgtrick
-from shared import WRAPS
+from matrix import spread
+from shared import EXECUTED
 
 GPU = pytest.param(
     "GPU:0",
@@ -39,11 +39,6 @@ def gradient(x):
 
 def hessian(x):
     return tf.linalg.diag(2 * tf.cos(x) - tf.sin(x) * x)
-
-
-def manually_stopped(x, **options):
-    s = tf.stop_gradient(x)
-    return sgtrick.custom_gradient(value(s), gradient(s), x, True, **options)
 
 
 @sgtrick.custom_vjp
@@ -73,60 +68,43 @@ def implicit_root(x):
     return tf.reduce_sum(sgtrick.implicit_root(lambda r, x: r**3 - x, tf.sign(x) * tf.abs(x) ** (1 / 3), x), -1)  # fmt: skip
 
 
-class Form(NamedTuple):
-    h: object
-    takes_device: bool = False
-    pullback: bool = False  # its backward is placed by itself
+def clipped(x):
+    return tf.reduce_sum(sgtrick.clip_gradient(x, -1, 1), -1)
 
 
-FORMS = {
-    "values": Form(
-        lambda x, **options: sgtrick.custom_gradient(value(x), gradient(x), x, **options),
-        takes_device=True,
-        pullback=True,
+TAKE_DEVICE = {
+    "values": lambda x, **options: sgtrick.custom_gradient(value(x), gradient(x), x, **options),
+    "values, Hessian": lambda x, **options: sgtrick.custom_gradient(
+        value(x), gradient(x), x, hx=hessian(x), **options
     ),
-    "values, Hessian": Form(
-        lambda x, **options: sgtrick.custom_gradient(
-            value(x), gradient(x), x, hx=hessian(x), **options
-        ),
-        takes_device=True,
-    ),
-    "values, stopped by hand": Form(manually_stopped, takes_device=True),
-    "with_gradient": Form(
-        lambda x, **options: sgtrick.with_gradient(value, gradient, **options)(x),
-        takes_device=True,
-        pullback=True,
-    ),
-    "from_value_and_gradient": Form(
-        lambda x, **options: sgtrick.from_value_and_gradient(
-            lambda x: (value(x), gradient(x)), **options
-        )(x),
-        takes_device=True,
-        pullback=True,
-    ),
-    "custom_vjp": Form(custom_vjp, pullback=True),
-    "custom_jvp": Form(custom_jvp),
-    "from_numpy": Form(from_numpy, pullback=True),
-    "straight_through": Form(
-        lambda x: tf.reduce_sum(sgtrick.straight_through(tf.round(x), x) * x, -1)
-    ),
-    "stop_gradient": Form(lambda x: tf.reduce_sum(sgtrick.stop_gradient(x, where=X > 0) * x, -1)),
-    "clip_gradient": Form(lambda x: tf.reduce_sum(sgtrick.clip_gradient(x, -1, 1), -1)),
-    "implicit_root": Form(implicit_root),
+    "with_gradient": lambda x, **options: sgtrick.with_gradient(value, gradient, **options)(x),
+    "from_value_and_gradient": lambda x, **options: sgtrick.from_value_and_gradient(
+        lambda x: (value(x), gradient(x)), **options
+    )(x),
 }
-BY_ARGUMENT = {name: form for name, form in FORMS.items() if form.takes_device}
-EVERY = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-EVERY_THAT_TAKES_DEVICE = pytest.mark.parametrize("form", BY_ARGUMENT.values(), ids=BY_ARGUMENT)
+FORMS = TAKE_DEVICE | {
+    "custom_vjp": custom_vjp,
+    "custom_jvp": custom_jvp,
+    "from_numpy": from_numpy,
+    "straight_through": lambda x: tf.reduce_sum(sgtrick.straight_through(tf.round(x), x) * x, -1),
+    "stop_gradient": lambda x: tf.reduce_sum(sgtrick.stop_gradient(x, where=X > 0) * x, -1),
+    "clip_gradient": clipped,
+    "implicit_root": implicit_root,
+}
+# Those whose backward is placed by itself.
+PULLBACKS = TAKE_DEVICE.keys() - {"values, Hessian"} | {"custom_vjp", "from_numpy"}
+EVERY = pytest.mark.parametrize("name", FORMS)
+EVERY_THAT_TAKES_DEVICE = pytest.mark.parametrize("name", TAKE_DEVICE)
 
 
-def in_scope(form, device):
+def in_scope(h, device):
     """The form in a `tf.device` scope, which is left before any gradient is asked for."""
 
-    def h(x):
+    def run(x):
         with tf.device(device):
-            return form.h(x)
+            return h(x)
 
-    return h
+    return run
 
 
 @contextlib.contextmanager
@@ -183,12 +161,12 @@ def insist_on(device, ops):
 @DEVICES
 class TestPlaced:
     @EVERY
-    def test_eager(self, form, device):
+    def test_eager(self, name, device):
         x, upstream = tf.constant(X), tf.constant(UPSTREAM)
         with watched_ops() as ran, tf.GradientTape() as tape:  # nobody would have to be told else
             tape.watch(x)
-            y = in_scope(form, device)(x)
-        with watched_ops() as ran_back, tf.device(None if form.pullback else device):
+            y = in_scope(FORMS[name], device)(x)
+        with watched_ops() as ran_back, tf.device(None if name in PULLBACKS else device):
             g = tape.gradient(y, x, upstream)
         for run in (ran, ran_back):
             assert run
@@ -196,24 +174,24 @@ class TestPlaced:
         assert is_on(device, y.device, g.device)
 
     @EVERY
-    def test_graph(self, form, device):
-        insist_on(device, operations(in_scope(form, device), tf.TensorSpec(X.shape)))
-        forward = []
+    def test_graph(self, name, device):
+        h, forward = in_scope(FORMS[name], device), []
+        insist_on(device, operations(h, tf.TensorSpec(X.shape)))
 
         def run(x):
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                y = in_scope(form, device)(x)
+                y = h(x)
             forward.extend(tf.compat.v1.get_default_graph().get_operations())
-            with tf.device(None if form.pullback else device):
+            with tf.device(None if name in PULLBACKS else device):
                 return tape.gradient(y, x, tf.constant(UPSTREAM))
 
         ops = operations(run, tf.TensorSpec(X.shape))
         insist_on(device, [op for op in ops if op not in forward])
 
     @EVERY
-    def test_tape_around_a_graph(self, form, device):
-        x, h = tf.constant(X), tf.function(in_scope(form, device))
+    def test_tape_around_a_graph(self, name, device):
+        x, h = tf.constant(X), tf.function(in_scope(FORMS[name], device))
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = h(x)
@@ -222,40 +200,31 @@ class TestPlaced:
         assert is_on(device, g.device)
 
     @EVERY_THAT_TAKES_DEVICE
-    def test_by_the_argument(self, form, device):
+    def test_by_the_argument(self, name, device):
         """Which counts more than the scope; variables stay where they are."""
+        h = partial(FORMS[name], device=device)
         with tf.device("CPU:0"):
-            y, g = pull(partial(form.h, device=device), tf.constant(X))
+            y, g = pull(h, tf.constant(X))
             v = tf.Variable(X)
-            _, by_v = pull(partial(form.h, device=device), v)
+            _, by_v = pull(h, v)
         assert is_on(device, y.device)
-        assert not form.pullback or is_on(device, g.device)
+        assert name not in PULLBACKS or is_on(device, g.device)
         v.assign_sub(0.1 * by_v)
         assert is_on("CPU:0", v.device)
         np.testing.assert_allclose(v, X - 0.1 * UPSTREAM[:, None] * gradient(X), rtol=1e-5)
 
     @EVERY_THAT_TAKES_DEVICE
-    def test_by_the_argument_in_a_graph(self, form, device):
-        def run(x):
-            with tf.device("CPU:0"):
-                return form.h(x, device=device)
-
-        ops = operations(run, tf.TensorSpec(X.shape))
+    def test_by_the_argument_in_a_graph(self, name, device):
+        h = in_scope(partial(FORMS[name], device=device), "CPU:0")
+        ops = operations(h, tf.TensorSpec(X.shape))
         # What the arguments of custom_gradient are made of stays where the caller has it.
         insist_on(device, [op for op in ops if op.name.startswith("custom_gradient/")] or ops)
 
 
 class TestOverrides:
-    @pytest.mark.parametrize(
-        ("h", "op"),
-        [
-            (custom_vjp, "Cos"),
-            (lambda x: tf.reduce_sum(sgtrick.clip_gradient(x, -1, 1), -1), "Maximum"),
-        ],
-        ids=["custom_vjp", "clip_gradient"],
-    )
+    @pytest.mark.parametrize(("h", "op"), [(custom_vjp, "Cos"), (clipped, "Maximum")])
     def test_stay_pullbacks_under_a_tape_around_a_graph(self, h, op):
-        x, run = tf.constant(X), tf.function(in_scope(Form(h), "CPU:1"))
+        x, run = tf.constant(X), tf.function(in_scope(h, "CPU:1"))
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = run(x)
@@ -263,10 +232,10 @@ class TestOverrides:
         assert {node.device[-5:] for node in nodes if node.op == op} == {"CPU:1"}
 
     @EVERY
-    def test_colocated_in_a_tf1_graph(self, form):
+    def test_colocated_in_a_tf1_graph(self, name):
         with tf.Graph().as_default() as graph:
             x = tf.compat.v1.placeholder(tf.float32, X.shape)
-            y = in_scope(form, "CPU:1")(x)
+            y = in_scope(FORMS[name], "CPU:1")(x)
             before = set(graph.get_operations())
             tf.compat.v1.gradients(y, x, tf.constant(UPSTREAM), colocate_gradients_with_ops=True)
             ops = [op for op in graph.get_operations() if op not in before]
@@ -274,26 +243,25 @@ class TestOverrides:
         assert groups - {b"loc:@" + op.name.encode() for op in ops}  # with ops of the forward
 
 
-@EVERY
-@WRAPS
-def test_placement_changes_no_bit(form, wrap):
-    x = tf.constant(X)
-    came = [wrap(partial(pull, in_scope(form, d)))(x) for d in ("CPU:0", "CPU:1")]
+@pytest.mark.parametrize(("name", "wrap"), spread(FORMS, EXECUTED, together=1))
+def test_placement_changes_no_bit(name, wrap):
+    h, wrap, x = FORMS[name], EXECUTED[wrap], tf.constant(X)
+    came = [wrap(partial(pull, in_scope(h, d)))(x) for d in ("CPU:0", "CPU:1")]
     with tf.device("CPU:1"):
-        came.append(wrap(partial(pull, form.h))(x))
-    if form.takes_device:
-        came.append(wrap(partial(pull, partial(form.h, device="CPU:1")))(x))
+        came.append(wrap(partial(pull, h))(x))
+    if name in TAKE_DEVICE:
+        came.append(wrap(partial(pull, partial(h, device="CPU:1")))(x))
     assert len({tuple(t.numpy().tobytes() for t in both) for both in came}) == 1
 
 
-@EVERY_THAT_TAKES_DEVICE
-@pytest.mark.parametrize(
-    "device", ["CPU:7", "/job:worker/task:3/device:CPU:0", "/task:1/CPU:0", "/replica:2/CPU:0"]
-)
-def test_absent_device(form, device):
+ABSENT = ["CPU:7", "/job:worker/task:3/device:CPU:0", "/task:1/CPU:0", "/replica:2/CPU:0"]
+
+
+@pytest.mark.parametrize(("name", "device"), spread(TAKE_DEVICE, ABSENT, together=1))
+def test_absent_device(name, device):
     """TensorFlow's soft placement would use another one without a word."""
     with pytest.raises(ValueError, match=f"'{device}' is not present.*'CPU:0', 'CPU:1'"):
-        form.h(tf.constant(X), device=device)
+        FORMS[name](tf.constant(X), device=device)
 
 
 class TestHostCallback:
@@ -330,9 +298,7 @@ class TestHostCallback:
         before = tf.config.get_soft_device_placement()
         tf.config.set_soft_device_placement(False)
         try:
-            y, _ = tf.function(partial(pull, in_scope(FORMS["from_numpy"], "CPU:1")))(
-                tf.constant(X)
-            )
+            y = tf.function(in_scope(from_numpy, "CPU:1"))(tf.constant(X))
         finally:
             tf.config.set_soft_device_placement(before)
         np.testing.assert_allclose(y, value(X), rtol=1e-6)

@@ -14,7 +14,8 @@ import tensorflow as tf
 import keras_model
 import two_workers
 from hanging import HANGS
-from shared import WRAPS, gradients
+from matrix import spread
+from shared import EXECUTED, gradients
 from two_workers import FORMS, A, B, T, W
 
 SCRIPT = Path(two_workers.__file__)
@@ -40,13 +41,13 @@ def sharded(strategy, data):
 
 
 class TestMirrored:
-    @WRAPS
-    @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-    def test_gradients_of_mirrored_variables(self, mirrored, form, wrap):
+    @pytest.mark.parametrize(("name", "wrap"), spread(FORMS, EXECUTED, together=1))
+    def test_gradients_of_mirrored_variables(self, mirrored, name, wrap):
         with mirrored.scope():
             w, b = tf.Variable(W), tf.Variable(B)
         data = sharded(mirrored, A), sharded(mirrored, T)
-        run = wrap(lambda: mirrored.run(two_workers.summed_gradients, ({"h": form}, w, b, *data)))
+        args = {"h": FORMS[name]}, w, b, *data
+        run = EXECUTED[wrap](lambda: mirrored.run(two_workers.summed_gradients, args))
         for g, expected in zip(run()["h"], expected_gradients(), strict=True):
             copies = mirrored.experimental_local_results(g)
             assert len(copies) == 2
@@ -60,8 +61,9 @@ class TestMirrored:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loss", keras_model.LOSSES)
-@pytest.mark.parametrize("name", ["keras", "tf_keras"])
+@pytest.mark.parametrize(
+    ("name", "loss"), spread(["keras", "tf_keras"], keras_model.LOSSES, together=1)
+)
 def test_model_fit(mirrored, name, loss):
     keras = importlib.import_module(name)
     strategies = mirrored, tf.distribute.get_strategy()

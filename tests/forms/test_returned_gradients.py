@@ -10,7 +10,10 @@ import tensorflow as tf
 
 import sgtrick
 import sgtrick.keras
+from asinh_forms import OF_SLOPE
+from matrix import spread
 from shared import (
+    EXECUTED,
     WRAPS,
     compiled,
     derivative,
@@ -39,8 +42,6 @@ WAYS = {
     "vectorized_map": of_map,
     "vectorized_map in tf.function": lambda h, *xs: tf.function(lambda *xs: of_map(h, *xs))(*xs),
 }
-MAPS = [way for name, way in WAYS.items() if "map" in name]
-anyhow = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 Sizes = collections.namedtuple("Sizes", ["rows", "columns"])
 
@@ -49,10 +50,6 @@ RETURNED = {
     "for each argument": (
         lambda a, b: ((6, 7), a, b, True),
         lambda ga, gb: (None, ga, gb, None),
-    ),
-    "for each argument, in a list": (
-        lambda a, b: ([6.0, 7.0], a, b, True),
-        lambda ga, gb: [None, ga, gb, None],
     ),
     "for each argument, in its structure": (
         lambda a, b: (Sizes(6, 7), a, b, True),
@@ -63,29 +60,27 @@ RETURNED = {
         lambda ga, gb: (None, None, ga, gb, None),
     ),
     "dictionary": (lambda a, b: ({"a": a, "b": b},), lambda a, b: {"b": b, "a": a}),
-    "dictionary in a tuple": (
-        lambda a, b: ({"a": a, "b": b},),
-        lambda a, b: ({"a": a, "b": b},),
-    ),
     "leaves of a dictionary": (lambda a, b: ({"a": a, "b": b},), lambda a, b: (a, b)),
     "pair": (lambda a, b: ((a, b),), lambda a, b: (a, b)),
-    "list for a pair": (lambda a, b: ((a, b),), lambda a, b: [a, b]),
     "pair in a list": (lambda a, b: ((a, b),), lambda a, b: [(a, b)]),
     "leaves of a tree": (lambda a, b: (((a,), {"b": b}),), lambda a, b: [a, b]),
 }
 
 
-@decorated
-@anyhow
-@pytest.mark.parametrize(("arguments", "returned"), RETURNED.values(), ids=RETURNED)
-def test_a_gradient_reaches_its_own_argument(custom_vjp, way, arguments, returned):
+@pytest.mark.parametrize(
+    ("decorator", "way", "returned"),
+    [*spread(DECORATORS, WAYS, RETURNED, together=1), *spread(DECORATORS, ["eager"], RETURNED)],
+)
+def test_a_gradient_reaches_its_own_argument(decorator, way, returned):
     """Beside arguments that are structures of numbers, of which none is wanted; and of one alone."""
+    arguments, returned = RETURNED[returned]
 
     def f(*args):
         a, b = (t for t in tf.nest.flatten(args) if tf.is_tensor(t))
         return tf.stop_gradient(a * b), lambda u: returned(u * b, u * a)
 
-    by_a, by_b = way(lambda a, b: custom_vjp(f)(*arguments(a, b)), A, B)
+    h = DECORATORS[decorator](f)
+    by_a, by_b = WAYS[way](lambda a, b: h(*arguments(a, b)), A, B)
     np.testing.assert_allclose(by_a, B)
     np.testing.assert_allclose(by_b, A)
 
@@ -103,47 +98,37 @@ MISCOUNTED = {
 }
 
 
-@decorated
-@WRAPS
-@pytest.mark.parametrize("returned", MISCOUNTED.values(), ids=MISCOUNTED)
-def test_any_other_number_is_an_error(custom_vjp, returned, wrap):
+@pytest.mark.parametrize(
+    ("decorator", "returned", "wrap"), spread(DECORATORS, MISCOUNTED, EXECUTED, together=1)
+)
+def test_any_other_number_is_an_error(decorator, returned, wrap):
     def f(dims, a, b, training):
-        return a * b, lambda u: returned(u)
+        return a * b, MISCOUNTED[returned]
 
-    h = custom_vjp(f)
+    h = DECORATORS[decorator](f)
     with pytest.raises(
         ValueError,
         match=r"of f returned \d gradients?, expected one for each argument, None or in its "
         r"structure: dims, a, b, training; or one for each leaf: dims\[0\], dims\[1\], a, b, train",
     ):
-        wrap(lambda a, b: gradients(lambda a, b: h((6, 7), a, b, True), a, b))(A, B)
+        EXECUTED[wrap](lambda a, b: gradients(lambda a, b: h((6, 7), a, b, True), a, b))(A, B)
 
 
 @decorated
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        (lambda h, a: h(a, B), "3, one for each of: a, rest[0], c."),
-        (lambda h, a: h(a, B, B, d=B, c=B), "5, one for each of: a, rest[0], rest[1], c, d."),
-        (lambda h, a: h(d=B, e=B, a=a), "4, one for each of: a, c, d, e."),
-        (lambda h, a: h(a, {"p": [B]}), "a, rest[0], c; or one for each leaf: a, rest[0]['p'][0]"),
-    ],
-    ids=["positions", "keywords", "names", "structure"],
-)
-def test_errors_name_the_arguments(custom_vjp, call, expected):
+def test_errors_name_the_arguments(custom_vjp):
     @custom_vjp
     def h(a, *rest, c=None, **others):
         return a + 0, lambda u: (u,) * 9
 
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        gradient(lambda a: call(h, a), A)
+    names = "a, rest[0], c, d; or one for each leaf: a, rest[0]['p'][0]"
+    with pytest.raises(ValueError, match=re.escape(names)):
+        gradient(lambda a: h(a, {"p": [B]}, d=B), A)
 
 
 @decorated
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (3, "int"),
         (True, "bool"),
         ("mean", "str"),
         (None, "NoneType"),
@@ -183,21 +168,21 @@ def test_what_can_be_understood_in_two_ways_is_an_error(custom_vjp):
 class TestDefaults:
     """What a call leaves out is an argument like any other, whose name errors have."""
 
-    @decorated
-    @anyhow
-    def test_have_gradients(self, custom_vjp, way):
+    @pytest.mark.parametrize(("decorator", "way"), spread(DECORATORS, WAYS, together=1))
+    def test_have_gradients(self, decorator, way):
         def f(a, b, power=2, *, shift=1.0, mode="mean"):
             assert mode == "mean"
             value = tf.stop_gradient((a * b) ** power + shift)
             slope = power * (a * b) ** (power - 1)
             return value, lambda u: (u * slope * b, u * slope * a, None, tf.reduce_sum(u), None)
 
+        h = DECORATORS[decorator](f)
         for call in (
-            lambda a, b: custom_vjp(f)(a, b),
-            lambda a, b: custom_vjp(f)(b=b, a=a, mode="mean"),
-            lambda a, b: custom_vjp(f)(a, b, 2, shift=tf.constant(1.0, tf.float64)),
+            h,
+            lambda a, b: h(b=b, a=a, mode="mean"),
+            lambda a, b: h(a, b, 2, shift=tf.constant(1.0, tf.float64)),
         ):
-            by_a, by_b = way(call, A, B)
+            by_a, by_b = WAYS[way](call, A, B)
             np.testing.assert_allclose(by_a, 2 * A * B**2)
             np.testing.assert_allclose(by_b, 2 * A**2 * B)
 
@@ -218,10 +203,9 @@ class TestDefaults:
         with pytest.raises(ValueError, match=f"returned 2 gradients.*: a, b, {passed}"):
             gradients(lambda a, b: h(a, b, (3, 4) if is_nested else "sum"), A, B)
 
-    @decorated
     @WRAPS
     @pytest.mark.parametrize("passed", ["1e-12", "float('nan')", "(1, 'a')"])
-    def test_are_told_by_their_value(self, custom_vjp, passed, wrap):
+    def test_are_told_by_their_value(self, passed, wrap):
         """It is up to Python whether two equal literals are one object."""
 
         default, same = eval(passed), eval(passed)
@@ -229,7 +213,7 @@ class TestDefaults:
         def f(a, option=default):
             return a + 0, lambda u: 3 * u
 
-        h = custom_vjp(f)
+        h = sgtrick.custom_vjp(f)
         np.testing.assert_allclose(gradient(wrap(lambda a: h(a, same)), A), [3, 3, 3])
         with pytest.raises(ValueError, match=r"returned 1 gradient.*: a, option"):
             gradient(wrap(lambda a: h(a, 2e-12)), A)
@@ -237,17 +221,11 @@ class TestDefaults:
     @decorated
     def test_that_are_tensors_may_not(self, custom_vjp):
         """Their gradients may be requested."""
-
-        def of(returned):
-            def f(a, w=B):
-                return tf.stop_gradient(a * w), lambda u: returned(u * w, u * a)
-
-            return custom_vjp(f)
-
-        h = of(lambda ga, gw: (ga, gw))
+        h = custom_vjp(lambda a, w=B: (tf.stop_gradient(a * w), lambda u: (u * w, u * a)))
         np.testing.assert_allclose(gradients(lambda a, w: h(a), A, B), [B, A])
+        h = custom_vjp(lambda a, w=B: (a * w, lambda u: u * w))
         with pytest.raises(ValueError, match=r"returned 1 gradient, expected 2, .*: a, w"):
-            gradient(of(lambda ga, gw: ga), A)
+            gradient(h, A)
 
 
 def mask(u):
@@ -264,11 +242,8 @@ CONSTANTS = {
     "float": (lambda u: 3.0, 3),
     "bool": (lambda u: True, 1),
     "int of NumPy": (lambda u: np.int64(3), 3),
-    "float of NumPy": (lambda u: np.float64(3), 3),
     "array of ints": (lambda u: np.array(3), 3),
-    "array of bools": (lambda u: np.array(True), 1),
     "int32": (lambda u: tf.constant(3), 3),
-    "uint8": (lambda u: tf.constant(3, tf.uint8), 3),
     "mask": (mask, 1),
     "tenth": (lambda u: 0.1, 0.1),
     "float64": (lambda u: 3 * tf.cast(u, tf.float64), 3),
@@ -277,29 +252,27 @@ CONSTANTS = {
 }
 
 
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+
 class TestDtypes:
     """A gradient has the dtype of its argument, also where it is added to others."""
 
-    @decorated
-    @anyhow
-    @pytest.mark.parametrize("constant", ["int", "mask", "float64"])
-    def test_of_numbers(self, custom_vjp, way, constant):
+    @pytest.mark.parametrize(
+        ("decorator", "way", "dtype", "constant"),
+        [
+            *spread(DECORATORS, WAYS, DTYPES, CONSTANTS, together=1),
+            *spread(["sgtrick"], ["eager"], DTYPES, CONSTANTS),
+        ],
+    )
+    def test_of_numbers(self, decorator, way, dtype, constant):
         returned, expected = CONSTANTS[constant]
-        h = custom_vjp(lambda x: (tf.stop_gradient(3 * x), returned))
-        x = tf.constant([1.0, 2.0] if way in MAPS else 1.0)
-        (g,) = way(lambda x: h(x) + x, x)
-        assert g.dtype == tf.float32
-        np.testing.assert_array_equal(g, np.full(x.shape, expected + 1))
-
-    @decorated
-    @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
-    @pytest.mark.parametrize(("returned", "expected"), CONSTANTS.values(), ids=CONSTANTS)
-    def test_of_arguments_of_other_precisions(self, custom_vjp, dtype, returned, expected):
-        h = custom_vjp(lambda x: (tf.stop_gradient(3 * x), returned))
-        g = gradient(lambda x: h(x) + x, tf.constant(1.0, dtype))
+        h = DECORATORS[decorator](lambda x: (tf.stop_gradient(3 * x), returned))
+        x = tf.constant([1.0, 2.0] if "map" in way else 1.0, dtype)
+        (g,) = WAYS[way](lambda x: h(x) + x, x)
         assert g.dtype == dtype
         # A Python number to the last digit.
-        assert g == tf.constant(expected, dtype) + 1
+        assert tf.reduce_all(g == tf.constant(expected, dtype) + 1)
 
     @WRAPS
     def test_of_forward_mode(self, wrap):
@@ -308,17 +281,16 @@ class TestDtypes:
         run = forward_derivative(lambda x: h(x) + x)
         np.testing.assert_array_equal(wrap(run)(tf.constant([1.0, 2.0])), [4, 4])
 
-    @decorated
-    @anyhow
-    def test_of_second_order(self, custom_vjp, way):
-        h = custom_vjp(
+    @pytest.mark.parametrize(("decorator", "way"), spread(DECORATORS, WAYS, together=1))
+    def test_of_second_order(self, decorator, way):
+        h = DECORATORS[decorator](
             lambda x: (
                 tf.stop_gradient(x**3),
                 lambda u: tf.cast(u, tf.float64) * 3 * tf.cast(x, tf.float64) ** 2,
             )
         )
         x = tf.constant([1.0, 2.0])
-        (g,) = way(derivative(lambda x: h(x) + x), x)
+        (g,) = WAYS[way](derivative(lambda x: h(x) + x), x)
         assert g.dtype == tf.float32
         np.testing.assert_allclose(g, 6 * x)
 
@@ -365,17 +337,14 @@ class TestDtypes:
     def test_of_some_rows_of_a_variable(self, wrap):
         table = tf.Variable(tf.ones([4, 2]))
 
-        @sgtrick.custom_vjp
-        def row(x):
-            def grad_fn(u, variables):
-                values = tf.cast(tf.expand_dims(u * x, 0), tf.float64)
-                return None, [tf.IndexedSlices(values, tf.constant([2]), tf.constant([4, 2]))]
+        def rows(u, variables):
+            values = tf.cast(u[tf.newaxis], tf.float64)
+            return None, [tf.IndexedSlices(values, tf.constant([2]), tf.constant([4, 2]))]
 
-            return table[2] * x, grad_fn
-
-        g = wrap(lambda x: gradients(lambda x: row(x) + table[2], x, by=table))(tf.constant(3.0))
+        h = sgtrick.custom_vjp(lambda x: (table[2] * x, rows))
+        g = wrap(lambda x: gradients(lambda x: h(x) + table[2], x, by=table))(tf.constant(3.0))
         assert g.dtype == tf.float32
-        np.testing.assert_array_equal(g, [[0, 0], [0, 0], [4, 4], [0, 0]])
+        np.testing.assert_array_equal(g, [[0, 0], [0, 0], [2, 2], [0, 0]])
 
 
 @WRAPS
@@ -387,8 +356,9 @@ def test_a_variable_that_is_returned_is_one_that_is_read(make, wrap):
     np.testing.assert_array_equal(run(tf.constant(1.0)), [3, 3])
 
 
-def with_jvp(form, jvp):
-    form.defjvp(lambda primals, tangents: (None, jvp(tangents[0])))
+def by_jvp(returned):
+    form = sgtrick.custom_vjp(lambda x: (x + 0, lambda u: u))
+    form.defjvp(lambda primals, tangents: (None, returned(tangents[0])))
     return form
 
 
@@ -404,63 +374,44 @@ def rows_of_a_table(returned):
     return lambda x: sgtrick.custom_vjp(f)(tf.stack([x, x]))
 
 
-def total(x):
-    return tf.reduce_sum(x)
-
-
-# Forms, from what makes a gradient or tangent of something like the argument, and their modes.
+# Forms, from what makes a gradient or tangent of something like the argument.
 OF_UNKNOWN_SHAPES = {
-    "custom_vjp": (
-        lambda g: sgtrick.custom_vjp(lambda x: (x + 0, g)),
-        [derivative, forward_derivative],
-    ),
-    "custom_vjp, rows": (rows_of_a_table, [derivative]),
-    "custom_vjp, jvp": (
-        lambda g: with_jvp(sgtrick.custom_vjp(lambda x: (x + 0, lambda u: u)), g),
-        [forward_derivative],
-    ),
-    "custom_jvp": (
-        lambda g: with_jvp(sgtrick.custom_jvp(lambda x: x + 0), g),
-        [derivative, forward_derivative],
-    ),
-    "with_gradient": (
-        lambda g: sgtrick.with_gradient(total, lambda x: g(tf.ones_like(x))),
-        [derivative, forward_derivative],
-    ),
-    "from_value_and_gradient": (
-        lambda g: sgtrick.from_value_and_gradient(lambda x: (total(x), g(tf.ones_like(x)))),
-        [derivative, forward_derivative],
-    ),
-    "custom_gradient": (
-        lambda g: lambda x: sgtrick.custom_gradient(total(x), g(tf.ones_like(x)), x),
-        [derivative, forward_derivative],
+    name: lambda g, make=make: make(lambda x: x + 0, lambda x: g(tf.ones_like(x)))
+    for name, make in OF_SLOPE.items()
+} | {
+    "custom_vjp, rows": rows_of_a_table,
+    "custom_vjp, jvp": by_jvp,
+    "custom_gradient": lambda g: (
+        lambda x: sgtrick.custom_gradient(x + 0, g(tf.ones_like(x)), x, batch_ndims=1)
     ),
 }
+ONE_MODE = {"custom_vjp, rows": derivative, "custom_vjp, jvp": forward_derivative}
 
 
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
 @pytest.mark.parametrize(
-    ("form", "mode"),
-    [(form, mode) for form, modes in OF_UNKNOWN_SHAPES.values() for mode in modes],
-    ids=[f"{name}, {m.__name__}" for name, (_, modes) in OF_UNKNOWN_SHAPES.items() for m in modes],
+    ("name", "jit_compile", "mode"),
+    spread(
+        OF_UNKNOWN_SHAPES,
+        [False, True],
+        [derivative, forward_derivative],
+        valid=lambda name, jit_compile, mode: mode is ONE_MODE.get(name, mode),
+    ),
 )
-def test_shapes_that_are_unknown_while_tracing_are_checked_when_run(form, mode, jit_compile):
+def test_shapes_that_are_unknown_while_tracing_are_checked_when_run(name, jit_compile, mode):
     """A gradient `[3]` of an argument `[1]` is an error, as in eager execution."""
 
     def run(times):
         def f(x):
-            made = form(lambda t: tf.tile(t, [times]))
-            return mode(made)(x)
+            return mode(OF_UNKNOWN_SHAPES[name](lambda t: tf.tile(t, [times])))(x)
 
         spec = tf.TensorSpec([None], tf.float64)
         return tf.function(f, input_signature=[spec], jit_compile=jit_compile)
 
     assert np.isfinite(run(1)(A)).all()
-    for x in (A, A[:1]):
-        with pytest.raises(
-            tf.errors.InvalidArgumentError,
-            match="must be non-negative"
-            if jit_compile
-            else "has shape|of shape|requested shape|do not fit together",
-        ):
-            run(3)(x)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match="must be non-negative"
+        if jit_compile
+        else "has shape|of shape|requested shape|do not fit together",
+    ):
+        run(3)(A[:1])

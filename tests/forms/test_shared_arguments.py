@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import WRAPS, WRAPS_AND_XLA, derivative
+from matrix import spread
+from shared import EXECUTED, WRAPS, compiled, derivative
 
 W = np.array([1.0, -2.0, 0.3])
 MEMBERS = np.array([1.0, -2.0, 0.5, 3.0])
@@ -50,7 +51,6 @@ FORMS = {
         lambda e: np.clip(e, -1, 1) * np.ones(3),
     ),
 }
-EACH = pytest.mark.parametrize(("f", "slope"), FORMS.values(), ids=FORMS)
 EXPECTED = {"atol": 1e-12, "rtol": 1e-12}
 
 
@@ -58,25 +58,16 @@ def total(f):
     return lambda w: tf.reduce_sum(tf.vectorized_map(lambda e: f(w, e), tf.constant(MEMBERS)))
 
 
-@WRAPS_AND_XLA
-@EACH
-def test_derivatives_are_sums_over_members(f, slope, wrap):
-    came = wrap(derivative(total(f)))(tf.constant(W))
+RUNS = EXECUTED | {"XLA": compiled}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "make"), spread(FORMS, RUNS, [tf.constant, tf.Variable], together=1)
+)
+def test_derivatives_are_sums_over_members(name, wrap, make):
+    (f, slope), w = FORMS[name], make(W)
+    came = RUNS[wrap](lambda: derivative(total(f))(w))()
     np.testing.assert_allclose(came, sum(map(slope, MEMBERS)), **EXPECTED)
-
-
-@WRAPS
-@EACH
-def test_by_a_variable(f, slope, wrap):
-    v = tf.Variable(W)
-
-    @wrap
-    def run():
-        with tf.GradientTape() as tape:
-            y = total(f)(v)
-        return tape.gradient(y, v)
-
-    np.testing.assert_allclose(run(), sum(map(slope, MEMBERS)), **EXPECTED)
 
 
 AROUND = {
