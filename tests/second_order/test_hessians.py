@@ -76,6 +76,11 @@ class TestBlocks:
     def test_of_a_number(self, hx):
         assert hessian(hx, constant(2.0)).numpy() == -4.0
 
+    @WRAPS
+    def test_zero_by_statement(self, wrap):
+        twice = derivative(derivative(lambda x: value_form(0)(x) ** 2))
+        assert wrap(twice)(constant(3.0)).numpy() == 2.0
+
     @pytest.mark.parametrize(
         ("gx", "hx", "message"),
         [
@@ -170,9 +175,10 @@ def test_row_by_row_in_a_loop(shape, wrap):
 
 
 @pytest.mark.long
-@WRAPS
-@pytest.mark.parametrize("is_rank_known", [True, False], ids=["rank", "unknown rank"])
-@pytest.mark.parametrize("is_product", [False, True], ids=["blocks", "product"])
+@pytest.mark.parametrize(
+    ("is_product", "is_rank_known", "wrap"),
+    spread([False, True], [True, False], EXECUTED.values()),
+)
 def test_of_a_batch_that_shares_a_leaf(is_product, is_rank_known, wrap):
     """What each member adds to the derivative by what is shared is summed."""
 
@@ -205,8 +211,7 @@ def test_of_a_batch_that_shares_a_leaf(is_product, is_rank_known, wrap):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("direction", [1 + 0j, 1j, 1 - 1j, 2 + 1j])
+@pytest.mark.parametrize(("direction", "order"), [(1 + 0j, 1), (1j, 2), (1 - 1j, 1), (2 + 1j, 2)])
 def test_complex_ones_by_the_formula_alone_are_not_finite(direction, order, formula_alone):
     """The next ones after those that are known."""
 
@@ -318,7 +323,6 @@ class TestHessiansOfTheHost:
 
     X, V = tf.constant([0.3, 0.7], tf.float64), tf.constant([1.0, 2.0], tf.float64)
     CURVED = -np.sin([0.3, 0.7])
-    KINDS = pytest.mark.parametrize("kind", ["function", "half", "hessp"])
 
     def ways(self, h, v):
         """Second derivatives along `v`, in every mode."""
@@ -332,8 +336,10 @@ class TestHessiansOfTheHost:
         }
 
     @pytest.mark.long
-    @KINDS
-    @WRAPS
+    @pytest.mark.parametrize(
+        ("kind", "wrap"),
+        [("function", tf.function), ("half", lambda f: f), ("hessp", tf.function)],
+    )
     def test_in_every_mode(self, kind, wrap):
         dtype, rtol = ("float64", 1e-12) if kind == "half" else ("float32", 1e-6)
         x, v = tf.cast(self.X, dtype), tf.cast(self.V, dtype)

@@ -24,7 +24,9 @@ from asinh_forms import (
 from matrix import spread, traced
 from matrix.functions import misled
 from shared import (
+    EXECUTED,
     LOUD,
+    RUN_IN,
     WRAPS,
     compiled,
     constant,
@@ -32,19 +34,22 @@ from shared import (
     forward_derivative,
     mapped,
     on_host,
+    with_jvp,
 )
 
 DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
 SECOND = {
-    "eager": lambda outer, inner: lambda f: outer(inner(f)),
-    "in tf.function": lambda outer, inner: lambda f: traced(outer(inner(f))),
-    "inner in tf.function": lambda outer, inner: lambda f: outer(traced(inner(f))),
-    "around tf.function": lambda outer, inner: lambda f: outer(inner(traced(f))),
-    "XLA": lambda outer, inner: lambda f: compiled(outer(inner(f))),
-    "around vectorized_map": lambda outer, inner: lambda f: traced(outer(inner(mapped(f)))),
-    "between": lambda outer, inner: lambda f: outer(mapped(inner(f))),
-    "in vectorized_map": lambda outer, inner: lambda f: mapped(outer(inner(f))),
+    where: lambda outer, inner, f, run=run: run(lambda f: outer(inner(f)), f)
+    for where, run in RUN_IN.items()
+} | {
+    "inner in tf.function": lambda outer, inner, f: outer(traced(inner(f))),
+    "around vectorized_map": lambda outer, inner, f: traced(outer(inner(mapped(f)))),
+    "between": lambda outer, inner, f: outer(mapped(inner(f))),
 }
+
+
+def twice(f):
+    return derivative(derivative(f))
 
 
 def _jacobian(f):
@@ -57,7 +62,8 @@ def _jacobian(f):
     return run
 
 
-BATCHED = {"between", "around vectorized_map"}
+# Those that have every cell of second derivatives in tests/matrix are in few here.
+IN_THE_MATRIX = {"from_value_and_gradient": "between", "custom_jvp": "inner in tf.function"}
 # Where TensorFlow takes minutes for forward mode of a rule as long as that of a root.
 LONG = {"around tf.function", "between", "in vectorized_map", "around vectorized_map"}
 
@@ -65,56 +71,54 @@ LONG = {"around tf.function", "between", "in vectorized_map", "around vectorized
 def is_run(name, where, modes):
     """XLA compiles the graph that `tf.function` traced, so that one form is enough for the modes."""
     outer, inner = modes
-    if where == "XLA" and name != "custom_vjp":
-        return outer == inner == "reverse"
+    if where == "in XLA" and name != "custom_vjp":
+        return outer == inner == "reverse" and name not in IN_THE_MATRIX
     if where == "around vectorized_map" and outer == "forward":
         return False  # where TensorFlow has no derivative of native functions either
-    return not (name == "implicit_root" and where in LONG and "forward" in (outer, inner))
+    if name == "implicit_root" and "forward" in modes:
+        return where not in LONG and inner == "reverse"
+    return IN_THE_MATRIX.get(name, where) == where
 
 
 @functools.cache
-def native(where, outer, inner):
-    return verdict(SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])(true), exact(2))
+def of_second_order(f, where, outer, inner):
+    return verdict(SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner], f), exact(2))
 
 
 @pytest.mark.long
-class TestHigherDerivatives:
-    """By any nesting, those of the rule."""
-
-    @pytest.mark.parametrize(
-        ("name", "where", "modes"),
-        spread(EVERY_ORDER, SECOND, itertools.product(DERIVATIVES, repeat=2), valid=is_run),
-    )
-    def test_of_second_order(self, name, where, modes):
-        outer, inner = modes
-        way = SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner])
-        came = verdict(way(EVERY_ORDER[name]), exact(2))
-        if came != "right":  # TensorFlow cannot do it with native code either
-            assert came in LOUD
-            # The rule of the batch is traced anew, where its host call cannot be carried.
-            is_batch = name == "from_value_and_gradient" and where in BATCHED
-            assert is_batch or native(where, outer, inner) in LOUD
+@pytest.mark.parametrize(
+    ("name", "where", "modes"),
+    spread(EVERY_ORDER, SECOND, itertools.product(DERIVATIVES, repeat=2), valid=is_run),
+)
+def test_by_any_nesting(name, where, modes):
+    came = of_second_order(EVERY_ORDER[name], where, *modes)
+    if came != "right":  # TensorFlow cannot do it with native code either
+        assert came in LOUD
+        # The rule of the batch is traced anew, where its host call cannot be carried.
+        is_batch = name == "from_value_and_gradient" and where == "between"
+        assert is_batch or of_second_order(true, where, *modes) in LOUD
 
 
 @pytest.mark.parametrize(
     ("name", "where", "index"),
-    spread(EVERY_ORDER, ["eager", "in tf.function", "around tf.function"], [tf.int32, tf.int64]),
+    spread(
+        EVERY_ORDER,
+        ["eager", "in tf.function", "around tf.function"],
+        [tf.int32, tf.int64],
+        together=1,
+    ),
 )
 def test_derivatives_behind_a_gather(name, where, index):
     """Where TensorFlow makes upstream gradients of slices."""
     places = tf.constant([0, 0, 2], index)
 
-    def twice(f):
+    def behind(f):
         total = lambda x: tf.gather(f(x), places) ** 2  # noqa: E731
         first = lambda x: tf.convert_to_tensor(derivative(total)(x))  # noqa: E731
         return lambda x: tf.convert_to_tensor(derivative(first)(x))
 
     form, x = EVERY_ORDER[name], tf.constant(POINTS)
-    if where == "around tf.function":
-        run = twice(tf.function(form))
-    else:
-        run = twice(form) if where == "eager" else tf.function(twice(form))
-    np.testing.assert_allclose(run(x), twice(true)(x), rtol=1e-9)
+    np.testing.assert_allclose(RUN_IN[where](behind, form)(x), behind(true)(x), rtol=1e-9)
 
 
 class TestTapesAroundForwardMode:
@@ -184,8 +188,10 @@ class TestTapesAroundForwardMode:
     @pytest.mark.parametrize("slope", SLOPES.values(), ids=SLOPES)
     def test_of_a_slope_that_is_lost_beside_another_factor(self, slope, wrap):
         """A `tf.stop_gradient` is taken at its word, a form or host call raises errors."""
-        form = sgtrick.custom_jvp(lambda x, w: hidden(x) * w)
-        form.defjvp(lambda xs, ts: (None, 0 if ts[0] is None else slope(xs[0]) * xs[1] * ts[0]))
+        form = with_jvp(
+            lambda xs, ts: (None, 0 if ts[0] is None else slope(xs[0]) * xs[1] * ts[0]),
+            lambda x, w: hidden(x) * w,
+        )
 
         w = constant(np.full(3, 2.0))
 
@@ -205,8 +211,7 @@ class TestTapesAroundForwardMode:
             assert verdict(wrap(by_x), 2 * exact(2)) in LOUD
 
     @pytest.mark.long
-    @WRAPS
-    @pytest.mark.parametrize("name", EVERY_ORDER)
+    @pytest.mark.parametrize(("name", "wrap"), spread(EVERY_ORDER, EXECUTED.values(), together=1))
     def test_where_the_point_is_its_own_tangent(self, name, wrap):
         form = EVERY_ORDER[name]
         (by_x,) = wrap(lambda x: self.of_jvp(form, x, x, tangent=x))(tf.constant(POINTS))
@@ -229,12 +234,7 @@ class TestRulesThatCallFunctions:
         "in a tape": derivative(_true),
         "in a tape, once more": lambda x: derivative(_true)(x) + 0 * _true(constant(1.0)),
     }
-    WAYS = {
-        "eager": lambda f: derivative(derivative(f)),
-        "in tf.function": lambda f: traced(derivative(derivative(f))),
-        "around tf.function": lambda f: derivative(derivative(traced(f))),
-        "around vectorized_map": lambda f: derivative(derivative(mapped(f))),
-    }
+    WAYS = ("eager", "in tf.function", "around tf.function", "around vectorized_map")
 
     @pytest.mark.parametrize(
         ("rule", "way", "make"),
@@ -242,41 +242,35 @@ class TestRulesThatCallFunctions:
             RULES,
             WAYS,
             [sgtrick.with_gradient, vjp_form, jvp_form],
-            valid=lambda rule, way, make: make is not jvp_form or "map" not in way,  # slow
+            # Where it is slow, one rule.
+            valid=lambda rule, way, make: (
+                "map" not in way or (rule, make) == ("the gradient of a form", vjp_form)
+            ),
         ),
     )
     def test_of_second_order(self, rule, way, make):
-        assert verdict(self.WAYS[way](make(hidden, self.RULES[rule])), exact(2)) == "right"
+        assert verdict(RUN_IN[way](twice, make(hidden, self.RULES[rule])), exact(2)) == "right"
 
 
 def _in_scan(t, s):
     return tf.scan(lambda _, e: e[0] * e[1], (t, s), tf.zeros_like(t[0]))
 
 
-def _is_native(way, tangent):
-    """Whether TensorFlow differentiates twice what goes through this, and maps it."""
-    is_loop = tangent != "tf.function"
-    return not (is_loop and ("map" in way or (way, tangent) == ("XLA", "tf.while_loop")))
-
-
 class TestJvpRules:
     """Which `custom_jvp` transposes: what it transposes has derivatives of its own."""
 
     WAYS = {
-        "eager": lambda f: derivative(derivative(f)),
-        "in tf.function": lambda f: traced(derivative(derivative(f))),
-        "around tf.function": lambda f: derivative(derivative(traced(f))),
-        "XLA": lambda f: compiled(derivative(derivative(f))),
+        way: lambda f, run=run: run(twice, f)
+        for way, run in RUN_IN.items()
+        if way != "in vectorized_map"
+    } | {
         "reverse over forward": lambda f: traced(derivative(forward_derivative(f))),
         "by tape.jacobian": lambda f: traced(
             lambda x: tf.linalg.diag_part(_jacobian(derivative(f))(x))
         ),
-        "in map_fn": lambda f: traced(lambda x: tf.map_fn(derivative(derivative(f)), x)),
-        "around map_fn": lambda f: traced(derivative(derivative(lambda x: tf.map_fn(f, x)))),
-        "around vectorized_map": lambda f: derivative(derivative(mapped(f))),
-        "in tf.cond": lambda f: traced(
-            lambda x: tf.cond(x[0] < 9, lambda: derivative(derivative(f))(x), lambda: x)
-        ),
+        "in map_fn": lambda f: traced(lambda x: tf.map_fn(twice(f), x)),
+        "around map_fn": lambda f: traced(twice(lambda x: tf.map_fn(f, x))),
+        "in tf.cond": lambda f: traced(lambda x: tf.cond(x[0] < 9, lambda: twice(f)(x), lambda: x)),
     }
     # From a tangent and a slope to their product.
     TANGENTS = {
@@ -294,23 +288,30 @@ class TestJvpRules:
     @pytest.mark.long
     @pytest.mark.parametrize(
         ("way", "tangent"),
-        spread(WAYS, TANGENTS, valid=_is_native),
+        spread(
+            WAYS,
+            TANGENTS,
+            valid=lambda way, tangent: (
+                tangent == "tf.function" or way in ("eager", "around tf.function")
+            ),
+        ),
     )
     def test_whose_tangents_pass_functions_and_loops(self, way, tangent):
         through = self.TANGENTS[tangent]
-        form = sgtrick.custom_jvp(hidden)
-        form.defjvp(lambda primals, tangents: (None, through(tangents[0], slope(primals[0]))))
+        form = with_jvp(lambda xs, ts: (None, through(ts[0], slope(xs[0]))), hidden)
         assert verdict(self.WAYS[way](form), exact(2)) == "right"
 
     @pytest.mark.long
-    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "XLA"])
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function", "in XLA"])
     def test_which_are_functions(self, way):
-        form = sgtrick.custom_jvp(hidden)
-        form.defjvp(tf.function(lambda p, t: (hidden(p[0]), slope(p[0]) * t[0])))
+        rule = tf.function(lambda xs, ts: (hidden(xs[0]), slope(xs[0]) * ts[0]))
+        form = with_jvp(rule, hidden)
         assert verdict(self.WAYS[way](form), exact(2)) == "right"
 
     @pytest.mark.long
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(
+        "way", [way for way in WAYS if "around" not in way or way == "around tf.function"]
+    )
     def test_which_call_their_function(self, way):
         """For a value that has a derivative by the rule, not by how it was computed."""
         form = sgtrick.custom_jvp(misled(tf.tanh))
@@ -388,7 +389,7 @@ class TestRulesThatCallForms:
     @pytest.mark.parametrize("cube", CUBES.values(), ids=CUBES)
     def test_that_have_derivatives(self, cube, make, wrap):
         form = make(lambda x: x**3, derivative(cube))
-        np.testing.assert_allclose(wrap(derivative(derivative(form)))(constant(2.0)), 12)
+        np.testing.assert_allclose(wrap(twice(form))(constant(2.0)), 12)
 
     @WRAPS
     @pytest.mark.parametrize("make", [sgtrick.with_gradient, vjp_form])
@@ -396,4 +397,4 @@ class TestRulesThatCallForms:
     def test_whose_derivative_is_a_constant(self, linear, make, wrap):
         form = make(lambda x: 3 * x, derivative(linear))
         with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="no connection"):
-            wrap(derivative(derivative(form)))(constant(2.0))
+            wrap(twice(form))(constant(2.0))

@@ -26,9 +26,10 @@ from asinh_forms import (
 )
 from matrix import spread, traced
 from shared import (
+    EXECUTED,
     LOUD,
+    RUN_IN,
     WRAPS,
-    compiled,
     derivative,
     forward_derivative,
     looped,
@@ -73,19 +74,7 @@ def hessians(f):
     return run
 
 
-TWICE = {
-    "eager": lambda f: derivative(derivative(f)),
-    "tf.function": lambda f: traced(derivative(derivative(f))),
-    "around tf.function": lambda f: derivative(derivative(traced(f))),
-}
-WHERE = {
-    "eager": lambda f, twice: twice(f),
-    "tf.function": lambda f, twice: traced(twice(f)),
-    "around tf.function": lambda f, twice: twice(traced(f)),
-    "XLA": lambda f, twice: compiled(twice(f)),
-    "in mapped": lambda f, twice: mapped(twice(f)),
-    "around mapped": lambda f, twice: traced(twice(mapped(f))),
-}
+WHERE = RUN_IN | {"around vectorized_map": lambda mode, f: traced(mode(mapped(f)))}
 OTHER_WAYS = {
     "jacobian": jacobian_of_gradient,
     "jacobian in tf.function": lambda f: tf.function(jacobian_of_gradient(f)),
@@ -131,12 +120,16 @@ RULES_WITH_HOST_CALLS = (
 
 
 def is_run(name, where, modes):
-    if where == "around mapped":  # TensorFlow's native functions have no other derivatives there
+    if (
+        where == "around vectorized_map"
+    ):  # TensorFlow's native functions have no other derivatives there
         return modes == (derivative, derivative) or (
             modes == (derivative, forward_derivative)
             and name in ("custom_gradient", "custom_vjp, host", "from_numpy")
         )
-    return not (where == "XLA" and name in CALLS_HOST)
+    if where == "around tf.function" and forward_derivative in modes:
+        return name in ("custom_gradient", "custom_vjp, stopped", "from_numpy")  # others take long
+    return not (where == "in XLA" and name in CALLS_HOST)
 
 
 class TestLoud:
@@ -148,18 +141,19 @@ class TestLoud:
     )
     def test_in_every_nesting(self, name, where, modes):
         outer, inner = modes
-        run = WHERE[where](FIRST_ORDER[name], lambda f: outer(inner(f)))
+        run = WHERE[where](lambda f: outer(inner(f)), FIRST_ORDER[name])
         assert verdict(run, exact(2)) in LOUD
 
     @pytest.mark.long
-    @pytest.mark.parametrize(("name", "way"), spread(FIRST_ORDER, OTHER_WAYS))
+    @pytest.mark.parametrize(("name", "way"), spread(FIRST_ORDER, OTHER_WAYS, together=1))
     def test_in_other_ways(self, name, way):
         assert verdict(OTHER_WAYS[way](FIRST_ORDER[name]), exact(2)) in LOUD
 
     @pytest.mark.long
-    @WRAPS
-    @pytest.mark.parametrize(("outer", "inner"), NESTINGS)
-    @pytest.mark.parametrize("form", RULES_WITH_HOST_CALLS)
+    @pytest.mark.parametrize(
+        ("form", "outer", "inner", "wrap"),
+        spread(RULES_WITH_HOST_CALLS, MODES, MODES, EXECUTED.values()),
+    )
     def test_of_rules_with_host_calls(self, form, outer, inner, wrap):
         assert verdict(wrap(outer(inner(form))), exact(2)) in LOUD
 
@@ -255,11 +249,22 @@ class TestLoud:
     }
 
     @pytest.mark.long
-    @pytest.mark.parametrize(("name", "of", "way"), spread(FIRST_ORDER, OF, TWICE))
+    @pytest.mark.parametrize(
+        ("name", "of", "way"),
+        spread(
+            FIRST_ORDER,
+            OF,
+            ["eager", "in tf.function", "around tf.function"],
+            valid=lambda name, of, way: (
+                name in ("custom_gradient", "custom_vjp, host")
+                or (of, way) == ("a square", "eager")
+            ),
+        ),
+    )
     def test_of_what_is_made_of_it(self, name, of, way):
-        twice, of = TWICE[way], self.OF[of]
-        expected = derivative(derivative(of(true)))(tf.constant(POINTS)).numpy()
-        assert verdict(twice(of(FIRST_ORDER[name])), expected) in LOUD
+        of, twice = self.OF[of], lambda f: derivative(derivative(f))
+        expected = twice(of(true))(tf.constant(POINTS)).numpy()
+        assert verdict(RUN_IN[way](twice, of(FIRST_ORDER[name])), expected) in LOUD
 
     @pytest.mark.parametrize(
         ("name", "advice"),
@@ -272,15 +277,6 @@ class TestLoud:
             twice(x)
         with pytest.raises(tf.errors.InvalidArgumentError, match=advice):
             tf.function(twice)(x)
-
-    @WRAPS
-    def test_a_hessian_that_is_zero_by_statement(self, wrap):
-        def form(x):
-            return sgtrick.custom_gradient(2 * x, tf.fill(x.shape, 2.0), x, hx=0)
-
-        x = tf.constant([1.0, 3.0])
-        twice = derivative(derivative(lambda x: form(x) ** 2))
-        np.testing.assert_array_equal(wrap(twice)(x), [8, 8])
 
 
 NAMED = "second derivative|differentiated again"  # by the messages of all forms
@@ -449,8 +445,14 @@ class TestNoFalseAlarms:
             stepped = mapped(lambda x: x - rate * slope(x))(x)
         np.testing.assert_allclose(outer.gradient(stepped, rate), -np.sum(exact(1)), rtol=1e-9)
 
-    @pytest.mark.parametrize("name", ["custom_gradient", "with_gradient, host", "from_numpy"])
-    @WRAPS
+    @pytest.mark.parametrize(
+        ("name", "wrap"),
+        [
+            ("custom_gradient", tf.function),
+            ("with_gradient, host", tf.function),
+            ("from_numpy", lambda f: f),
+        ],
+    )
     def test_hmc_in_a_tape(self, name, wrap):
         form = FIRST_ORDER[name]
 
@@ -475,24 +477,3 @@ class TestNoFalseAlarms:
         assert np.all(np.isfinite(draws))
         assert np.all(draws[0] != POINTS)
         np.testing.assert_allclose(by_x, 2 * POINTS)
-
-    @pytest.mark.long
-    @pytest.mark.parametrize("jit", [False, True])
-    @pytest.mark.parametrize("name", ["custom_gradient", "with_gradient, stopped"])
-    def test_fit_of_keras(self, name, jit):
-        form = FIRST_ORDER[name]
-
-        @keras.saving.register_keras_serializable(f"sgtrick_tests_{name[0]}_{jit}")
-        class Layer(keras.layers.Layer):
-            def build(self, shape):
-                self.w = self.add_weight(shape=(shape[-1],), initializer="ones")
-
-            def call(self, x):
-                return form(x * tf.convert_to_tensor(self.w))
-
-        model = keras.Sequential([keras.Input((3,)), Layer(dtype="float64")])
-        model.compile("sgd", "mse", jit_compile=jit)
-        x = np.stack([POINTS, 2 * POINTS])
-        before = model.evaluate(x, 0 * x, verbose=0)
-        model.fit(x, 0 * x, epochs=3, verbose=0)
-        assert model.evaluate(x, 0 * x, verbose=0) < before
