@@ -13,7 +13,7 @@ import sgtrick
 import two_workers
 from asinh_forms import OF_SLOPE
 from matrix import spread
-from shared import EXECUTED, WRAPS, WRAPS_AND_XLA, derivative, gradients
+from shared import EXECUTED, WRAPS, WRAPS_AND_XLA, derivative, gradients, with_jvp
 
 # What reads d, b and then c, of which d was made last.
 WAYS_TO_READ = {
@@ -176,6 +176,22 @@ class TestGradients:
         for run in (strategy.run, tf.function(strategy.run)):
             found = [strategy.experimental_local_results(g) for g in run(replica)]
             np.testing.assert_allclose(found, [[10, 20], [20, 40]])
+
+
+@WRAPS
+@pytest.mark.parametrize("make", [tf.Variable, keras.Variable])
+def test_a_variable_that_is_returned_as_it_is(make, wrap):
+    v, x = make([3.0]), tf.constant([2.0])
+    source = v if make is tf.Variable else v.value
+    pair = with_jvp(lambda p, t: (None, (2 * p[0] * t[0], None)), lambda x: (x**2, v))
+    aux = sgtrick.from_value_and_gradient(lambda x: ((x**2, v), 2 * x), has_aux=True)
+    alone = sgtrick.with_gradient(lambda x: v, lambda x: tf.linalg.diag(x))
+    product = lambda x: pair(x)[0] * pair(x)[1]  # noqa: E731
+    for form, want in ((alone, 1), (product, 4)):
+        run = wrap(lambda x, form=form: gradients(form, x, by=source))
+        np.testing.assert_allclose(run(x), [want])
+    with pytest.raises((LookupError, tf.errors.OpError), match=r"\(aux\) was differentiated"):
+        wrap(lambda x: gradients(lambda x: aux(x)[1], x, by=source))(x)
 
 
 def test_a_rule_of_with_gradient_takes_no_variables():

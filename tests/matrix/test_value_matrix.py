@@ -8,8 +8,7 @@ from matrix.pairs import SLOW, TELLING
 from matrix.values import value_cases
 
 CASES = value_cases(sgtrick.custom_gradient)
-# Chains run in every cell where the docs' table is made, with blocks and without, and
-# matrix/facts.py says how each is unknown.
+# Chains run in every cell, the slow ones where the docs' table is tested, in test_comparison.py.
 AS_IT_IS = [
     pair
     for pair in pairs(CASES, everywhere={"Hessian blocks"}, twice={"Hessian product"})

@@ -369,6 +369,7 @@ class TestRulesThatCallForms:
     """What the check of the rule asks is left to these, if they have an answer."""
 
     BY_HOST = sgtrick.with_gradient(on_host(lambda x, w: x**3 * w), lambda x, w: 3 * x**2 * w)
+    COUNTED = sgtrick.custom_vjp(lambda x, n: ((x**3, n), lambda u, _: (3 * u * x**2, None)))
     ENGINE = sgtrick.from_numpy(
         lambda x: x**3, grad=lambda x: 3 * x**2, hessp=lambda x, v: 6 * x * v, event_ndims=0
     )
@@ -376,6 +377,8 @@ class TestRulesThatCallForms:
         "whose value the host computes": lambda x: TestRulesThatCallForms.BY_HOST(x, constant(1.0)),
         "beside a tensor": lambda x: TestRulesThatCallForms.BY_HOST(x, 1 + 0 * x),
         "an engine": ENGINE,
+        "that returns its argument": sgtrick.custom_vjp(lambda x: (x, lambda u: 3 * u * x**2)),
+        "that passes an integer on": tf.function(lambda x: TestRulesThatCallForms.COUNTED(x, 3)[0]),
     }
     LINEAR = {
         "a trick": lambda x: 3 * sgtrick.clip_gradient(x, -1.0, 5.0),
