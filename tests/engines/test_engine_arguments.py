@@ -11,6 +11,7 @@ import tensorflow as tf
 import engine_functions as engines
 import sgtrick
 from array_model import VECTORIZED
+from matrix import spread
 from shared import (
     EXECUTED,
     FIRST_WAYS,
@@ -103,8 +104,7 @@ class TestShapes:
         "in map_fn": lambda f: lambda x: tf.map_fn(derivative(f), x[None])[0],
     }
 
-    @pytest.mark.parametrize("way", WAYS_OF_VECTORS)
-    @pytest.mark.parametrize("kind", PASSED_TWICE)
+    @pytest.mark.parametrize(("kind", "way"), spread(PASSED_TWICE, WAYS_OF_VECTORS, together=1))
     def test_a_tensor_in_two_places_has_the_sum_of_their_gradients(self, kind, way):
         h, x = self.PASSED_TWICE[kind](), tf.constant([1.0, 2.0], tf.float64)
         slopes = 3 * x**2
