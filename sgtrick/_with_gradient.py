@@ -74,9 +74,9 @@ def with_gradient(
     Returns:
         The function, or the decorator if `f` is None. Its value is that of `f` to the last bit.
         Higher derivatives are those of `grad`, as TensorFlow differentiates it; in eager execution,
-        they trace `grad`. Mixed ones are right if the derivative with respect to `argnums` is taken
-        first. First with respect to another argument, a variable or a tensor that `f` closes over,
-        and then with respect to `argnums`, they are an error.
+        they trace `grad`, as forward mode does. Mixed ones are right if the derivative with respect
+        to `argnums` is taken first. First with respect to another argument, a variable or a tensor
+        that `f` closes over, and then with respect to `argnums`, they are an error.
 
     Raises:
         TypeError: `f` does not return one floating tensor, or is called before it has a `grad`; or

@@ -288,7 +288,12 @@ class ValueAtPoint(NamedTuple):
             if tf.executing_eagerly() and not tapes.somebody_records():
                 return [*us, *by_xs, *[None] * len(others.tensors)]
             live = known_part(present(us))
-            return [*spread(live, us), *by_xs, *refused_zeros(others.tensors, live)]
+            # A tape takes gradients by all that it watches, variables that `f` reads included.
+            zeros = [
+                refused_zero(t, live, is_used=not tf.executing_eagerly() or tapes.asked_for(t))
+                for t in others.tensors
+            ]
+            return [*spread(live, us), *by_xs, *zeros]
 
         def pushed(*tangents: Tangent) -> list[Tangent]:
             n, m = len(ys), len(ys) + len(xs)
@@ -299,21 +304,13 @@ class ValueAtPoint(NamedTuple):
             if not of_others:
                 return moved
             live = known_part(present(moved))
-            zeros = refused_zeros(live, of_others)
-            return spread([t + z for t, z in zip(live, zeros, strict=True)], moved)
+            return spread([t + refused_zero(t, of_others) for t in live], moved)
 
-        def refused_zeros(likes: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
-            """Zeros, to be added to derivatives by the others, which are linear in some tensors."""
+        def refused_zero(like: Tensor, along: Sequence[Tensor], *, is_used: bool = True) -> Tensor:
+            """A zero to add to a derivative by the others, which is linear in some tensors."""
             known = [*others.tensors, *along]
-            why = [*[message] * len(xs), *[None] * len(known)]
-
-            def zero(like: Tensor) -> Tensor:
-                # A tape takes gradients by all that it watches, variables that `f` reads included.
-                is_used = not tf.executing_eagerly() or likes is along or tapes.asked_for(like)
-                zero = tf.zeros_like(like)
-                return refuse(zero, [*xs, *known], lambda: why, len(along), is_used=is_used)
-
-            return list(map(zero, likes))
+            why, zero = [*[message] * len(xs), *[None] * len(known)], tf.zeros_like(like)
+            return refuse(zero, [*xs, *known], lambda: why, len(along), is_used=is_used)
 
         def known_part(tensors: Sequence[Tensor]) -> list[Tensor]:
             """Upstream gradients or tangents; an error if what is unknown of them is asked for."""
