@@ -11,14 +11,10 @@ import tensorflow as tf
 import engine_functions as engines
 import sgtrick
 from array_model import VECTORIZED
-from matrix import spread
 from shared import (
     EXECUTED,
-    FIRST_WAYS,
     WRAPS,
-    derivative,
     gradient,
-    mapped,
     pushed,
     value_and_gradients,
 )
@@ -72,45 +68,6 @@ class TestShapes:
         p = tf.nest.map_structure(tf.constant, p)
         x = tf.constant(random.normal(size=[5, 3]))
         close(wrap(value_and_gradients)(h, p, x), value_and_gradients(native, p, x))
-
-    @staticmethod
-    def by_products(a, b, w, in_forward_mode):
-        by_a, by_b = b**2, 2 * a * b
-        return by_a @ w[0] + by_b @ w[1] if in_forward_mode else (w * by_a, w * by_b)
-
-    # The value is the sum of a * b**2.
-    PASSED_TWICE = {
-        "pair": lambda: sgtrick.from_numpy(lambda a, b: (a @ b**2, (b**2, 2 * a * b))),
-        "differences": lambda: sgtrick.from_numpy(lambda a, b: a @ b**2, grad="3-point"),
-        "products": lambda: sgtrick.from_numpy(
-            lambda a, b: a @ b**2,
-            vjp=lambda a, b, u: TestShapes.by_products(a, b, u, False),
-            jvp=lambda a, b, t: TestShapes.by_products(a, b, t, True),
-        ),
-        "parts": lambda: (
-            lambda a, b: sgtrick.from_numpy(
-                lambda p: (p[0] @ p[1] ** 2, [p[1] ** 2, 2 * p[0] * p[1]])
-            )([a, b])
-        ),
-        "three": lambda: (
-            lambda a, b: sgtrick.from_numpy(lambda a, b, c: (a @ (b * c), (b * c, a * c, a * b)))(
-                a, b, a
-            )
-        ),
-    }
-    # Of all its members: the engine takes a vector.
-    WAYS_OF_VECTORS = FIRST_WAYS | {
-        "around vectorized_map": lambda f: derivative(lambda x: mapped(f)(x[None])[0]),
-        "in map_fn": lambda f: lambda x: tf.map_fn(derivative(f), x[None])[0],
-    }
-
-    @pytest.mark.parametrize(("kind", "way"), spread(PASSED_TWICE, WAYS_OF_VECTORS, together=1))
-    def test_a_tensor_in_two_places_has_the_sum_of_their_gradients(self, kind, way):
-        h, x = self.PASSED_TWICE[kind](), tf.constant([1.0, 2.0], tf.float64)
-        slopes = 3 * x**2
-        want = tf.reduce_sum(slopes) if way.startswith("forward") else slopes
-        run = self.WAYS_OF_VECTORS[way]
-        np.testing.assert_allclose(run(lambda x: h(x, x))(x), want, rtol=1e-6)
 
     def test_event_ndims_of_numpy(self):
         h = sgtrick.from_numpy(engines.normal, event_ndims=np.int64(1))

@@ -17,10 +17,10 @@ import engine_functions as engines
 import sgtrick
 import sgtrick._host.engine as engine_record
 from array_model import VECTORIZED
-from matrix import CELLS, Case, judge, pairs, promised
+from matrix import CELLS, Case, judge, pairs, promised, spread
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS, POINTS
-from shared import WRAPS, value_and_gradients
+from shared import FIRST_WAYS, WRAPS, derivative, mapped, value_and_gradients
 
 CANNOT_COMPILE = (NotImplementedError, "calls the host, which XLA cannot compile")
 CANNOT_STORE = (AssertionError, "A host engine .* cannot be stored in a SavedModel")
@@ -217,6 +217,47 @@ class TestCalls:
         want = np.where(negative, -np.inf, -0.5 * (points**2).sum(-1))
         np.testing.assert_allclose(values, want, rtol=1e-14)
         assert 0 < h.seconds < elapsed  # since no two were together
+
+
+class TestTensorsInTwoPlaces:
+    @staticmethod
+    def by_products(a, b, w, in_forward_mode):
+        by_a, by_b = b**2, 2 * a * b
+        return by_a @ w[0] + by_b @ w[1] if in_forward_mode else (w * by_a, w * by_b)
+
+    # The value is the sum of a * b**2.
+    PASSED_TWICE = {
+        "pair": lambda: sgtrick.from_numpy(lambda a, b: (a @ b**2, (b**2, 2 * a * b))),
+        "differences": lambda: sgtrick.from_numpy(lambda a, b: a @ b**2, grad="3-point"),
+        "products": lambda: sgtrick.from_numpy(
+            lambda a, b: a @ b**2,
+            vjp=lambda a, b, u: TestTensorsInTwoPlaces.by_products(a, b, u, False),
+            jvp=lambda a, b, t: TestTensorsInTwoPlaces.by_products(a, b, t, True),
+        ),
+        "parts": lambda: (
+            lambda a, b: sgtrick.from_numpy(
+                lambda p: (p[0] @ p[1] ** 2, [p[1] ** 2, 2 * p[0] * p[1]])
+            )([a, b])
+        ),
+        "three": lambda: (
+            lambda a, b: sgtrick.from_numpy(lambda a, b, c: (a @ (b * c), (b * c, a * c, a * b)))(
+                a, b, a
+            )
+        ),
+    }
+    # Of all its members: the engine takes a vector.
+    WAYS_OF_VECTORS = FIRST_WAYS | {
+        "around vectorized_map": lambda f: derivative(lambda x: mapped(f)(x[None])[0]),
+        "in map_fn": lambda f: lambda x: tf.map_fn(derivative(f), x[None])[0],
+    }
+
+    @pytest.mark.parametrize(("kind", "way"), spread(PASSED_TWICE, WAYS_OF_VECTORS, together=1))
+    def test_have_the_sum_of_their_gradients(self, kind, way):
+        h, x = self.PASSED_TWICE[kind](), tf.constant([1.0, 2.0], tf.float64)
+        slopes = 3 * x**2
+        want = tf.reduce_sum(slopes) if way.startswith("forward") else slopes
+        run = self.WAYS_OF_VECTORS[way]
+        np.testing.assert_allclose(run(lambda x: h(x, x))(x), want, rtol=1e-6)
 
 
 class TestOneAtATime:

@@ -11,6 +11,7 @@ import sgtrick
 from asinh_forms import (
     EVERY_ORDER,
     FIRST_ORDER,
+    OF_SLOPE,
     POINTS,
     exact,
     hidden,
@@ -365,6 +366,30 @@ class TestAssignedVariables:
             assert (float(first), np.isnan(second)) == (6, True)
 
 
+def in_a_value(x):
+    form = sgtrick.with_gradient(lambda c, w: c * host_slope(w), lambda c, w: host_slope(w))
+    return form(tf.ones_like(x), x)
+
+
+def closed_over(x):
+    return sgtrick.with_gradient(lambda c: c * host_slope(x), tf.ones_like)(tf.ones_like(x))
+
+
+# Slopes that the host computes, as other forms return them.
+BEHIND = {
+    "clipped": lambda x: sgtrick.clip_gradient(host_slope(x), -9.0, 9.0),
+    "clipped in tf.function": tf.function(
+        lambda x: sgtrick.clip_gradient(host_slope(x), -9.0, 9.0)
+    ),
+    "returned": lambda x: sgtrick.custom_vjp(lambda y: (y, lambda u: u))(host_slope(x)),
+    "exchanged": lambda x: sgtrick.custom_vjp(lambda a, b: ((b, a), lambda u, v: (v, u)))(
+        x, host_slope(x)
+    )[0],
+    "in a value": in_a_value,
+    "closed over": closed_over,
+}
+
+
 class TestRulesThatCallForms:
     """What the check of the rule asks is left to these, if they have an answer."""
 
@@ -401,3 +426,18 @@ class TestRulesThatCallForms:
         form = make(lambda x: 3 * x, derivative(linear))
         with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="no connection"):
             wrap(twice(form))(constant(2.0))
+
+    @WRAPS
+    @pytest.mark.parametrize(("behind", "name"), spread(BEHIND, OF_SLOPE, together=1))
+    def test_of_host_calls_behind_other_forms(self, behind, name, wrap):
+        """Beside a connection, which would hide the host call."""
+        form = OF_SLOPE[name](hidden, lambda x: BEHIND[behind](x) + 0 * x)
+        assert verdict(wrap(derivative(form)), exact(1)) == "right"
+        assert verdict(wrap(twice(form)), exact(2)) in LOUD
+
+    @WRAPS
+    def test_of_a_host_call_on_what_is_stopped(self, wrap):
+        """No derivative is lost by it."""
+        one = on_host(np.ones_like)
+        form = sgtrick.with_gradient(hidden, lambda x: one(tf.stop_gradient(x)) * slope(x))
+        assert verdict(wrap(twice(form)), exact(2)) == "right"
