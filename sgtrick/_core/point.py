@@ -231,12 +231,13 @@ class ValueAtPoint(NamedTuple):
 
         def read(leaf: object) -> object:
             """A variable that is returned counts as used."""
-            return structures.as_tensor(leaf) if structures.is_dense(leaf) else leaf
+            is_variable = structures.is_dense(leaf) and not isinstance(leaf, tf.Tensor)
+            return structures.as_tensor(leaf) if is_variable else leaf
 
-        def result_of_call() -> Structure:
-            return structures.map_leaves(read, passed.with_copies(f))
-
-        result, used = uses.call(result_of_call, [*passed.xs, *point.stopped_xs])
+        result, used = uses.call(
+            lambda: structures.map_leaves(read, passed.with_copies(f)),
+            [*passed.xs, *point.stopped_xs],
+        )
         return cls(name, point, passed, result, used, Others.of(passed.xs, used))
 
     def at(self, call: calls.Call, xs: Sequence[Tensor], passed: Sequence[Tensor]) -> calls.Call:

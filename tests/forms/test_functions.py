@@ -126,6 +126,19 @@ def test_autograph_converts_the_functions_and_not_the_form(name):
         np.testing.assert_array_equal(derivative(tf.function(h))(x), slope(x))
 
 
+@pytest.mark.parametrize("name", ["with_gradient", "custom_jvp", "custom_vjp"])
+def test_a_rule_that_forward_mode_cannot_trace(name):
+    """Eager reverse mode runs it as it is."""
+
+    def slope(x):
+        return 2 * x if x > 0 else 0 * x
+
+    form, x = OF_SLOPE[name](lambda x: x**2, slope), constant(3.0)
+    assert derivative(form)(x).numpy() == 6
+    with pytest.raises(NotImplementedError, match=r"Forward mode traces the rule of .* tf\.cond"):
+        forward_derivative(form)(x)
+
+
 def calls_its_function(make):
     h = make(fn.misled(tf.exp), lambda x: h(x))
     return h

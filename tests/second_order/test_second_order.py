@@ -120,9 +120,7 @@ RULES_WITH_HOST_CALLS = (
 
 
 def is_run(name, where, modes):
-    if (
-        where == "around vectorized_map"
-    ):  # TensorFlow's native functions have no other derivatives there
+    if where == "around vectorized_map":  # where native functions have no other derivatives
         return modes == (derivative, derivative) or (
             modes == (derivative, forward_derivative)
             and name in ("custom_gradient", "custom_vjp, host", "from_numpy")
