@@ -15,7 +15,7 @@ from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
 from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.point import Selection, pair_of
-from sgtrick._core.rule import Rule
+from sgtrick._core.rule import Rule, is_running
 from sgtrick._core.transposition import with_values
 from sgtrick._tensorflow import autograph, uses
 from sgtrick._types import (
@@ -115,7 +115,11 @@ def _custom_vjp(function: calls.Callee) -> Function:
         own, names = function.receivers(call.values), function.names(call)  # self: no gradient
         point = Selection(call, range(own, len(call.values)), names, _is_input)
         at, n = point.read(), len(point.xs)
-        (y, grad_fn), used = uses.call(lambda: _value_and_rule(f, at, converted), point.tensors)
+        (y, grad_fn), used = uses.call(
+            lambda: _value_and_rule(f, at, converted),
+            point.tensors,
+            variables_alone=is_running(),  # what a rule closes over is a constant for its calls
+        )
         variables = _besides(used.variables, call.leaves)
         inputs = [*point.xs, *map(structures.as_tensor, variables)]
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))

@@ -209,50 +209,50 @@ def _root(
         if structures.has_derivatives(t) and not structures.holds_tensors(t)
     ]
 
-    def of_rows(x: Tensor, *thetas: Tensor) -> list[Tensor]:
+    def of_rows(x: Tensor, *thetas: Tensor) -> Tensor:
         others = list(flat)
         for i, t in zip(places, thetas, strict=True):
             others[i] = t
         returned = residual(rows.unpack(x), *tf.nest.pack_sequence_as(theta, others))
-        return [rows.checked(returned, f"the result of {name}")]
+        return rows.checked(returned, f"the result of {name}")
 
     x = rows.pack(rows.stars)
     paths = [f"{theta_name}{path}" for path, _ in structures.flatten(theta)]
     beside = [*rows.stars, *flat]
     thetas = [graphs.here(structures.to_tensor(flat[i], paths[i], beside=beside)) for i in places]
-    traced = tracing.Traced(of_rows, [x, *thetas])
-    if not connections.are_connected(traced.outputs[0], traced.inputs[:1]):
+
+    def outlined(*at: Tensor) -> list[Tensor]:
+        with graphs.thrown_away():
+            return [of_rows(*at)]
+
+    outline = tracing.Outline(outlined, [x, *thetas])
+    (outcome,) = outline.outputs
+    if not connections.depends(outcome, outline.inputs[:1]):
         raise ValueError(
             f"{name} returned something that is not connected to its first argument, {x_name}. "
             "TensorFlow must be able to differentiate it; if it calls code outside TensorFlow, "
             "give it derivatives with one of sgtrick's functions."
         )
-    if any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in traced.captured):
+    if any(t.dtype == tf.variant and graphs.carries_derivatives(t) for t in outline.captured):
         raise ValueError(LIST.format(name))
-    is_live = [structures.is_differentiable(t.dtype) for t in traced.captured]
-    closed = list(itertools.compress(traced.captured, is_live))
+    closed = [t for t in outline.captured if structures.is_differentiable(t.dtype)]
+    n, handles = len(thetas), outline.handles
 
     def r(x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """The residual as a function of everything that it depends on."""
-        of_closed, reads = iter(inputs[len(thetas) :]), inputs[len(thetas) + len(closed) :]
-        captured = [
-            next(of_closed) if live else graphs.here(t)
-            for t, live in zip(traced.captured, is_live, strict=True)
-        ]
-        (y,) = traced([x, *inputs[: len(thetas)]], captured)
+        y, reads = of_rows(x, *inputs[:n]), inputs[n + len(closed) :]
         if not reads:
             return y
-        are_unchanged = unknown.are_equal(list(map(graphs.read, traced.handles)), reads)
+        are_unchanged = unknown.are_equal(list(map(graphs.read, handles)), reads)
         return _unless(are_unchanged, _ASSIGNED.format(name), y)
 
     solve_rows = rows.solving(solve) if solve else functools.partial(_eliminated, name)
-    varying = connections.varying(traced.captured, traced.inner)
-    calls_host = connections.Subgraph(traced.outputs[0]).host_sees([*traced.inputs, *varying])
+    varying = connections.varying(outline.captured, outline.inner)
+    calls_host = connections.Subgraph(outcome).host_sees([*outline.inputs, *varying])
     # The caller's solve may use any tensor, and the residual some that are no inputs of a rule.
-    fixed = [t for t, live in zip(traced.captured, is_live, strict=True) if not live]
-    is_local = solve is None and all(graphs.operation(t) is None for t in fixed)
-    equation = _Equation(name, r, traced.handles, calls_host, solve_rows, is_local)
-    reads = list(map(tapes.read, traced.handles))
+    is_local = solve is None and all(graphs.operation(t) is None for t in outline.captured)
+    equation = _Equation(name, r, [*closed, *handles], calls_host, solve_rows, is_local)
+    reads = list(map(tapes.read, handles))
     return rows.unpack(_solution(equation, x, [*thetas, *closed, *reads]))
 
 
@@ -261,8 +261,8 @@ class _Equation(NamedTuple):
 
     Attributes:
         name: The function's name in errors.
-        r: The residual. The last of its inputs are the values of variables, which it reads itself.
-        handles: The handles of these variables.
+        r: The residual. The last of its inputs are what it closes over, and uses itself.
+        closed: The same, with the handles of variables instead of their values.
         calls_host: Whether a host call makes the residual of something that may be differentiated.
         solve: From the product of vectors with a matrix, and `b`, to the solution of a system.
         is_local: See `Rule`.
@@ -270,7 +270,7 @@ class _Equation(NamedTuple):
 
     name: str
     r: Callable[[Tensor, Sequence[Tensor]], Tensor]
-    handles: Sequence[Tensor]
+    closed: Sequence[Tensor]
     calls_host: bool
     solve: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
     is_local: bool
@@ -280,15 +280,15 @@ class _Equation(NamedTuple):
         return Rule(self.name, pull, is_local=self.is_local)
 
     def sources(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What tapes differentiate with respect to: the inputs, but variables themselves."""
-        return [*inputs[: len(inputs) - len(self.handles)], *self.handles]
+        """What tapes differentiate with respect to: the inputs, or what `r` uses itself."""
+        return [*inputs[: len(inputs) - len(self.closed)], *self.closed]
 
     def by_x(self, x: Tensor, inputs: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
         """The product of vectors with `J'`, the transpose of `J = dr/dx`."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(x)
             r = self.r(x, inputs)
-        return lambda v: tape.gradient(r, x, v)
+        return lambda v: tape.gradient(r, x, v, "zero")
 
 
 def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
@@ -300,6 +300,8 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
 
     Both `x` and `w` in it are solutions of equations, and are differentiated as such again.
     """
+    if tf.executing_eagerly() and not tapes.somebody_records():
+        return x
     x, inputs = graphs.here(x), list(map(graphs.here, inputs))
 
     def pull(u: Tensor) -> list[Gradient]:
@@ -311,7 +313,7 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
         w = _linear(equation, _solved(equation, u, root, at), u, root, at)
         sources = equation.sources(at)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(sources)
+            tapes.watch(tape, sources)
             r = equation.r(root, at)
         return list(tape.gradient(r, sources, w))
 
@@ -347,7 +349,7 @@ def _linear(
         left, right = (again, v) if transposed else (v, again)
         sources = [at_x, *equation.sources(at)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(sources)
+            tapes.watch(tape, sources)
             pulled = equation.by_x(at_x, at)(left)
         return [v, *tape.gradient(pulled, sources, right)]
 
@@ -393,7 +395,7 @@ def _eliminated(name: str, product: Callable[[Tensor], Tensor], b: Tensor) -> Te
     def column(unit: Tensor) -> Tensor:
         return product(tf.zeros_like(b) + unit)
 
-    n = b.shape[1]
+    n = b.shape.as_list()[1]
     if n == 0:
         return b
     units = tf.eye(tf.shape(b)[1] if n is None else n, dtype=b.dtype)
@@ -403,7 +405,7 @@ def _eliminated(name: str, product: Callable[[Tensor], Tensor], b: Tensor) -> Te
     else:
         columns = tf.transpose(tf.vectorized_map(column, units), [1, 2, 0])
     v = tf.linalg.matvec(_inverse(columns), b)
-    if b.shape[0] == 1:
+    if b.shape.as_list()[0] == 1:
         return v
     size = tf.linalg.matvec(tf.abs(columns), tf.abs(v)) + tf.abs(b)
     fits = tf.reduce_all(adjoint.are_near(product(v) - b, size))
@@ -586,7 +588,7 @@ _NOT_SOLVED = (
 
 def _inverse(j: Tensor) -> Tensor:
     """The inverses of matrices `[roots, n, n]`, NaN for those that are singular or not finite."""
-    if j.shape[-1] == 1:
+    if j.shape.as_list()[-1] == 1:
         return tf.where(tf.math.is_finite(j) & tf.not_equal(j, 0), 1 / j, np.nan)
     dtype = j.dtype
     work = dtype if dtype == tf.float64 else tf.float32

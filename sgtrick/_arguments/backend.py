@@ -98,7 +98,10 @@ class Backend:
         # Converting a Python number to float32 first would lose digits.
         stated = dtype if structures.is_python_number(value) else None
         value = self.to_tensor(value, name, dtype=stated)
-        dtypes.check_cast(self.dtype_of(value), dtype, name, why, masks=masks)
+        came = self.dtype_of(value)
+        if came == dtype:
+            return value
+        dtypes.check_cast(came, dtype, name, why, masks=masks)
         return self.as_dtype(value, dtype)
 
     def leaf(

@@ -26,7 +26,9 @@ def flatten(
 
     Lists of numbers at the paths `whole` are leaves.
     """
-    if isinstance(structure, Mapping):
+    if isinstance(structure, tf.Tensor):
+        yield path, structure
+    elif isinstance(structure, Mapping):
         for key in sorted(structure):
             yield from flatten(structure[key], f"{path}[{key!r}]", whole)
     elif path in whole and is_list_of_numbers(structure):
@@ -53,6 +55,8 @@ def pair(
     As in TFP, a leaf and a list that holds only this leaf are interchangeable, and a leaf in a list
     may meet a nested list of numbers.
     """
+    if isinstance(x, tf.Tensor) and isinstance(gx, tf.Tensor):
+        return [("", x, gx)]
     xs = list(flatten(x))
     paths = [path for path, _ in xs]
     gxs = list(flatten(gx, whole={*paths, "[0]"} - {""}))

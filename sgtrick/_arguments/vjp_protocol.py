@@ -105,12 +105,15 @@ def gradients_of(
 
 def _readings(arguments: Sequence[Argument], returned: Structure) -> list[dict[str, Gradient]]:
     """The gradients by path, without those that are None, in each way `returned` gives them."""
-    gradients = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+    is_list = isinstance(returned, (list, tuple))
+    gradients = list(returned) if is_list else [returned]
     by_argument = [_by_argument(arguments, gradients)]
-    if len(arguments) == 1:  # its gradient need not be in a list
+    if len(arguments) == 1 and is_list:  # its gradient need not be in a list
         by_argument.append(_by_argument(arguments, [returned]))
     readings = [reading for reading in by_argument if reading is not None]
     paths = [path for a in arguments for path in a.paths]
+    if paths == [a.name for a in arguments]:
+        return readings
     flat = list(structures.flatten(gradients))
     if len(flat) == len(paths) and all(place.count("[") == 1 for place, _ in flat):
         readings.append(dict(zip(paths, (g for _, g in flat), strict=True)))

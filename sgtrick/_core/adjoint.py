@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present
-from sgtrick._tensorflow import graphs, tracing
+from sgtrick._tensorflow import graphs, linear, tracing
 from sgtrick._types import Array, DType, Gradient, Tensor
 
 # Tensors, and as many others of the same dtypes.
@@ -42,19 +42,23 @@ def transpose(
 
     Returns:
         The transpose, None where it is zero; whether the dot-product test holds; and the tensors
-        that this depends on.
+        that this depends on: none if there is nothing to test.
     """
     far = far_probes(likes)
     # Not by tf.gradients, which rewrites calls of functions: tapes outside would not see what that
     # adds.
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(far)
-        ys, zs = paired(f(far), cotangents)
+        (ys, zs), operations = linear.noting(lambda: paired(f(far), cotangents))
+    # What runs eagerly may read numbers of its arguments, which no operation tells.
+    is_told = not tf.executing_eagerly() and linear.are_linear(ys, far, operations)
     if not ys:
         return [None] * len(far), tf.constant(True), []
     found = tape.gradient(ys, far, zs)
     if graphs.is_thrown_away():
         return found, tf.constant(True), zs
+    if is_told and None not in found:
+        return list(map(tf.convert_to_tensor, found)), tf.constant(True), []
     ts = probes(likes)
     moved, _ = paired(f(ts), cotangents)
     # Not tested at the cotangents, which are zero where only their slope is wanted.
@@ -93,8 +97,38 @@ def _holds(
         ts: Probes, one for each argument.
     """
     parts = [paired([y, *gs], [u, *ts]) for y, gs, u in zip(lt, lu, us, strict=True)]
+    if tf.executing_eagerly():
+        eps = max(_eps(t.dtype) for values, _ in parts for t in values)
+        return tf.constant(_holds_for(parts, eps))
     counts = tuple(len(values) for values, _ in parts)
     return tracing.as_one(_Balance(counts), *(t for pairs in parts for of in pairs for t in of))
+
+
+def _holds_for(parts: Sequence[Paired], eps: float) -> bool:
+    """The same as `_Balance`, of numbers that are there: eager operations take longer."""
+    found = []
+    with np.errstate(all="ignore"):
+        for values, at in parts:
+            terms = [np.real(_wide(v) * np.conj(_wide(p))) for v, p in zip(values, at, strict=True)]
+            rows = {t.shape[:1] for t in terms}
+            n = rows.pop()[0] if len(rows) == 1 and rows != {()} and rows != {(0,)} else 1
+            flat = [t.reshape(n, -1) for t in terms]
+            first, *others = [t.sum(1) for t in flat]
+            size = sum(np.abs(t).sum(1) for t in flat)
+            is_finite = np.isfinite(size)
+            difference = np.where(is_finite, first - sum(others), 0)
+            found.append((difference, np.where(is_finite, size, 0)))
+        total = sum(size.sum() for _, size in found)
+        for difference, size in found:
+            far = np.abs(difference) > eps**0.5 * size
+            rounding = np.abs(difference[~far]).sum() + 2 * eps * total
+            if abs(difference[far].sum()) - rounding > eps**0.5 * size[far].sum():
+                return False
+    return True
+
+
+def _wide(t: Tensor) -> Array:
+    return np.asarray(t.numpy(), np.complex128 if t.dtype.is_complex else np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +171,10 @@ def _rows(tensors: Sequence[Tensor]) -> int | Tensor | None:
     """The leading dimension of all these tensors, None if they differ."""
     if any(t.shape.rank in (None, 0) for t in tensors):
         return None
-    known = {t.shape[0] for t in tensors} - {None}
+    known = {t.shape.as_list()[0] for t in tensors} - {None}
     if len(known) > 1:
         return None
-    counts = [tf.shape(t)[0] for t in tensors if t.shape[0] is None]
+    counts = [tf.shape(t)[0] for t in tensors if t.shape.as_list()[0] is None]
     if not counts:
         return known.pop() or None
     counts += map(tf.constant, known)
@@ -228,7 +262,7 @@ _MANY = 1024  # a power of two, so that scaling does not round
 def _direction(like: Tensor, k: int, *, far: bool) -> Tensor:
     size = like.shape.num_elements()
     if size is not None and size <= _COUNT:
-        return tf.constant(numbers(tuple(like.shape), like.dtype, k, far=far))
+        return tf.constant(numbers(tuple(like.shape.as_list()), like.dtype, k, far=far))
     flat = tf.constant(numbers((_COUNT,), like.dtype, k, far=far))
     n = tf.size(like)
     t = tf.reshape(tf.tile(flat, [n // _COUNT + 1])[:n], tf.shape(like))
@@ -260,7 +294,9 @@ def paired(some: Sequence[Gradient], others: Sequence[Tensor | None]) -> Paired:
         for a, b in zip(some, others, strict=True)
         if a is not None and b is not None
     ]
-    return [a for a, _ in pairs], [tf.cast(b, a.dtype) for a, b in pairs]
+    return [a for a, _ in pairs], [
+        b if b.dtype == a.dtype else tf.cast(b, a.dtype) for a, b in pairs
+    ]
 
 
 def _term(value: Tensor, probe: Tensor) -> Tensor:

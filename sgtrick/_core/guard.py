@@ -22,7 +22,7 @@ import tensorflow as tf
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present
 from sgtrick._core import unknown
-from sgtrick._core.rule import Rule, is_running, running
+from sgtrick._core.rule import Rule, running
 from sgtrick._core.transposition import transposed, values_of, with_values
 from sgtrick._tensorflow import connections, graphs, tapes, tracing, uses
 from sgtrick._tensorflow.graphs import here
@@ -64,9 +64,8 @@ class Check:
             is_jvp: Whether it returns tangents, which depend on `inputs` as all gradients do.
         """
         self._name, self._rule, self._is_jvp = name, rule, is_jvp
-        live = [structures.is_differentiable(t.dtype) for t in likes]
-        self._us = [s if ok else None for s, ok in zip(tracing.specs_of(likes), live, strict=True)]
-        self._inputs = tracing.specs_of(inputs)
+        self._likes = [t if structures.is_differentiable(t.dtype) else None for t in likes]
+        self._inputs = inputs
         self._found: dict[frozenset[Hashable], list[Missing] | Missing] = {}
 
     def missing(self, closed: Sequence[Tensor], i: int | None = None) -> Missing:
@@ -82,15 +81,15 @@ class Check:
         return Missing(*(next(filter(None, why), None) for why in zip(*found, strict=True)))
 
     def _traced(self, closed: Sequence[Tensor]) -> list[Missing] | Missing:
-        n, count = len(present(self._us)), len(self._us)
+        n, count = len(present(self._likes)), len(self._likes)
 
         def values(*ts: Tensor | None) -> list[Tensor | None]:
             with running(), graphs.thrown_away():
                 gradients = self._rule(ts[:count], present(ts[count:]))
                 return [None if g is None else values_of(g) for g in gradients]
 
-        def trace() -> tracing.Traced:
-            return tracing.Traced(values, [*self._us, *self._inputs])
+        def trace() -> tracing.Outline:
+            return tracing.Outline(values, [*self._likes, *self._inputs])
 
         try:
             traced = tapes.in_thread(trace) if tapes.tapes_are_silenced() else trace()
@@ -202,8 +201,6 @@ def unknown_by_closure(
     Raises:
         ValueError: It closes over a list of tensors, of which nothing tells how it was made.
     """
-    if is_running():  # what a rule has computed is a constant for the functions that it calls
-        return list(ys)
     if used.has_lists:
         raise ValueError(LIST.format(name))
     handles = [v.handle for v in used.variables]
@@ -218,7 +215,7 @@ def unknown_by_closure(
     def messages() -> list[str | None]:
         # Nothing tells how an eager tensor was made. But who asks for arguments alone does not ask
         # for what else it was made of.
-        is_known = tf.executing_eagerly() and tapes.asked_only_for(passed)
+        is_known = tapes.asked_only_for(passed)
         return [None if is_known else message] * len(closed)
 
     return [unknown.refuse(y, closed, messages) for y in ys]

@@ -54,7 +54,7 @@ def keep(
         if not tapes.somebody_records():
             return ys
         with tapes.not_recording():
-            outputs = [tf.identity(y) for y in ys]
+            outputs = [tf.raw_ops.Identity(input=y) for y in ys]
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
@@ -147,6 +147,7 @@ def _outputs(
     meaning = overrides.Override(
         lambda *upstream: _pull_for_graph(rule, carried, ys, xs, upstream),
         lambda batch: _vectorized(carried, len(ys), batch),
+        is_connected=_counts_as_connected(rule),
     )
     dropped = _DROPPED.format(rule.name)
     if_lost = if_lost or [

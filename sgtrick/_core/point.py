@@ -11,6 +11,7 @@ with the rule. What TensorFlow computes at the stopped point does not depend on 
 each first derivative by `w` a zero is added, whose derivative by `x` is an error.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -55,8 +56,6 @@ class Selection:
     Attributes:
         call: The call.
         xs: The leaves of these arguments that have derivatives, as tensors.
-        stopped_xs: The same, stopped.
-        stopped: The call with the stopped leaves.
     """
 
     def __init__(
@@ -81,8 +80,16 @@ class Selection:
                     self.xs.append(tapes.own_copy(x))
                 else:
                     structures.refuse(leaf, names[k] + place)
-        self.stopped_xs = [tapes.unrecorded(x) for x in self.xs]
-        self.stopped = self.at(self.stopped_xs)
+
+    @functools.cached_property
+    def stopped_xs(self) -> list[Tensor]:
+        """`xs`, stopped."""
+        return list(map(tapes.unrecorded, self.xs))
+
+    @property
+    def stopped(self) -> Call:
+        """The call with the stopped leaves."""
+        return self.at(self.stopped_xs)
 
     def others(self) -> "Selection":
         """The other arguments of the stopped call whose gradient may be requested."""
@@ -105,7 +112,7 @@ class Selection:
         given = [self._leaves[i] for i in self._places]
         return self.at([x if tf.is_tensor(t) else t for x, t in zip(self.xs, given, strict=True)])
 
-    @property
+    @functools.cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors and handles of variables among the arguments, and the copies of them."""
         leaves = list(map(numbers_of, self._selected()))
@@ -114,8 +121,10 @@ class Selection:
 
     def read(self) -> Call:
         """The call with the current values of variables, which may be assigned later."""
+        own = set(self._places)
         leaves = [
-            here(structures.as_tensor(t)) if structures.is_dense(t) else t for t in self._leaves
+            here(structures.as_tensor(t)) if i not in own and structures.is_dense(t) else t
+            for i, t in enumerate(self._leaves)
         ]
         return self._replaced(leaves, self.xs)
 

@@ -235,10 +235,11 @@ def known_if(
         of: What they depend on.
     """
     zero = zero_if(holds, message, of)
-    return [
-        (tf.zeros_like(like) if g is None else tf.convert_to_tensor(g)) + tf.cast(zero, like.dtype)
-        for g, like in zip(found, likes, strict=True)
-    ]
+    pairs = zip(found, likes, strict=True)
+    dense = [tf.zeros_like(like) if g is None else tf.convert_to_tensor(g) for g, like in pairs]
+    if tf.executing_eagerly() and _MAY_RAISE.get():  # it did not
+        return dense
+    return [g + tf.cast(zero, g.dtype) for g in dense]
 
 
 def known_unless(

@@ -15,6 +15,8 @@ from sgtrick._types import Operation, Tensor
 
 # The attribute of a kept override with the number of its values.
 VALUES = "_sgtrick_values"
+# That of one whose gradient, in a graph that is thrown away, is connected to all its other inputs.
+IS_CONNECTED = "_sgtrick_is_connected"
 
 
 def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
@@ -25,10 +27,48 @@ def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
     """
     if not xs or not is_differentiable(y.dtype):
         return False
+    if _are_surely_connected(y, xs):
+        return True
     # The gradients of loops and calls take long. Mostly there is a connection beside them.
     calls = [t for op in y.graph.get_operations() if op.type in _CALLS for t in op.outputs]
     return (bool(calls) and _is_found(y, xs, calls)) or _is_found(y, xs, [])
 
+
+def _are_surely_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Whether a path leads from `y` to one of `xs` by operations that pass derivatives on.
+
+    TensorFlow builds gradients to tell, which takes as long as tracing.
+    """
+    names = set(map(graphs.identity_of, xs))
+    stack, seen = [y], set[Hashable]()
+    while stack:
+        t = stack.pop()
+        key = graphs.identity_of(t)
+        if key in names:
+            return True
+        if key not in seen:
+            seen.add(key)
+            stack += filter(lambda i: is_differentiable(i.dtype), _passing(t.op))
+    return False
+
+
+def _passing(op: Operation) -> Sequence[Tensor]:
+    """The inputs of an operation that are known to get a gradient, if they have derivatives."""
+    if op.type in _SMOOTH and not graphs.is_overridden(op):
+        return op.inputs  # type: ignore[no-any-return]
+    if op.type == "IdentityN" and graphs.attribute(op, IS_CONNECTED):
+        return op.inputs[graphs.attribute(op, VALUES) :]  # type: ignore[no-any-return]
+    return ()
+
+
+# The inputs of these that have derivatives all get a gradient.
+_SMOOTH = (
+    *("Identity", "Neg", "Cast", "Add", "AddV2", "AddN", "Sub", "Mul", "MulNoNan", "RealDiv"),
+    *("MatMul", "BatchMatMulV2", "Einsum", "Sum", "Mean", "Reshape", "ExpandDims", "Squeeze"),
+    *("Transpose", "Pack", "StridedSlice", "SelectV2", "Exp", "Expm1", "Log", "Log1p", "Sin"),
+    *("Cos", "Tan", "Sinh", "Cosh", "Tanh", "Sigmoid", "Softplus", "Sqrt", "Rsqrt", "Square"),
+    *("Pow", "Reciprocal", "Erf", "Lgamma"),
+)
 
 _CALLS = (
     *("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"),

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Hashable
 from contextvars import ContextVar
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
@@ -69,6 +70,19 @@ def has_no_gradient(op: Operation) -> bool:
         return ops.get_gradient_function(op) is None
     except LookupError:
         return op.type not in ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def is_overridden(op: Operation) -> bool:
+    """Whether TensorFlow uses another gradient for an operation than that of its type."""
+    return bool(attribute(op, "_gradient_op_type"))
+
+
+def attribute(op: Operation, name: str) -> Any:
+    """An attribute of an operation, None if it has none of this name."""
+    try:
+        return op.get_attr(name)
+    except ValueError:
+        return None
 
 
 def type_has_no_gradient(type_: str) -> bool:

@@ -14,7 +14,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
-from sgtrick._tensorflow.connections import VALUES
+from sgtrick._tensorflow.connections import IS_CONNECTED, VALUES
 from sgtrick._tensorflow.mapping import Vectorized, convert, members
 from sgtrick._tensorflow.tapes import not_recording
 from sgtrick._tensorflow.tracing import Traced
@@ -27,10 +27,12 @@ class Override(NamedTuple):
     Attributes:
         gradient: From upstream gradients of the outputs to gradients of the inputs.
         vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
+        is_connected: Whether in a graph that is thrown away, gradients are connected to all inputs.
     """
 
     gradient: Pullback
     vectorize: Callable[[Vectorized], Sequence[Tensor]]
+    is_connected: bool = False
 
 
 class _Overrides:
@@ -99,6 +101,8 @@ def override(
     overrides.names.append(name)
     _register(name, len(if_lost), len(indices), weakref.ref(overrides))
     values = {VALUES: tf.compat.v1.AttrValue(i=len(if_lost))}
+    if meaning.is_connected:
+        values[IS_CONNECTED] = tf.compat.v1.AttrValue(b=True)
     with (
         not_recording(),
         graph.gradient_override_map({"IdentityN": name}),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record
-from tensorflow.python.framework import op_callbacks
+from tensorflow.python.framework import composite_tensor_gradient, op_callbacks
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import scope
@@ -120,6 +120,9 @@ def noting() -> Iterator[list[Operation]]:
             covered = _covered_by_custom_gradient() if type_ == "Identity" else ()
             # Copies: TensorFlow clears a list of outputs as a tf.TensorArray made of it is read.
             read = watcher.watched_variables()
+            with recording():  # suspended around the call of a function
+                if not (read or is_recorded([*inputs, *covered])):
+                    return  # and not kept in memory
             operations.append(Operation(type_, (*inputs, *covered), tuple(outputs), read))
             if read:  # start anew
                 watcher.__exit__(None, None, None)
@@ -162,12 +165,24 @@ def watching_variables(xs: Sequence[Tensor]) -> Iterator[Callable[[], list[Varia
     """
     is_pushing = somebody_pushes() and not tf.executing_eagerly()
     # Without any tape, calls of functions would not tell what they read.
-    with (
-        tf.GradientTape(persistent=True, watch_accessed_variables=is_pushing) as recording,
-        record.VariableWatcher() as watcher,
-    ):
-        recording.watch(xs if is_pushing else [])
+    needs_tape = is_pushing or not somebody_records()
+    tape = tf.GradientTape(persistent=True, watch_accessed_variables=is_pushing)
+    with tape if needs_tape else contextlib.nullcontext(), record.VariableWatcher() as watcher:
+        if is_pushing:
+            tape.watch(xs)
         yield lambda: list(watcher.watched_variables())
+
+
+def watch(tape: tf.GradientTape, tensors: Sequence[Tensor]) -> None:
+    """Watches tensors, and those that represent them in the graph that is being traced.
+
+    If the graph captured them before, the tape has not seen it.
+    """
+    tape.watch(tensors)
+    for t in tensors:
+        inner = graphs.as_used(t)
+        if inner is not t:
+            record_override([inner], [t], lambda u: [u], lambda t: [t])
 
 
 def note_accesses(variables: Sequence[Variable]) -> None:
@@ -214,7 +229,7 @@ def _ends() -> tuple[Tensor, Tensor]:
 def unrecorded(x: Tensor) -> Tensor:
     """The value of a tensor, which no tape and no accumulator connects to the tensor."""
     with not_recording():
-        return tf.stop_gradient(x)
+        return tf.raw_ops.StopGradient(input=x)
 
 
 def own_copy(x: Tensor) -> Tensor:
@@ -230,7 +245,7 @@ def own_copy(x: Tensor) -> Tensor:
     if not is_recorded([x]):
         return x
     with not_recording():
-        copy = tf.identity(x)
+        copy = tf.raw_ops.Identity(input=x)
     record_override([copy], [x], lambda u: [u], lambda t: [t])
     setattr(copy, ORIGIN, x)
     return copy
@@ -263,16 +278,30 @@ def asked_for(x: Tensor) -> bool:
 
 
 def asked_only_for(xs: Sequence[Tensor]) -> bool:
-    """Whether it was asked for gradients with respect to some of `xs` and to nothing else."""
+    """Whether it was asked for gradients with respect to some of `xs` and to nothing else.
+
+    While a graph is traced, only if the tape belongs to it: the gradient of another function is
+    kept for whoever asks later.
+    """
     known = {id(t) for x in xs for t in _origins(x)}
     sources = _sources()
+    if not tf.executing_eagerly():
+        here = tf.compat.v1.get_default_graph()
+        if not all(graphs.operation(s) is not None and s.graph is here for s in sources):
+            return False
     return bool(sources) and all(id(s) in known for s in sources)
 
 
 def _sources() -> list[Tensor]:
     """The tensors, and the handles of variables, that the tape was asked for."""
     frame = _request()
-    sources = tf.nest.flatten(frame.f_locals["sources"]) if frame else []
+    sources = (
+        composite_tensor_gradient.get_flat_tensors_for_gradients(
+            tf.nest.flatten(frame.f_locals["sources"])
+        )
+        if frame
+        else []
+    )
     return [getattr(s, "handle", s) for s in sources]
 
 

@@ -50,16 +50,21 @@ class Uses(NamedTuple):
         return [*self.all_tensors, *trainable, *map(tapes.value_of, self.fixed)]
 
 
-def call(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
-    """Calls a function, and returns what its result depends on besides tensors it is `passed`."""
+def call(
+    f: Callable[[], T], passed: Sequence[Tensor], *, variables_alone: bool = False
+) -> tuple[T, Uses]:
+    """Calls a function, and returns what its result depends on besides tensors it is `passed`.
+
+    If `variables_alone`, of this only the variables are known.
+    """
+    if variables_alone or (tf.executing_eagerly() and not tapes.somebody_records()):
+        with tapes.watching_variables(passed) as variables_read:
+            result = f()
+        return result, Uses(variables=_with_derivatives(variables_read()))
     return _eagerly(f, passed) if tf.executing_eagerly() else _in_graph(f, passed)
 
 
 def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
-    if not tapes.somebody_records():
-        with tapes.watching_variables(passed) as variables_read:
-            result = f()
-        return result, Uses(variables=_with_derivatives(variables_read()))
     age = ops.uid()
     with tapes.noting() as noted, tapes.watching_variables(passed) as variables_read:
         result = f()
