@@ -83,7 +83,7 @@ def custom_gradient(
     options = {"batch_ndims": batch_ndims, "hx": hx}
     if any_symbolic((fx, gx, x, hx)):
         operation = Call(custom_gradient, name=name)
-        return operation.symbolic_call(fx, gx, x, fx_gx_manually_stopped, **options)
+        return operation.symbolic_call((fx, gx, x, fx_gx_manually_stopped), options)
     if _backends.is_tensorflow():
         return sgtrick.custom_gradient(fx, gx, x, fx_gx_manually_stopped, name, **options)
     fx, leaves = value_form.at_point(KERAS, fx, gx, x, batch_ndims)

@@ -90,7 +90,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
     # A plain function, because Keras stores functions by name but no other callables.
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
-            return Call(h).symbolic_call(*args, **kwargs)
+            return Call(h).symbolic_call(args, kwargs)
         rule = FunctionRule(function, args, kwargs)
         if _backends.is_tensorflow():
             return rule.pack(sgtrick.custom_vjp(rule)(*rule.inputs))
