@@ -218,7 +218,8 @@ def _keep_batch(
 
         given = [(t, a) for t, a in zip(tangents, axes, strict=True) if not _is_zero(t)]
         in_axes = axes, [a for _, a in given]
-        return _map(axis, member, in_axes, out)(list(primals), [t for t, _ in given])
+        over = _map(axis, member, in_axes, out)
+        return over(list(primals), [t for t, _ in given])  # type: ignore[no-any-return]
 
     return _keep_p.bind(*kept, *by, count=count, rule=mapped), [out] * count
 
@@ -314,15 +315,20 @@ def _push_batch(
     pull: Pull,
     count: int,
     outs: Sequence[Any],
-) -> tuple[Arrays, list[int]]:
+) -> tuple[Arrays, list[int | None]]:
+    out = None if all(d is None for d in dims) else 0
+    tangents = args[count:]
+    if out is not None:
+        tangents = _batched(tangents, dims[count:], axis.size)
+        outs = tuple(y.update(shape=(axis.size, *y.shape)) for y in outs)
     mapped = _push_p.bind(
         *_at_front(args[:count], dims[:count]),
-        *_batched(args[count:], dims[count:], axis.size),
-        pull=_map(axis, pull, (_axes(dims[:count]), 0), 0),
+        *tangents,
+        pull=_map(axis, pull, (_axes(dims[:count]), out), out),
         count=count,
-        outs=tuple(y.update(shape=(axis.size, *y.shape)) for y in outs),
+        outs=outs,
     )
-    return mapped, [0] * len(outs)
+    return mapped, [out] * len(outs)
 
 
 _NOT_LINEAR = (

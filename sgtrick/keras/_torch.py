@@ -43,10 +43,10 @@ def with_vjp(rule: Rule) -> list[Tensor]:
             pull(*(torch.ones_like(y) if is_smooth(y) else None for y in ys))
     # Passed as arguments, so that every transformation sees them.
     found = outside.found if is_transformed else outside.read
-    constants = [
-        refused([t.detach()], [t], rule.not_argument)[0] if i in outside.read else t.detach().clone()
-        for i, t in found.items()
-    ]
+    constants = [t.detach().clone() for t in found.values()]
+    for i, t in enumerate(found.values()):
+        if id(t) in outside.read:
+            (constants[i],) = refused([t.detach()], [t], rule.not_argument)
     call = _Call(rule, found)
     if not is_transformed:
         is_followed = torch.is_grad_enabled() and any(x.requires_grad for x in xs)

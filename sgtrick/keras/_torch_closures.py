@@ -125,8 +125,8 @@ class Unchanged:
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: a tensor of shape {list(t.shape)}, which a gradient "
                     f"function of sgtrick.keras.custom_vjp reads, is at version {t._version}; "
-                    f"expected version {version} instead. Change a copy, as in out = out + 1, or let "
-                    "the gradient function read one."
+                    f"expected version {version} instead. Change a copy, as in out = out + 1, or "
+                    "pass one to the function."
                 )
 
 
@@ -136,12 +136,12 @@ def read_by(f: Function) -> Iterator[Tensor]:
     They are looked for in closures, defaults, globals and attributes, without running anything.
     """
     rest: list[tuple[Any, frozenset[str]]] = [(f, frozenset())]
-    seen = set()
+    seen = {}
     while rest:
         value, names = rest.pop()
         if (id(value), names) in seen:
             continue
-        seen.add((id(value), names))
+        seen[id(value), names] = value  # kept alive, since an id could come again
         if isinstance(value, torch.Tensor):
             yield value
             continue
@@ -189,13 +189,13 @@ def _held_by_function(f: types.FunctionType, names: frozenset[str]) -> Iterator[
 
 def _attributes(value: object, names: frozenset[str]) -> Iterator[Any]:
     """The attributes of these names, and for properties the functions."""
-    is_class = isinstance(value, type)
-    tables = [] if is_class else [getattr(value, "__dict__", {})]
+    cls = value if isinstance(value, type) else type(value)
+    tables = [] if value is cls else [getattr(value, "__dict__", {})]
     if isinstance(value, torch.nn.Module):
         tables += [value._parameters, value._buffers, value._modules]
     for table in tables:
         yield from (table[name] for name in names & table.keys())
-    for owner in (value if is_class else type(value)).__mro__:
+    for owner in cls.__mro__:
         for name in (names | {"__call__"}) & vars(owner).keys():
             attribute = vars(owner)[name]
             if isinstance(attribute, property):
@@ -204,7 +204,7 @@ def _attributes(value: object, names: frozenset[str]) -> Iterator[Any]:
                 attribute = attribute.__func__
             if isinstance(attribute, types.MemberDescriptorType):  # of __slots__
                 attribute = getattr(value, name, None)
-            is_method = isinstance(attribute, types.FunctionType) and not is_class
+            is_method = isinstance(attribute, types.FunctionType) and value is not cls
             yield types.MethodType(attribute, value) if is_method else attribute
 
 
