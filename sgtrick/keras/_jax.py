@@ -24,6 +24,7 @@ Arrays: TypeAlias = Sequence[Array]
 TangentRule: TypeAlias = Callable[[Structure, Structure, Structure, Structure], Structure]
 # From residuals and upstream gradients to gradients.
 Pull: TypeAlias = Callable[[Arrays, Arrays], Arrays]
+AxisData: TypeAlias = Any  # the name and size of the axis of a map; JAX does not export the class
 
 
 def with_vjp(rule: Rule) -> list[Array]:
@@ -50,14 +51,28 @@ def with_vjp(rule: Rule) -> list[Array]:
         return list(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, list(constants)))(*points, *us))
 
     def tangents(kept: Arrays, by: Args, moved: Arrays, moved_by: Args) -> Arrays:
-        if _moves((moved, moved_by[0])):
-            raise LookupError(rule.not_argument)
         constants, xs = by
+        if _moves(moved) or _reads(gradients, constants, moved_by[0], xs, kept):
+            raise LookupError(rule.not_argument)
         points = _guarded(xs, xs, lambda: _check_connected(rule, gradients, constants, xs, kept))
         return _pushed(gradients, [*constants, *points], kept, _as_arrays(moved_by[1]))
 
     known = iter(_keep(kept, (traced.consts, xs), tangents))
     return [next(known) if s else y for y, s in zip(ys, smooth, strict=True)]
+
+
+def _reads(gradients: Pull, constants: Arrays, moved: Arrays, xs: Arrays, ys: Arrays) -> bool:
+    """Whether a gradient is connected to constants that have a tangent."""
+    moving = [not _is_zero(t) for t in moved]
+
+    def of(moved: Arrays, constants: Arrays, xs: Arrays, us: Arrays) -> Arrays:
+        some = iter(moved)
+        at = [next(some) if moves else c for c, moves in zip(constants, moving, strict=True)]
+        return gradients([*at, *xs], us)
+
+    chosen = [c for c, moves in zip(constants, moving, strict=True) if moves]
+    likes = jax.tree.map(jax.typeof, (chosen, list(constants), list(xs), list(ys)))
+    return any(moving) and depends(of, *likes)
 
 
 def _check_connected(
@@ -178,10 +193,19 @@ def _keep_jvp(
 
 
 def _keep_batch(
-    args: Arrays, dims: Sequence[int | None], *, count: int, rule: Callable[..., Arrays]
-) -> tuple[Arrays, list[int]]:
-    kept, by = _batched(args[:count], dims[:count], _size(args, dims)), args[count:]
-    axes = [0] * count + [None if d is None else 0 for d in dims[count:]]
+    axis: AxisData,
+    args: Arrays,
+    dims: Sequence[int | None],
+    *,
+    count: int,
+    rule: Callable[..., Arrays],
+) -> tuple[Arrays, list[int | None]]:
+    # A rule that uses the name of the axis is mapped even where nothing else is.
+    out = None if all(d is None for d in dims) else 0
+    kept, by = args[:count], _at_front(args[count:], dims[count:])
+    if out is not None:
+        kept = _batched(kept, dims[:count], axis.size)
+    axes = [out] * count + _axes(dims[count:])
 
     def mapped(primals: Arrays, tangents: Arrays) -> Arrays:
         def member(primals: Arrays, given: Arrays) -> Arrays:
@@ -192,18 +216,26 @@ def _keep_batch(
             ]
             return list(map(ad.instantiate_zeros, rule(primals, all_tangents)))
 
-        given = [(t, axis) for t, axis in zip(tangents, axes, strict=True) if not _is_zero(t)]
-        in_axes = axes, [axis for _, axis in given]
-        return jax.vmap(member, in_axes)(list(primals), [t for t, _ in given])  # type: ignore[no-any-return]
+        given = [(t, a) for t, a in zip(tangents, axes, strict=True) if not _is_zero(t)]
+        in_axes = axes, [a for _, a in given]
+        over = _map(axis, member, in_axes, out)
+        return over(list(primals), [t for t, _ in given])  # type: ignore[no-any-return]
 
-    by = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(by, dims[count:], strict=True)]
-    return _keep_p.bind(*kept, *by, count=count, rule=mapped), [0] * count
+    return _keep_p.bind(*kept, *by, count=count, rule=mapped), [out] * count
 
 
-def _size(args: Arrays, dims: Sequence[int | None]) -> int:
-    return next(  # type: ignore[no-any-return]
-        a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None
-    )
+def _map(axis: AxisData, f: Function, in_axes: Structure, out_axes: int | None) -> Function:
+    """`jax.vmap` over an axis of this name."""
+    options = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
+    return jax.vmap(f, in_axes, out_axes, **options)  # type: ignore[no-any-return]
+
+
+def _at_front(args: Arrays, dims: Sequence[int | None]) -> Arrays:
+    return [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+
+
+def _axes(dims: Sequence[int | None]) -> list[int | None]:
+    return [None if d is None else 0 for d in dims]
 
 
 def _batched(args: Arrays, dims: Sequence[int | None], size: int) -> Arrays:
@@ -215,7 +247,7 @@ _keep_p.multiple_results = True
 _keep_p.def_impl(_first)
 _keep_p.def_abstract_eval(_first)
 ad.primitive_jvps[_keep_p] = _keep_jvp
-batching.primitive_batchers[_keep_p] = _keep_batch
+batching.fancy_primitive_batchers[_keep_p] = _keep_batch
 mlir.register_lowering(_keep_p, mlir.lower_fun(_first, multiple_results=True))
 
 
@@ -276,21 +308,27 @@ def _push_transpose(us: Arrays, *args: Any, pull: Pull, count: int, outs: Any) -
 
 
 def _push_batch(
-    args: Arrays, dims: Sequence[int | None], *, pull: Pull, count: int, outs: Sequence[Any]
-) -> tuple[Arrays, list[int]]:
-    size = _size(args, dims)
-    axes = [None if d is None else 0 for d in dims[:count]]
-    pairs = zip(args, dims[:count], strict=False)
-    residuals = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in pairs]
-    outs = tuple(y.update(shape=(size, *y.shape)) for y in outs)
+    axis: AxisData,
+    args: Arrays,
+    dims: Sequence[int | None],
+    *,
+    pull: Pull,
+    count: int,
+    outs: Sequence[Any],
+) -> tuple[Arrays, list[int | None]]:
+    out = None if all(d is None for d in dims) else 0
+    tangents = args[count:]
+    if out is not None:
+        tangents = _batched(tangents, dims[count:], axis.size)
+        outs = tuple(y.update(shape=(axis.size, *y.shape)) for y in outs)
     mapped = _push_p.bind(
-        *residuals,
-        *_batched(args[count:], dims[count:], size),
-        pull=jax.vmap(pull, (axes, 0)),
+        *_at_front(args[:count], dims[:count]),
+        *tangents,
+        pull=_map(axis, pull, (_axes(dims[:count]), out), out),
         count=count,
         outs=outs,
     )
-    return mapped, [0] * len(outs)
+    return mapped, [out] * len(outs)
 
 
 _NOT_LINEAR = (
@@ -304,7 +342,7 @@ _push_p.def_impl(_push)
 _push_p.def_abstract_eval(lambda *_, outs, **__: list(outs))
 ad.primitive_jvps[_push_p] = _push_jvp
 ad.primitive_transposes[_push_p] = _push_transpose
-batching.primitive_batchers[_push_p] = _push_batch
+batching.fancy_primitive_batchers[_push_p] = _push_batch
 mlir.register_lowering(_push_p, mlir.lower_fun(_push, multiple_results=True))
 
 
@@ -336,7 +374,8 @@ def _times_transpose(u: Array | ad.Zero, c: Array, z: Any) -> tuple[None, Array 
 
 
 def _times_batch(args: Arrays, dims: Sequence[int | None]) -> tuple[Array, int]:
-    return times(*_batched(args, dims, _size(args, dims))), 0
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    return times(*_batched(args, dims, size)), 0
 
 
 _times_p = Primitive("sgtrick_times")

@@ -12,6 +12,7 @@ from sgtrick._arguments import calls, dtypes, vjp_protocol
 from sgtrick._host import reticulate
 from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras import _backends, _structures
+from sgtrick.keras._symbolic import any_symbolic
 from sgtrick.keras._tensors import KERAS
 from sgtrick.keras._types import Gradient, Pullback, Tensor, TensorLike
 
@@ -57,6 +58,8 @@ class FunctionRule:
         kwargs = dict(zip(self._keywords, values, strict=True))
         returned = self._f(*self._owner, *args, **kwargs)
         y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
+        if any_symbolic(y):
+            raise TypeError(_SYMBOLIC.format(self.__name__))
         like = _structures.pack(y, [None] * len(_structures.leaves(y)))  # y itself may be freed
         # What a pullback reads is looked for in its closure: nothing else may be there.
         arguments, primals, name = self._arguments, self._primals, self._grad
@@ -243,6 +246,10 @@ def _is_input(leaf: TensorLike) -> bool:
     return ops.is_tensor(leaf) and dtypes.is_differentiable(KERAS.dtype_of(leaf))
 
 
+_SYMBOLIC = (
+    "{0} closes over a symbolic tensor, which has no value when the function is called. Pass it as "
+    "an argument."
+)
 _NOT_ARGUMENT = (
     "{0} reads a tensor that is being differentiated but is not among its arguments, so its "
     "gradient is unknown. Pass it itself, not an object that holds it, as an argument, or apply "

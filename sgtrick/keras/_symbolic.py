@@ -2,31 +2,43 @@
 
 import keras
 
-from sgtrick._types import Function, Kwargs, Structure
+from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras import _structures
-from sgtrick.keras._types import TensorLike
+from sgtrick.keras._types import Tensor, TensorLike
 
 
 def any_symbolic(structure: Structure) -> bool:
     """Whether a leaf is a tensor of the functional API."""
-    return any(isinstance(leaf, keras.KerasTensor) for leaf in _structures.leaves(structure))
+    return any(map(_is_symbolic, _structures.leaves(structure)))
 
 
 @keras.saving.register_keras_serializable(package="sgtrick")
 class Call(keras.Operation):  # type: ignore[misc]
-    """A function, which Keras stores by name, as an operation of a model."""
+    """A function, which Keras stores by name, as an operation of a model.
+
+    It takes the arguments as a tuple and a dictionary, since Keras has its own use for some names.
+    """
 
     def __init__(self, function: Function, *, name: str | None = None) -> None:
         super().__init__(name=name)
         self._function = function
 
-    def call(self, *args: Structure, **kwargs: Structure) -> Structure:
+    def call(self, args: Args, kwargs: Kwargs) -> Structure:
         return self._function(*args, **kwargs)
 
-    def compute_output_spec(self, *args: Structure, **kwargs: Structure) -> Structure:
-        args, kwargs = keras.tree.map_structure(_dense, (args, kwargs))
+    def compute_output_spec(self, args: Args, kwargs: Kwargs) -> Structure:
+        leaves = keras.tree.flatten((args, kwargs))
+
+        # jax traces all arguments. So functions and variables are not among them.
+        def of_symbols(*values: Tensor) -> Structure:
+            rest = iter(values)
+            given = [next(rest) if _is_symbolic(leaf) else leaf for leaf in leaves]
+            return self.call(*keras.tree.pack_sequence_as((args, kwargs), given))
+
+        symbols = tuple(map(_dense, filter(_is_symbolic, leaves)))
+        operation = Call(of_symbols, name=self.name)
         try:
-            return super().compute_output_spec(*args, **kwargs)
+            return super(Call, operation).compute_output_spec(symbols, {})
         except Exception as error:  # which asks to implement this very method
             raise (error.__context__ or error) from None
 
@@ -42,7 +54,10 @@ class Call(keras.Operation):  # type: ignore[misc]
         return cls(function, name=config["name"])
 
 
-def _dense(leaf: TensorLike) -> TensorLike:
+def _is_symbolic(leaf: TensorLike) -> bool:
+    return isinstance(leaf, keras.KerasTensor)
+
+
+def _dense(leaf: keras.KerasTensor) -> keras.KerasTensor:
     """Keras takes `2 * x` for sparse while `x` is symbolic; called, it is dense."""
-    is_sparse = isinstance(leaf, keras.KerasTensor) and leaf.sparse
-    return keras.KerasTensor(leaf.shape, leaf.dtype) if is_sparse else leaf
+    return keras.KerasTensor(leaf.shape, leaf.dtype) if leaf.sparse else leaf

@@ -19,6 +19,13 @@ def _to_tensor(value: TensorLike, name: str, *, dtype: str | None = None) -> Ten
         raise structures.no_tensor(value, name, error) from error
 
 
+def _dtype_of(t: Tensor) -> str:
+    try:
+        return str(backend.standardize_dtype(t.dtype))
+    except ValueError:  # Keras does not know that of the keys of JAX
+        return str(t.dtype)
+
+
 def _shape_of(t: Tensor) -> shapes.Shape | None:
     shape = t.shape  # on tensorflow, rules may get tensors of unknown rank
     return None if getattr(shape, "rank", 0) is None else tuple(shape)
@@ -64,7 +71,7 @@ def _shaped_like(t: Tensor, like: Tensor, name: str, like_name: str) -> Tensor:
 KERAS = Backend(
     name=backend.backend(),
     to_tensor=_to_tensor,
-    dtype_of=lambda t: str(backend.standardize_dtype(t.dtype)),
+    dtype_of=_dtype_of,
     shape_of=_shape_of,
     rank=lambda t: len(t.shape),
     as_dtype=ops.cast,

@@ -12,7 +12,14 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from sgtrick._types import Args
-from sgtrick.keras._torch_closures import Outside, Unchanged, read_by
+from sgtrick.keras._torch_closures import (
+    Outside,
+    Unchanged,
+    depends,
+    is_smooth,
+    read_by,
+    transformed,
+)
 from sgtrick.keras._types import Derived, Gradient, Gradients, Product, Pullback, Rule, Tensors
 
 
@@ -29,18 +36,21 @@ def with_vjp(rule: Rule) -> list[Tensor]:
         _check_one_forward_mode()
         ys = [y.clone() for y in rule(*points)[0]]
         return list(_Kept.apply(_Call(rule, {}), len(ys), *ys, *xs))
-    transformed = _transformed()
+    is_transformed = transformed()
     with torch.no_grad(), Outside([*xs, *points]) as outside:
         ys, pull = rule(*points)
-        if transformed:
-            pull(*(torch.ones_like(y) if _is_smooth(y) else None for y in ys))
-    call = _Call(rule, outside.found)
-    if not transformed:
+        if is_transformed:
+            pull(*(torch.ones_like(y) if is_smooth(y) else None for y in ys))
+    # Passed as arguments, so that every transformation sees them.
+    found = outside.found if is_transformed else outside.read
+    constants = [t.detach().clone() for t in found.values()]
+    for i, t in enumerate(found.values()):
+        if id(t) in outside.read:
+            (constants[i],) = refused([t.detach()], [t], rule.not_argument)
+    call = _Call(rule, found)
+    if not is_transformed:
         is_followed = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         call.evaluated = pull, Unchanged([*read_by(pull), *ys] if is_followed else [])
-    # Passed as arguments, so that every transformation sees them.
-    found = [refused([t.detach()], [t], rule.not_argument) for t in outside.found.values()]
-    constants = [c for (c,) in found]
     return list(_Kept.apply(call, len(ys), *[y.detach() for y in ys], *xs, *constants))
 
 
@@ -59,7 +69,7 @@ class _Kept(torch.autograd.Function):  # type: ignore[misc]
         ctx.call, ctx.count, *tensors = inputs
         ctx.save_for_backward(*tensors[ctx.count :])
         ctx.save_for_forward(*tensors[ctx.count :])  # else torch fails before jvp under vmap
-        ctx.smooth = list(map(_is_smooth, output))
+        ctx.smooth = list(map(is_smooth, output))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *us: Tensor) -> tuple[Gradient, ...]:
@@ -142,7 +152,7 @@ def prepared(
     gs: Tensors, xs: Tensors, product: Product, message: str
 ) -> tuple[Tensors, Tensors, Derived]:
     """Returns `gs`, no constants, and a function that gives `gs` a derivative."""
-    if not (_transformed() or any(forward_ad.unpack_dual(x).tangent is not None for x in xs)):
+    if not (transformed() or any(forward_ad.unpack_dual(x).tangent is not None for x in xs)):
         return gs, [], lambda _, gs, xs: _derived(gs, xs, product, message)
     # By the time of the derivative, what product closes over may no longer be differentiable.
     _check_one_forward_mode()
@@ -156,23 +166,6 @@ def _derived(gs: Tensors, xs: Tensors, product: Product, message: str) -> Tensor
     # Keeps the gradient connected, as torch raises for an unconnected one instead of giving zero.
     nothing = sum(0 * z_i.real.sum() for z_i in z)
     return [g + hz + nothing.to(g.real.dtype) for g, hz in zip(gs, product(z), strict=True)]
-
-
-def depends(f: Product, xs: Tensors) -> bool:
-    """Whether `f(xs)` is connected to `xs`."""
-    if not _transformed():  # so that f may use NumPy
-        points = [x.detach().requires_grad_() for x in xs]
-        with torch.enable_grad():
-            return any(y.requires_grad for y in f(points))
-    found: list[bool] = []
-
-    def probed(*xs: Tensor) -> tuple[Tensor, ...]:
-        ys = f(list(xs))
-        found.extend(y.requires_grad for y in ys)
-        return tuple(ys)
-
-    torch.func.vjp(probed, *xs)
-    return any(found)
 
 
 def refused(kept: Tensors, by: Tensors, message: str | None) -> list[Tensor]:
@@ -279,23 +272,14 @@ def _is_followed() -> bool:
     """Whether derivatives may be taken of what is computed now."""
     if torch.compiler.is_compiling():  # which has no second derivatives
         return False
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0 or _transformed()
-
-
-def _is_smooth(y: Tensor) -> bool:
-    return bool(y.is_floating_point() or y.is_complex())
-
-
-def _transformed() -> bool:
-    """Whether a transformation of `torch.func` is active."""
-    return bool(torch._C._are_functorch_transforms_active())
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0 or transformed()
 
 
 def _compiling() -> bool:
     """Whether torch.compile is tracing; it raises inside transformations of `torch.func`."""
     if not torch.compiler.is_compiling():
         return False
-    if _transformed():
+    if transformed():
         raise NotImplementedError(
             "torch.compile loses custom derivatives inside transformations of torch.func. Do "
             "not compile the transformed function: transform without torch.compile, or around it."

@@ -10,7 +10,7 @@ from keras import ops
 import sgtrick
 from sgtrick._arguments import value_form
 from sgtrick._arguments.structures import Leaf
-from sgtrick._types import Structure
+from sgtrick._types import Function, Structure
 from sgtrick.keras import _backends
 from sgtrick.keras._symbolic import Call, any_symbolic
 from sgtrick.keras._tensors import KERAS
@@ -70,8 +70,8 @@ def custom_gradient(
         A tensor with the dtype, shape and value of `fx`; a `KerasTensor` if an argument is one.
 
     Raises:
-        TypeError: A dtype has no derivatives, `gx` is complex although `fx` and `x` are real, or an
-            argument is not numeric.
+        TypeError: A dtype has no derivatives, `gx` is complex although `fx` and `x` are real, an
+            argument is not numeric, or `hx` closes over a `KerasTensor`.
         ValueError: Structures or shapes do not fit together, or `hx` is not connected to its
             argument.
         LookupError: A second derivative without `hx`, or a third one with it; on tensorflow as in
@@ -82,8 +82,10 @@ def custom_gradient(
     """
     options = {"batch_ndims": batch_ndims, "hx": hx}
     if any_symbolic((fx, gx, x, hx)):
+        if callable(hx):
+            _check_not_symbolic(hx, x)
         operation = Call(custom_gradient, name=name)
-        return operation.symbolic_call(fx, gx, x, fx_gx_manually_stopped, **options)
+        return operation.symbolic_call((fx, gx, x, fx_gx_manually_stopped), options)
     if _backends.is_tensorflow():
         return sgtrick.custom_gradient(fx, gx, x, fx_gx_manually_stopped, name, **options)
     fx, leaves = value_form.at_point(KERAS, fx, gx, x, batch_ndims)
@@ -91,6 +93,17 @@ def custom_gradient(
     if fx_gx_manually_stopped:
         return _unstopped(fx, leaves, product)
     return _with_rule(ops.stop_gradient(fx), leaves, product)
+
+
+def _check_not_symbolic(hx: Function, x: Structure) -> None:
+    """Raises if `hx` returns a symbolic tensor for one that is not."""
+
+    def checked(v: Structure) -> Structure:
+        if any_symbolic(hx(v)):
+            raise TypeError(_SYMBOLIC)
+        return []
+
+    Call(checked).compute_output_spec((x,), {})
 
 
 def _with_rule(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
@@ -174,6 +187,10 @@ def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> T
     return fx + _with_rule(ops.zeros_like(fx), nothing, product)
 
 
+_SYMBOLIC = (
+    "hx closes over a symbolic tensor, which has no value when hx is called. Pass the Hessian "
+    "itself as hx=, or call sgtrick.keras.custom_gradient in the `call` of a layer."
+)
 _NO_SECOND = (
     "sgtrick.keras.custom_gradient was asked for a second derivative, but was given only a value "
     "and a gradient. Pass the Hessian or a function for Hessian-vector products as hx=, or hx=0 if "

@@ -62,12 +62,12 @@ def custom_vjp(f: Function | None = None) -> Function:
             argument.
         ValueError: `grad` returned gradients of another number or shape, or `f` was registered with
             Keras before.
-        LookupError: A derivative with respect to a tensor that `f` reads but does not take as an
-            argument; or a second derivative where no gradient is connected to an argument: they are
-            constants, or computed from the arguments only through `stop_gradient` or NumPy. (On
-            tensorflow as in `sgtrick.custom_vjp`.)
-        RuntimeError: On torch, a backward pass after a tensor that `grad` reads, such as the
-            result, was changed in place.
+        LookupError: A derivative with respect to a tensor whose values `f` reads but does not take
+            as an argument; or a second derivative where no gradient is connected to an argument:
+            they are constants, or computed from the arguments only through `stop_gradient` or
+            NumPy. (On tensorflow as in `sgtrick.custom_vjp`.)
+        RuntimeError: On torch, a backward pass after a tensor that `grad` names, such as the
+            result or a variable of `self`, was changed in place.
         NotImplementedError: On torch, forward mode, and `torch.func` inside `torch.compile`. On
             jax, forward mode where `grad` is not linear (NaN where only the numbers tell and the
             code is compiled or mapped) or cannot be transposed. The backend has no derivatives.
@@ -90,7 +90,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
     # A plain function, because Keras stores functions by name but no other callables.
     def h(*args: Structure, **kwargs: Structure) -> Structure:
         if any_symbolic((args, kwargs)):
-            return Call(h).symbolic_call(*args, **kwargs)
+            return Call(h).symbolic_call(args, kwargs)
         rule = FunctionRule(function, args, kwargs)
         if _backends.is_tensorflow():
             return rule.pack(sgtrick.custom_vjp(rule)(*rule.inputs))

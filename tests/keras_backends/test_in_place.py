@@ -1,6 +1,7 @@
 """What torch allows and no other backend: tensors that change, and ids that come again."""
 
 import functools
+import types
 
 import keras
 import numpy as np
@@ -67,28 +68,113 @@ def test_a_result_that_it_does_not_keep():
     np.testing.assert_allclose(array(out.detach()), 2 * (np.exp(POINTS) + POINTS))
 
 
+class Masked(keras.layers.Layer):
+    """A layer whose rules read its state."""
+
+    def __init__(self):
+        super().__init__(dtype="float64")
+        state = {"initializer": "ones", "trainable": False}
+        self.mask, self.count = (self.add_weight(shape=(2,), name=n, **state) for n in "mc")
+        self.parts = []
+
+    def call(self, x):
+        return custom_vjp(lambda x: (x + 0, lambda u: u * self.mask))(x)
+
+    @custom_vjp
+    def by_method(self, x):
+        return x + 0, lambda u: self.times(u)
+
+    @custom_vjp
+    def by_property(self, x):
+        return x + 0, lambda u: sum([u * self.current for _ in range(1)])
+
+    @custom_vjp
+    def by_a_part(self, x):
+        return x + 0, lambda u: u * self.parts[0].mask
+
+    def times(self, u):
+        return u * self.mask
+
+    @property
+    def current(self):
+        return self.mask + 0
+
+
+class Buffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x):
+        return custom_vjp(lambda x: (x + 0, lambda u: u * self.mask))(x)
+
+
+class Slots:
+    __slots__ = ("mask",)
+
+
+LAYER, SPACE = Masked(), types.SimpleNamespace(mask=torch.ones(2, dtype=torch.float64))
+OF_LAYERS = {
+    "of self": lambda layer: layer,
+    "by a method of self": lambda layer: layer.by_method,
+    "by a property of self": lambda layer: layer.by_property,
+}
+
+
 def masks(kind):
-    """A mask, and a rule that reads it."""
+    """A mask, and a function whose rule reads it."""
+    if kind in OF_LAYERS:
+        layer = Masked()
+        return layer.mask.value, OF_LAYERS[kind](layer)
+    if kind == "of a layer of self":
+        layer = Masked()
+        layer.parts.append(Masked())
+        return layer.parts[0].mask.value, layer.by_a_part
+    if kind == "a buffer of torch":
+        module = Buffer()
+        return module.mask, module
+    mask, rule = masks_of_rules(kind)
+    return mask, custom_vjp(rule)
+
+
+def masks_of_rules(kind):
     if kind == "a variable":
         mask = keras.Variable(np.ones(2), dtype="float64", trainable=False)
         return mask.value, lambda x: (x + 0, lambda u: u * mask)
     if kind == "of an object":
         kept = Kept()
         return kept.mask, kept.masked
-    mask = MASK if kind == "global" else torch.ones(2, dtype=torch.float64)
+    if kind == "in slots":
+        slots = Slots()
+        slots.mask = torch.ones(2, dtype=torch.float64)
+        return slots.mask, lambda x: (x + 0, lambda u: u * slots.mask)
+    if kind == "of a global layer":
+        return LAYER.mask.value, lambda x: (x + 0, lambda u: u * LAYER.mask)
+    if kind == "of a global namespace":
+        return SPACE.mask, lambda x: (x + 0, lambda u: u * SPACE.mask)
+    mask = MASK if "global" in kind else torch.ones(2, dtype=torch.float64)
     return mask, {
         "of grad": lambda x: (x + 0, lambda u: u * mask),
         "of both": lambda x: (x * mask, lambda u: u * mask),
         "global": lambda x: (x + 0, lambda u: u * MASK),
+        "of a global function": lambda x: (x + 0, lambda u: times_mask(u)),
     }[kind]
 
 
+def times_mask(u):
+    return u * MASK
+
+
+KINDS = ["of grad", "of both", "global", "a variable", "of an object", *OF_LAYERS]
+KINDS += ["of a layer of self", "a buffer of torch", "in slots", "of a global layer"]
+KINDS += ["of a global namespace", "of a global function"]
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("kind", ["of grad", "of both", "global", "a variable", "of an object"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_that_is_filled_before_the_backward_pass(kind, create_graph):
-    mask, rule = masks(kind)
+    mask, h = masks(kind)
     x = tensor(POINTS).requires_grad_()
-    h = custom_vjp(rule)
     right = torch.autograd.grad(h(x).sum(), x, create_graph=create_graph)
     np.testing.assert_array_equal(array(right[0].detach()), 1)
     y = h(x).sum()
@@ -108,6 +194,15 @@ def test_what_the_value_alone_reads_may_change():
     x = tensor(POINTS).requires_grad_()
     y = custom_vjp(lambda x: (x * 2 + 0 * state, lambda u: 2 * u))(x).sum()
     state.fill_(0.0)
+    y.backward()
+    np.testing.assert_array_equal(array(x.grad), 2)
+
+
+def test_what_the_rule_does_not_read_may_change():
+    """Such as another state of the same layer."""
+    layer, x = Masked(), tensor(POINTS).requires_grad_()
+    y = ops.sum(layer(x) + layer.by_method(x))
+    layer.count.assign(5 * np.ones(2))
     y.backward()
     np.testing.assert_array_equal(array(x.grad), 2)
 

@@ -105,17 +105,53 @@ def test_grad_is_called_only_for_a_gradient():
     assert calls == [] or BACKEND == "jax"
 
 
-def test_a_functional_model(tmp_path):
-    @keras.saving.register_keras_serializable("tests")
-    @custom_vjp
-    def cube(x):
-        return misled(x**3), lambda u: u * 3 * x**2
+@keras.saving.register_keras_serializable("tests")
+@custom_vjp
+def cube(x):
+    return misled(x**3), lambda u: u * 3 * x**2
 
+
+@keras.saving.register_keras_serializable("tests")
+@custom_vjp
+def with_names_of_keras(x, fn=1.0, *, self=1.0, args=1.0, name=""):
+    """Operations of Keras have such parameters."""
+    factor = fn * self * args
+    return misled(factor * x), lambda u: (u * factor, None, None, None, None)
+
+
+IN_MODELS = {
+    "sparse": (lambda x: cube(2 * x), lambda x: (2 * x) ** 3),  # Keras takes it for sparse
+    "names": (
+        lambda x: with_names_of_keras(x, fn=2.0, self=3.0, args=5.0, name="a"),
+        lambda x: 30 * x,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_MODELS)
+def test_a_functional_model(case, tmp_path):
+    form, truth = IN_MODELS[case]
     x = keras.Input((), dtype="float64")
-    model = keras.Model(x, cube(2 * x))  # which Keras takes for sparse
+    model = keras.Model(x, form(x))
     model.save(tmp_path / "model.keras")
     for m in (model, keras.models.load_model(tmp_path / "model.keras")):
-        check_reverse(m, lambda x: (2 * x) ** 3, POINTS)
+        check_reverse(m, truth, POINTS)
+
+
+def test_a_variable_beside_symbolic_arguments():
+    v = keras.Variable(np.array(3.0), dtype="float64")
+    x = keras.Input((), dtype="float64")
+    model = keras.Model(x, scaled(x, factor=v))
+    check_reverse(model, lambda x: 3 * x, POINTS)
+    g = variable_gradient(lambda: ops.sum(model(tensor(POINTS))), v)
+    np.testing.assert_allclose(array(g), POINTS.sum())
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="jax raises its own error")
+def test_a_closed_over_symbol():
+    x, y = (keras.Input((3,), dtype="float64") for _ in range(2))
+    with pytest.raises(TypeError, match=r"closes over a symbolic.*as an arg|is a KerasTensor"):
+        custom_vjp(lambda x: (x * y, lambda u: u * y))(x)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,130 @@ def test_forward_mode_is_an_error_on_torch(transformation):
         check((FIRST | SECOND)[transformation], *OF_FIRST_ORDER["product"], ARGS)
 
 
+# Reads of a tensor that is closed over, of which no derivative is lost.
+WITHOUT_VALUES = {
+    "shape": lambda z, x: ops.reshape(x, ops.shape(z)),
+    "dtype": lambda z, x: ops.cast(x, z.dtype),
+    "len": lambda z, x: x * len(z),
+    "zeros_like": lambda z, x: x + ops.zeros_like(z),
+    "a comparison": lambda z, x: ops.where(z > 1.5, x, 2 * x),
+    "argmax": lambda z, x: x * ops.cast(ops.argmax(z), x.dtype),
+    "stopped": lambda z, x: x * ops.stop_gradient(z),
+}
+
+
+@pytest.mark.parametrize(
+    "transformation", [t for t in ("tape", "vjp", "autograd", "grad of vmap") if t in FIRST]
+)
+@pytest.mark.parametrize("read", WITHOUT_VALUES)
+def test_a_tensor_that_is_closed_over_for_anything_but_its_values(read, transformation):
+    reads = WITHOUT_VALUES[read]
+
+    def closing(x, z):
+        f = custom_vjp(lambda x: (misled(reads(z, x)), lambda u: reads(z, u)))
+        return f(x) + z**2
+
+    def truth(x, z):
+        return reads(ops.stop_gradient(z), x) + z**2
+
+    check(FIRST[transformation], closing, truth, ARGS)
+
+
+def overwritten(x, z):
+    y = x + 0
+    y[:] = z
+    return y
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="tensors of others do not change")
+@pytest.mark.parametrize("transformation", ["autograd", "grad", "grad of vmap"])
+@pytest.mark.parametrize("read", [overwritten, lambda x, z: (x + 0).copy_(z), lambda x, z: x * z])
+def test_a_tensor_that_is_closed_over_for_its_values(read, transformation):
+    def closing(x, z):
+        return custom_vjp(lambda x: (read(x, z), lambda u: u))(x) + z
+
+    with pytest.raises(LookupError, match="reads a tensor that is being differentiated"):
+        check(FIRST[transformation], closing, lambda x, z: x + 2 * z, ARGS)
+
+
+def cubes(x):
+    """Of the members of a map over `i`."""
+    import jax
+
+    return x**2 * jax.lax.psum(x, "i")
+
+
+@custom_vjp
+def mapped_cubes(x):
+    import jax
+
+    def grad(u):
+        return u * 2 * x * jax.lax.psum(x, "i") + jax.lax.psum(u * x**2, "i")
+
+    return misled(cubes(x)), grad
+
+
+@custom_vjp
+def mapped_shift(x):
+    """Its sum is over what the axis shares."""
+    import jax
+
+    n = jax.lax.psum(1.0 + 0 * x, "i")
+    return misled(n * x**2), lambda u: 2 * n * x * u
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="axes have names there")
+@pytest.mark.parametrize(
+    ("transformation", "axis"),
+    in_turn(["grad", "jvp", "jit of grad", "jacrev of jacrev"], [0, -1]),
+)
+def test_a_rule_with_the_name_of_an_axis(transformation, axis):
+    """The derivative is taken outside the map that has the name."""
+    import jax
+
+    def over(f):
+        return lambda x: jax.vmap(f, axis, axis, axis_name="i")(x)
+
+    transform = (FIRST | SECOND)[transformation]
+    check(transform, over(mapped_cubes), over(cubes), [MATRIX])
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="axes have names there")
+def test_a_rule_with_the_name_of_an_axis_over_which_nothing_is_mapped():
+    import jax
+
+    def over(f):
+        return lambda x, y: jax.vmap(lambda y: f(x) * y, axis_name="i")(y)
+
+    check(FIRST["grad"], over(mapped_shift), over(lambda x: 4 * x**2), [MATRIX[0], MATRIX])
+
+
+@custom_vjp
+def noisy(x, key, *, scale):
+    import jax
+
+    noise = jax.random.normal(key["a"], x.shape)
+    new = jax.random.split(key["a"])[0]
+    value = {"x": misled(scale * noise * x**2), "key": new}
+    return value, lambda u_key, u: (2 * scale * noise * x * u, None, None)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="which has keys")
+@pytest.mark.parametrize("transformation", ["jvp", "grad of vmap"])
+def test_a_key_as_an_argument(transformation):
+    import jax
+
+    key = jax.random.key(1)
+
+    def truth(x):
+        return 3 * jax.random.normal(key, x.shape) * x**2
+
+    def form(x):
+        return noisy(x, {"a": key}, scale=3)["x"]
+
+    check(FIRST[transformation], form, truth, [MATRIX])
+
+
 NOT_LINEAR = {
     "clipped": lambda u: ops.clip(u, -1.0, 1.0),
     "a constant more": lambda u: u + 1e-6,

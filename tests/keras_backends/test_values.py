@@ -446,6 +446,45 @@ class TestRefusals:
             TWICE(with_hessian(lambda x: hx), [x], tensor(np.ones(4)), [x])
 
 
+@keras.saving.register_keras_serializable("values")
+def twice(v):
+    return {"a": 2 * v["a"], "b": None}
+
+
+VARIABLE = keras.Variable(np.array(3.0), dtype="float64")
+
+
+def squares(x):
+    """With a function and a variable beside symbols."""
+    gx = {"a": 2 * x, "b": None}
+    return embed(constant(ops.sum(x**2, -1)), gx, {"a": x, "b": VARIABLE}, hx=twice)
+
+
+def closing_over_a_symbol(x):
+    kept = ops.stop_gradient(x)
+    return embed(ops.sum(x**4, -1), 4 * x**3, x, hx=lambda v: 12 * kept**2 * v)
+
+
+def test_a_product_that_closes_over_a_symbol():
+    """It would be called where this has no value."""
+    (x,) = symbols((3,))
+    with pytest.raises(TypeError, match=r"hx closes over a symbolic tensor.*in the `call`"):
+        closing_over_a_symbol(x)
+
+    class Quartic(keras.layers.Layer):
+        def call(self, x):
+            return closing_over_a_symbol(x)
+
+    model = keras.Model(x, Quartic(dtype="float64")(x))
+    check(TWICE, lambda x: model(x), lambda x: ops.sum(x**4, -1), [POINTS])
+
+
+def test_a_product_beside_symbols():
+    (x,) = symbols((3,))
+    model = keras.Model(x, squares(x))
+    check(TWICE, OF["its square"](lambda x: model(x)), lambda x: ops.sum(x**2, -1) ** 2, [POINTS])
+
+
 def options_and_blocks(x, y):
     block = x[:, None, :, None] * x[:, None, None, :]
     zero = {"a": None, "b": None}
