@@ -6,6 +6,7 @@ Writes them, in tests/: python -m matrix.table
 import itertools
 from pathlib import Path
 
+import peers
 from matrix import CELLS
 from matrix.facts import FACTS
 
@@ -75,7 +76,7 @@ def tables() -> str:
     for group, cells in itertools.groupby(CELLS.values(), lambda cell: cell.group):
         lines += ["", f"## {group[0].upper()}{group[1:]}", "", header(list(FACTS))]
         lines += [row(cell.name, verdicts[cell.name]) for cell in cells]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", peers.section()])
 
 
 def main() -> None:
