@@ -191,7 +191,7 @@ _NOT_LINEAR = (
 
 def _without_derivatives(nondiff: Sequence[int], at: calls.Call) -> tuple[Hashable, ...]:
     """What tells calls with other `nondiff_argnums` apart: functions by identity."""
-    leaves = [leaf for _, leaf in structures.flatten([at.values[i] for i in nondiff])]
+    leaves = [leaf for i in nondiff for _, leaf in at.flat[i]]
     return tuple(v if isinstance(v, (int, float, str)) else id(v) for v in leaves)
 
 

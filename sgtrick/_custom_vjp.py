@@ -134,18 +134,11 @@ def _custom_vjp(function: calls.Callee) -> Function:
             y, grad_fn = _value_and_rule(f, point.at(inputs[:n], at), converted)
             return rule._replace(inputs=inputs).gradients(grad_fn, y, us)
 
-        def or_zeros(tangent: Tensor | None, x: Any) -> Tensor | None:
-            """A tangent; for numbers and arrays, which have none, zeros."""
-            if tangent is not None or not structures.has_derivatives(x):
-                return tangent
-            return tf.zeros_like(structures.to_tensor(x, "a tangent", beside=at.leaves))
-
         def tangents(ts: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tangent]:
             """What the JVP rule returns."""
             assert jvp is not None
             primals = point.primals(point.at(inputs[:n], at))
-            moving = tf.nest.map_structure(or_zeros, point.tangents(ts[:n]), primals)
-            found = converted(jvp)(*at.values[:own], primals, moving)
+            found = converted(jvp)(*at.values[:own], primals, point.tangents(ts[:n]))
             pushed, of_variables = jvp_protocol.tangents_of(found, y, name), present(ts[n:])
             if not of_variables:
                 return pushed
@@ -254,7 +247,7 @@ class _Rule(NamedTuple):
                 )
         else:
             returned = grad_fn(*us)
-        primals = [leaf for _, leaf in structures.flatten(self.point.tangents(self.point.xs))]
+        primals = [x for argument in self.point.by_leaf(self.point.xs) for x in argument]
         kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name)
         kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
         return [

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +12,7 @@ from sgtrick._arguments import shapes, structures
 from sgtrick._types import Argnums, Function, Kwargs, Structure
 
 
-@dataclasses.dataclass(frozen=True)  # AutoGraph does not convert __call__ of named tuples
+@dataclasses.dataclass  # AutoGraph does not convert __call__ of named tuples
 class Call:
     """The arguments of one call, with keywords turned into positions and defaults filled in.
 
@@ -37,16 +37,31 @@ class Call:
         named = zip(self.keywords, self.values[n:], strict=True)
         return f(*self.values[:n], **dict(named))
 
+    @functools.cached_property
+    def flat(self) -> list[list[tuple[str, Any]]]:
+        """The leaves of each argument with their places, from before a function changed a list."""
+        return [list(structures.flatten(value)) for value in self.values]
+
     @property
     def leaves(self) -> list[Any]:
         """The leaves of all arguments."""
-        return [leaf for _, leaf in structures.flatten(list(self.values))]
+        return [leaf for argument in self.flat for _, leaf in argument]
 
-    def with_leaves(self, leaves: Sequence[Any]) -> "Call":
-        """The same call with other leaves."""
-        if any(map(tf.nest.is_nested, self.values)):
-            leaves = tf.nest.pack_sequence_as(list(self.values), list(leaves))
-        return dataclasses.replace(self, values=leaves)
+    def is_leaf(self, k: int) -> bool:
+        """Whether an argument is a leaf, and no structure."""
+        return [place for place, _ in self.flat[k]] == [""]
+
+    def with_arguments(self, others: Mapping[int, Structure]) -> "Call":
+        """This call with other arguments in some positions."""
+        if not others:
+            return self
+        flat = self.flat.copy()
+        for k, value in others.items():
+            flat[k] = list(structures.flatten(value))
+        values = [others.get(k, value) for k, value in enumerate(self.values)]
+        call = dataclasses.replace(self, values=values)
+        call.flat = flat
+        return call
 
 
 class Callee:

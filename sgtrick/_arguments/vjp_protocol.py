@@ -33,8 +33,7 @@ def arguments_of(
 ) -> list[Argument]:
     """The arguments of a call, except the first `own` ones, and which have their default."""
     found = []
-    for name, value in zip(function.names(call)[own:], call.values[own:], strict=True):
-        flat = list(structures.flatten(value))
+    for name, flat in zip(function.names(call)[own:], call.flat[own:], strict=True):
         places, leaves = [place for place, _ in flat], [leaf for _, leaf in flat]
         found.append(Argument(name, places, leaves, name in defaulted))
     return found
