@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import tensorflow as tf
 
-from sgtrick._arguments import calls, jvp_protocol, structures
+from sgtrick._arguments import calls, jvp_protocol
 from sgtrick._arguments.structures import present
 from sgtrick._core import adjoint, unknown
 from sgtrick._core.adjoint import paired

@@ -65,16 +65,19 @@ def is_object(structure: object) -> bool:
     return hasattr(structure, "__attrs_attrs__") or hasattr(structure, "__tf_flatten__")
 
 
-def emptied(structure: Structure) -> Structure | None:
-    """The same structure with None as its leaves, in which `tf.nest` can put others.
+BUFFERS = (array.array, memoryview)  # of numbers, which can hold no tensors
 
-    None, if it cannot, since the constructor of a class takes something else. Buffers of numbers
-    become lists, as ranges and views of dicts do in `tf.nest`.
+
+def copied(structure: Structure) -> Structure | None:
+    """The structure with the same leaves, in lists and dicts that nobody else changes.
+
+    None, if `tf.nest` cannot build it, since the constructor of a class takes something else.
+    Buffers of numbers become lists, as ranges and views of dicts do.
     """
-    if isinstance(structure, (array.array, memoryview)):
-        structure = list(structure)
+    if isinstance(structure, BUFFERS):
+        return list(structure)
     try:
-        return tf.nest.map_structure(lambda _: None, structure)
+        return tf.nest.map_structure(lambda leaf: leaf, structure)
     except (TypeError, ValueError):
         return None
 
@@ -82,9 +85,9 @@ def emptied(structure: Structure) -> Structure | None:
 def no_structure(structure: object, name: str) -> TypeError:
     """The error for a structure that has to be built of other leaves, and cannot be."""
     return TypeError(
-        f"{name} is a structure of tensors that have to be replaced, but tf.nest cannot build "
-        f"{type(structure).__name__} of its leaves, since its constructor takes something else. "
-        "Pass the tensors as arguments or in another structure."
+        f"{name} is a structure whose leaves have to be replaced, but tf.nest cannot build "
+        f"{type(structure).__name__} of others, since its constructor takes something else. "
+        "Pass the leaves as arguments, or in another structure."
     )
 
 

@@ -70,7 +70,7 @@ class Selection:
         self.call, self._positions, self._names = call, positions, names
         self._places = list[tuple[int, int]]()  # the number of the argument, and that of the leaf
         self.xs = list[Tensor]()
-        self._empty = dict[int, Structure]()  # structures without leaves; None cannot be built
+        self._structures = dict[int, Structure]()  # as they were; None cannot be built again
         leaves = call.leaves
         for k in positions:
             for i, (place, leaf) in enumerate(call.flat[k]):
@@ -82,8 +82,8 @@ class Selection:
                 else:
                     structures.refuse(leaf, names[k] + place)
             if not call.is_leaf(k):
-                self._empty[k] = structures.emptied(call.values[k])
-                if self._empty[k] is None and any(k == j for j, _ in self._places):
+                self._structures[k] = structures.copied(call.values[k])
+                if self._structures[k] is None and any(k == j for j, _ in self._places):
                     raise structures.no_structure(call.values[k], names[k])
 
     @functools.cached_property
@@ -106,7 +106,7 @@ class Selection:
             k
             for k in range(len(call.values))
             if k not in self._positions
-            and (call.is_leaf(k) or structures.emptied(call.values[k]) is not None)
+            and (call.is_leaf(k) or structures.copied(call.values[k]) is not None)
         ]
         return Selection(call, rest, self._names, structures.may_be_recorded)
 
@@ -123,10 +123,10 @@ class Selection:
 
     def _packed(self, k: int, leaves: Sequence[Any]) -> Structure:
         """An argument with other leaves."""
-        if k not in self._empty:
+        if k not in self._structures:
             return leaves[0]
-        empty = self._empty[k]
-        return None if empty is None else tf.nest.pack_sequence_as(empty, leaves)
+        like = self._structures[k]
+        return None if like is None else tf.nest.pack_sequence_as(like, leaves)
 
     @property
     def with_copies(self) -> Call:
@@ -155,8 +155,8 @@ class Selection:
                 continue
             if self.call.is_leaf(k):
                 replaced[k] = read[0]
-            elif (empty := structures.emptied(value)) is not None:
-                replaced[k] = tf.nest.pack_sequence_as(empty, read)
+            elif (like := structures.copied(value)) is not None:
+                replaced[k] = tf.nest.pack_sequence_as(like, read)
         return self.at(self.xs, self.call.with_arguments(replaced))
 
     def primals(self, call: Call) -> Args:
@@ -165,10 +165,9 @@ class Selection:
 
     def by_leaf(self, ts: Sequence[T]) -> list[list[T | None]]:
         """What belongs to `xs`, for each leaf of each argument; None for all other leaves."""
-        spread = {k: [None] * len(self.call.flat[k]) for k in self._positions}
-        for (k, i), t in zip(self._places, ts, strict=True):
-            spread[k][i] = t
-        return list(spread.values())
+        found = dict(zip(self._places, ts, strict=True))
+        flat = self.call.flat
+        return [[found.get((k, i)) for i in range(len(flat[k]))] for k in self._positions]
 
     def tangents(self, ts: Sequence[Tensor]) -> Args:
         """Tangents in the structure of the arguments, with None where there is no derivative.
@@ -211,7 +210,7 @@ class Selection:
         xs = iter(self.xs)
         for k, gradient in zip(self._positions, gradients, strict=True):
             name, by = self._names[k], f"the gradient with respect to {self._names[k]}"
-            argument = self._packed(k, [leaf for _, leaf in self.call.flat[k]])
+            argument = self._structures.get(k, self.call.values[k])
             for path, x, gx in structures.pair(argument, gradient, name, by):
                 names = shapes.Names("the value", f"{by}{path}", f"{name}{path}")
                 if structures.has_derivatives(x):
