@@ -20,11 +20,13 @@ class Call:
         values: Those by position, followed by those by keyword.
         keywords: The names of the latter.
         left_out: The names of those that the caller left out.
+        parameters: Those that they were matched with.
     """
 
     values: Sequence[Structure]
     keywords: Sequence[str] = ()
     left_out: frozenset[str] = frozenset()
+    parameters: Sequence[inspect.Parameter] = ()
 
     @property
     def positional(self) -> int:
@@ -113,17 +115,25 @@ class Callee:
         """The arguments as the function receives them."""
         complete = self._positional and not kwargs and len(args) == len(self._parameters)
         if self._signature is None or complete:
-            return Call([*args, *kwargs.values()], list(kwargs))
-        bound = bind(self._signature, args, kwargs, self.name)
+            return Call([*args, *kwargs.values()], list(kwargs), parameters=self._parameters)
+        try:
+            bound = bind(self._signature, args, kwargs, self.name)
+        except TypeError:
+            if not is_open(self.f):
+                raise
+            # A wrapper may pass the function inside arguments of its own.
+            own = inspect.signature(self.f, follow_wrapped=False)
+            bound = bind(own, args, kwargs, self.name)
         passed = set(bound.arguments)
         bound.apply_defaults()
         left_out = frozenset(bound.arguments) - passed
-        return Call([*bound.args, *bound.kwargs.values()], list(bound.kwargs), left_out)
+        parameters = list(bound.signature.parameters.values())
+        return Call([*bound.args, *bound.kwargs.values()], list(bound.kwargs), left_out, parameters)
 
     def names(self, call: Call) -> list[str]:
         """The names of the arguments of a call, in errors: `x`, `args[0]`."""
-        named = [p.name for p in self._parameters if p.kind in _SINGLE]
-        rest = next((p.name for p in self._parameters if p.kind is p.VAR_POSITIONAL), "args")
+        named = [p.name for p in call.parameters if p.kind in _SINGLE]
+        rest = next((p.name for p in call.parameters if p.kind is p.VAR_POSITIONAL), "args")
         named += [f"{rest}[{i}]" for i in range(call.positional - len(named))]
         return [*named[: call.positional], *call.keywords]
 
@@ -178,6 +188,8 @@ class Callee:
                 raise TypeError(f"no place for {misplaced[0]}")
             rule._signature.bind(*values[:n], **{k: by_name[k] for k in keywords})
         except TypeError as error:
+            if is_open(rule.f):
+                return Call(values, keywords)
             is_short = str(error).startswith("missing")
             raise TypeError(
                 f"The gradient function of {self.name} is called with the same arguments, "
@@ -311,8 +323,20 @@ def bind(
 
 
 def signature_of(f: Function) -> inspect.Signature | None:
-    """The signature of `f`, None if Python cannot find it."""
+    """The signature of `f`, None if Python cannot find it.
+
+    A wrapper with `*args` or `**kwargs` has that of the function inside, as `functools.wraps` says.
+    """
     try:
-        return inspect.signature(f)
+        return inspect.signature(f, follow_wrapped=is_open(f))
     except (TypeError, ValueError):  # some builtins have none
         return None
+
+
+def is_open(f: Function) -> bool:
+    """Whether `f` itself takes `*args` or `**kwargs`, which may be for a function inside."""
+    try:
+        own = inspect.signature(f, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own)

@@ -111,7 +111,7 @@ def _readings(arguments: Sequence[Argument], returned: Structure) -> list[dict[s
         by_argument.append(_by_argument(arguments, [returned]))
     readings = [reading for reading in by_argument if reading is not None]
     paths = [path for a in arguments for path in a.paths]
-    if paths == [a.name for a in arguments]:
+    if paths == [a.name for a in arguments] and len(gradients) == len(arguments):
         return readings
     flat = list(structures.flatten(gradients))
     if len(flat) == len(paths) and all(place.count("[") == 1 for place, _ in flat):

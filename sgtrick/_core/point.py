@@ -133,6 +133,7 @@ class Selection:
         """The call with its own copies of tensors: the function may close over the same ones."""
         given = [self.call.flat[k][i][1] for k, i in self._places]
         copies = zip(self.xs, given, strict=True)
+        # What is a variable for the caller is one for the function, which may assign it.
         return self.at([x if isinstance(t, tf.Tensor) else t for x, t in copies])
 
     @functools.cached_property

@@ -249,6 +249,8 @@ class _Call:
             if signature is not None:
                 signature.bind(*arguments)
         except TypeError as error:
+            if calls.is_open(f):
+                return
             is_several = len(self._layout.point.paths) > 1
             like_arguments = is_several and set(QUESTIONS[self._key].vectors) & {"t", "v"}
             raise WrongUseError(
