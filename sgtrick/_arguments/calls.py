@@ -251,7 +251,7 @@ _LITERALS = (bool, int, float, complex, str, bytes)  # their repr tells -0.0 fro
 
 def as_keys(argnums: Argnums, option: str) -> Sequence[int | str]:
     """The value of an option like `argnums` as a sequence, checked to hold ints and names."""
-    keys = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
+    keys = list(argnums) if structures.is_sequence(argnums) else (argnums,)
     for key in keys:
         if not (shapes.is_int(key) or isinstance(key, str)):
             raise TypeError(f"{option} must be ints or parameter names, got {key!r}.")

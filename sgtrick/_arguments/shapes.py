@@ -9,6 +9,7 @@ Shapes are tuples in which None is an unknown dimension; None instead of a shape
 This module does not depend on TensorFlow.
 """
 
+import numbers
 from typing import NamedTuple, TypeGuard
 
 Shape = tuple[int | None, ...]
@@ -40,7 +41,8 @@ def infer_batch_ndims(
         names: For errors.
 
     Returns:
-        `len(B)`, or None if it depends on a rank that is not known yet.
+        `len(B)`, or None if it depends on a rank that is not known yet, or on whether `fx` has one
+        entry, where `x` is known to be no batch of one.
 
     Raises:
         ValueError: The shapes do not fit together, or `batch_ndims` is not a number of dimensions.
@@ -64,12 +66,14 @@ def infer_batch_ndims(
             f"{names.fx} {show(fx)}, {names.gx} {show(gx)} and {names.x} {show(x)} do not fit "
             f"together. {_advice(fx, gx, x, batch_ndims, names)}"
         )
-    return inferred
+    if fx and x and batch_ndims is None and inferred and _may_be_one_for_all(fx, x):
+        return None
+    return int(inferred)
 
 
 def is_int(value: object) -> TypeGuard[int]:
     """Whether this is an int, such as a number of dimensions or a position, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_name: str) -> None:
@@ -107,6 +111,11 @@ def show(shape: Shape | None) -> str:
     if shape is None:
         return "[unknown rank]"
     return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"
+
+
+def _may_be_one_for_all(fx: Shape, x: Shape) -> bool:
+    """Whether a value that fits a batch may have one entry, although `x` is no batch of one."""
+    return all(n in (1, None) for n in fx) and any(n not in (1, None) for n in x[: len(fx)])
 
 
 def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int) -> bool:

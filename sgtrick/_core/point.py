@@ -433,7 +433,7 @@ def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> Sel
 
 def checked_value(y: Structure, name: str, call: calls.Call) -> Tensor:
     """The value that the function `name` returned, checked to be one tensor with derivatives."""
-    if isinstance(y, (tuple, list, dict)):  # converting would stack a list
+    if tf.nest.is_nested(y):  # converting would stack a list
         raise TypeError(
             f"{name} must return one tensor, got a {structures.kind_of(y)}. For several outputs "
             "use sgtrick.custom_jvp or sgtrick.custom_vjp."
@@ -454,14 +454,14 @@ def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Sequence[Stru
             f"{name} returned None instead of a gradient: did you forget to return it? Arguments "
             "without a gradient are left out of argnums."
         )
-    if not isinstance(argnums, (list, tuple)):
+    if not structures.is_sequence(argnums):
         return (gradients,)
-    if not (isinstance(gradients, (list, tuple)) and len(gradients) == len(argnums)):
+    if not (structures.is_sequence(gradients) and len(gradients) == len(argnums)):
         raise ValueError(
             f"{name} must return a tuple of {len(argnums)} gradients, one for each of "
             f"argnums={argnums!r}, got {structures.kind_of(gradients)}."
         )
-    return gradients
+    return list(gradients)
 
 
 def pair_of(result: Structure, what: str) -> tuple[Structure, Structure]:

@@ -195,7 +195,7 @@ def _with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple
     else:
         flat = structures.pair(arg, ndims, name, f"the event_ndims of {name}")
     for path, _, n in flat:
-        if not (shapes.is_int(n) or isinstance(n, np.integer)) or n < 0:
+        if not shapes.is_int(n) or n < 0:
             raise ValueError(
                 "event_ndims must be a non-negative int, or one for each argument, got "
                 f"{n!r} for {name}{path}."
