@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, shapes, structures, vjp_protocol
-from sgtrick._arguments.structures import numbers_of, present, with_numbers
+from sgtrick._arguments.structures import numbers_of, present, spread, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
@@ -52,30 +52,30 @@ def custom_vjp(f: Function | None = None) -> Function:
         array([0.731, 0.881, 1.   ], dtype=float32)
 
     Args:
-        f: Returns `(y, grad_fn)`, where `y` is a structure of tensors. `f` receives variables among
-            the arguments as tensors, with the values that they have at the call. `grad_fn` is
-            called with one upstream gradient for each leaf of `y`, only when a gradient is
-            requested. It returns one gradient for each argument, in the structure of the argument
-            or None, or one for each leaf of all arguments; a single argument's need not be in a
-            tuple. Arguments are in the order in which `f` declares them, even if they are passed by
-            keyword, keyword-only ones last; those of `**kwargs` are in the order of the call.
-            Those that have their default are arguments too, passed or not, but their gradients may
-            be left out unless they are tensors. What has no derivatives (int,
-            bool, string, None) has the gradient None. Gradients are cast to the dtype of their
-            argument: numbers, arrays and masks will do. If `f` reads trainable variables that are
-            not among its arguments, `grad_fn` must take a keyword `variables`, the list of these in
-            the order in which they were created, and return `(gradients, variable_gradients)`.
-            `grad_fn` never runs in a forward pass, and need not be linear; loops and host calls are
-            allowed. Higher derivatives are those of `grad_fn`, as TensorFlow differentiates it; in
-            eager execution, they trace `f`. Forward mode transposes `grad_fn`, by differentiating
-            it with respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
-            gradients.
+        f: Returns `(y, grad_fn)`, where `y` is a structure of tensors, and of None for nothing. `f`
+            receives variables among the arguments as tensors, with the values that they have at the
+            call. `grad_fn` is called with one upstream gradient for each leaf of `y`, None for
+            None, only when a gradient is requested. It returns one gradient for each argument, in
+            the structure of the argument or None, or one for each leaf of all arguments; a single
+            argument's need not be in a tuple. Arguments are in the order in which `f` declares
+            them, even if they are passed by keyword, keyword-only ones last; those of `**kwargs`
+            are in the order of the call. Those that have their default are arguments too, passed or
+            not, but their gradients may be left out unless they are tensors. What has no
+            derivatives (int, bool, string, None) has the gradient None; of ints and bools, zeros in
+            their shape count as None, if they are known to be zeros. Gradients are cast to the
+            dtype of their argument: numbers, arrays and masks will do. If `f` reads trainable
+            variables that are not among its arguments, `grad_fn` must take a keyword `variables`,
+            the list of these in the order in which they were created, and return `(gradients,
+            variable_gradients)`. `grad_fn` never runs in a forward pass, and need not be linear;
+            loops and host calls are allowed. Higher derivatives are those of `grad_fn`, as
+            TensorFlow differentiates it; in eager execution, they trace `f`. Forward mode
+            transposes `grad_fn`, by differentiating it with respect to `upstream`, and tests the
+            transpose at fixed pseudo-random upstream gradients.
 
             A gradient with respect to another tensor that `f` closes over is an error, or None if
             `f` stops the tensor. But a tensor that was computed from an argument counts as the
-            argument; in eager execution, only where nothing but arguments, and variables that `f`
-            reads, is differentiated. In a rule that is being run, what `f` closes over is a
-            constant.
+            argument; in eager execution, only where nothing but arguments is differentiated. In a
+            rule that is being run, what `f` closes over is a constant.
 
     Returns:
         A function of the arguments of `f` that returns `y`, with the decorator `defjvp` for a JVP
@@ -125,7 +125,8 @@ def _custom_vjp(function: calls.Callee) -> Function:
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
         rule = _Rule(f, arguments, point, variables, inputs)
         rule.check(grad_fn)
-        results = map(numbers_of, tf.nest.flatten(y))
+        leaves = present(tf.nest.flatten(y))
+        results = map(numbers_of, leaves)
         # An argument that is returned has the gradient of the rule, and not one of its own.
         ys = [tf.identity(y) if any(y is x for x in inputs) else y for y in results]
 
@@ -151,7 +152,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)
         outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
         outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
-        return structures.pack_as(y, list(map(with_numbers, tf.nest.flatten(y), outputs)))
+        return structures.pack_present(y, list(map(with_numbers, leaves, outputs)))
 
     form = autograph.form(call)
 
@@ -184,8 +185,8 @@ def _value_and_rule(
     """The value, as tensors, and the rule that `f` returns."""
     y, grad_fn = vjp_protocol.value_and_rule(f, at(converted(f)), "grad_fn")
 
-    def tensor(leaf: TensorLike) -> Tensor:
-        if isinstance(leaf, tf.RaggedTensor):
+    def tensor(leaf: TensorLike | None) -> Tensor | None:
+        if leaf is None or isinstance(leaf, tf.RaggedTensor):
             return leaf
         name = f"the result of {calls.name_of(f)}"
         return structures.to_tensor(leaf, name, beside=at.leaves)
@@ -233,7 +234,8 @@ class _Rule(NamedTuple):
         self, grad_fn: Function, y: Structure, upstream: Sequence[Tensor | None]
     ) -> list[Gradient]:
         """The gradients of the inputs, from those of the leaves of the value `y`."""
-        us = list(map(with_numbers, tf.nest.flatten(y), upstream))
+        leaves = tf.nest.flatten(y)
+        us = list(map(with_numbers, leaves, spread(upstream, leaves)))
         name, names = f"grad_fn of {calls.name_of(self.f)}", [v.name for v in self.variables]
         of_variables: Sequence[Gradient] = []
         if self.variables:

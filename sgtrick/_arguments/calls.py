@@ -141,6 +141,11 @@ class Callee:
         """Whether there is a parameter of this name that can be passed by keyword."""
         return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
 
+    def takes_keyword(self, keyword: str) -> bool:
+        """Whether an argument of this name can be passed by keyword."""
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters)
+        return takes_all or self._signature is None or self.takes(keyword)
+
     def defaulted(self, call: Call) -> set[str]:
         """The names of the arguments that have their default in a call, passed or not.
 
@@ -251,7 +256,7 @@ _LITERALS = (bool, int, float, complex, str, bytes)  # their repr tells -0.0 fro
 
 def as_keys(argnums: Argnums, option: str) -> Sequence[int | str]:
     """The value of an option like `argnums` as a sequence, checked to hold ints and names."""
-    keys = list(argnums) if structures.is_sequence(argnums) else (argnums,)
+    keys: Sequence[Any] = [*argnums] if structures.is_sequence(argnums) else [argnums]
     for key in keys:
         if not (shapes.is_int(key) or isinstance(key, str)):
             raise TypeError(f"{option} must be ints or parameter names, got {key!r}.")

@@ -385,6 +385,13 @@ def pack_as(structure: Structure, leaves: Sequence[Tensor]) -> Structure:
     return tf.nest.pack_sequence_as(structure, leaves)
 
 
+def pack_present(structure: Structure, leaves: Sequence[Tensor]) -> Structure:
+    """Leaves in a structure, in the places of those that are not None."""
+    if isinstance(structure, tf.Tensor):
+        return leaves[0]
+    return tf.nest.pack_sequence_as(structure, spread(leaves, tf.nest.flatten(structure)))
+
+
 def map_leaves(f: Function, structure: Structure) -> Structure:
     """The results for each leaf, in the structure; at once if that is one tensor."""
     return f(structure) if isinstance(structure, tf.Tensor) else tf.nest.map_structure(f, structure)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import keras
 from keras import ops
 
-from sgtrick._arguments import calls, dtypes, vjp_protocol
+from sgtrick._arguments import calls, dtypes, structures, vjp_protocol
 from sgtrick._host import reticulate
 from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras import _backends, _structures
@@ -61,13 +61,16 @@ class FunctionRule:
         kwargs = dict(zip(self._keywords, values[n:], strict=True))
         returned = self._f(*self._owner, *values[:n], **kwargs)
         y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
-        like = _structures.pack(y, [None] * len(_structures.leaves(y)))  # y itself may be freed
+        # y itself may be freed; what is None has no upstream gradient.
+        marks = [None if leaf is None else True for leaf in _structures.leaves(y)]
+        like = _structures.pack(y, marks)
         # What a pullback reads is looked for in its closure: nothing else may be there.
         arguments, primals, name = self._arguments, self._primals, self._grad
         grad = _of_leaves(grad, name, arguments, values, like)
 
         def pull(*us: Gradient) -> list[Gradient]:
-            kept = vjp_protocol.gradients_of(arguments, primals, grad(*us), name)
+            returned = grad(*structures.spread(us, marks))
+            kept = vjp_protocol.gradients_of(arguments, primals, returned, name)
             inputs = [x for x in primals if x is not None]
             return [_checked(g, x, path, name) for (g, path), x in zip(kept, inputs, strict=True)]
 
@@ -80,11 +83,12 @@ class FunctionRule:
             dtype = dtypes.of_number(leaf, map(KERAS.dtype_of, self.inputs))
             return ops.convert_to_tensor(leaf, dtype)
 
-        return list(map(tensor, _structures.leaves(y)))
+        return [tensor(leaf) for leaf in _structures.leaves(y) if leaf is not None]
 
     def pack(self, outputs: list[Tensor]) -> Structure:
         """Packs `outputs` into the structure of the value."""
-        return _structures.pack(self._like[0], outputs)
+        like = self._like[0]
+        return _structures.pack(like, structures.spread(outputs, _structures.leaves(like)))
 
 
 def _checked(g: Gradient, x: Tensor, path: str, rule: str) -> Gradient:
