@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, shapes, structures, vjp_protocol
@@ -17,7 +18,7 @@ from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.point import Selection, pair_of
 from sgtrick._core.rule import Rule, is_running
 from sgtrick._core.transposition import with_values
-from sgtrick._tensorflow import autograph, uses
+from sgtrick._tensorflow import autograph, graphs, uses
 from sgtrick._types import (
     Args,
     Function,
@@ -250,12 +251,30 @@ class _Rule(NamedTuple):
         else:
             returned = grad_fn(*us)
         primals = [x for argument in self.point.by_leaf(self.point.xs) for x in argument]
-        kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name)
+        kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name, _is_zero)
         kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
         return [
             None if g is None else _checked(g, x, path, name)
             for (g, path), x in zip(kept, self.inputs, strict=True)
         ]
+
+
+def _is_zero(gradient: Any, leaf: Any) -> bool:
+    """Whether this is known to be zeros in the shape of an argument of integers, as JAX has it."""
+    dtype = getattr(leaf, "dtype", None)
+    if not (type(leaf) in (bool, int) if dtype is None else tf.as_dtype(dtype) != tf.string):
+        return False
+    came, expected = (tf.TensorShape(getattr(t, "shape", ())) for t in (gradient, leaf))
+    if not came.is_compatible_with(expected):
+        return False
+    if isinstance(gradient, np.ndarray) and gradient.dtype.names == ("float0",):
+        return True
+    if not isinstance(gradient, tf.Tensor):
+        return isinstance(gradient, (int, float, np.ndarray, np.generic)) and not np.any(gradient)
+    value = tf.get_static_value(graphs.outside(gradient))
+    if value is None and gradient.op.type == "Fill":
+        value = tf.get_static_value(gradient.op.inputs[1])
+    return gradient.op.type == "ZerosLike" if value is None else not np.any(value)
 
 
 def _checked(gradient: TensorLike, x: Tensor, path: str, rule: str) -> Gradient:

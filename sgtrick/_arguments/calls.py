@@ -27,6 +27,7 @@ class Call:
     keywords: Sequence[str] = ()
     left_out: frozenset[str] = frozenset()
     parameters: Sequence[inspect.Parameter] = ()
+    _flat: list[list[tuple[str, Any]]] | None = dataclasses.field(default=None, init=False)
 
     @property
     def positional(self) -> int:
@@ -39,10 +40,12 @@ class Call:
         named = zip(self.keywords, self.values[n:], strict=True)
         return f(*self.values[:n], **dict(named))
 
-    @functools.cached_property
+    @property  # a cached_property has a lock, which torch.compile cannot trace
     def flat(self) -> list[list[tuple[str, Any]]]:
         """The leaves of each argument with their places, from before a function changed a list."""
-        return [list(structures.flatten(value)) for value in self.values]
+        if self._flat is None:
+            self._flat = [list(structures.flatten(value)) for value in self.values]
+        return self._flat
 
     @property
     def leaves(self) -> list[Any]:
@@ -62,7 +65,7 @@ class Call:
             flat[k] = list(structures.flatten(value))
         values = [others.get(k, value) for k, value in enumerate(self.values)]
         call = dataclasses.replace(self, values=values)
-        call.flat = flat
+        call._flat = flat
         return call
 
 

@@ -57,16 +57,15 @@ def infer_batch_ndims(
             inferred = 0
         elif fx is None or gx is None or x is None:
             return None
-        elif is_one(fx) and x[: len(fx)] != fx:
-            inferred = 0
         else:
-            inferred = len(fx) if len(gx) == len(x) else 0
+            inferred = len(fx) if len(gx) == len(x) and _is_batch(fx, x[: len(fx)]) else 0
     if not _fits(fx, gx, x, inferred):
         raise ValueError(
             f"{names.fx} {show(fx)}, {names.gx} {show(gx)} and {names.x} {show(x)} do not fit "
             f"together. {_advice(fx, gx, x, batch_ndims, names)}"
         )
-    if fx and x and batch_ndims is None and inferred and _may_be_one_for_all(fx, x):
+    is_in_doubt = batch_ndims is None and inferred and fx and x and _may_be_one(fx)
+    if is_in_doubt and any(n not in (1, None) for n in x[:inferred]):
         return None
     return int(inferred)
 
@@ -113,9 +112,16 @@ def show(shape: Shape | None) -> str:
     return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"
 
 
-def _may_be_one_for_all(fx: Shape, x: Shape) -> bool:
-    """Whether a value that fits a batch may have one entry, although `x` is no batch of one."""
-    return all(n in (1, None) for n in fx) and any(n not in (1, None) for n in x[: len(fx)])
+def _may_be_one(fx: Shape) -> bool:
+    """Whether a value may have one entry."""
+    return all(n in (1, None) for n in fx)
+
+
+def _is_batch(fx: Shape, front: Shape) -> bool:
+    """Whether a value is taken for a batch like the leading dimensions of `x`, not for one value."""
+    if is_one(fx):
+        return front == fx
+    return not _may_be_one(fx) or compatible(fx, front)
 
 
 def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int) -> bool:
@@ -127,7 +133,7 @@ def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int)
         return False
     if gx is None or compatible(gx, fx + x[batch_ndims:]):
         return True
-    return is_one(fx) and batch_ndims == 0 and (gx == () or compatible(gx, x))
+    return _may_be_one(fx) and batch_ndims == 0 and (gx == () or compatible(gx, x))
 
 
 def _advice(

@@ -1,10 +1,7 @@
 """What `custom_vjp` requires of a function and its rule, shared with `sgtrick.keras`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
-import tensorflow as tf
 
 from sgtrick._arguments import calls, shapes, structures
 from sgtrick._types import Function, Gradient, Structure, Tensor
@@ -59,7 +56,11 @@ def value_and_rule(f: Function, returned: Structure, rule: str) -> tuple[Structu
 
 
 def gradients_of(
-    arguments: Sequence[Argument], primals: Sequence[Tensor | None], returned: Structure, rule: str
+    arguments: Sequence[Argument],
+    primals: Sequence[Tensor | None],
+    returned: Structure,
+    rule: str,
+    is_zero: Callable[[Any, Any], bool] = lambda _, __: False,
 ) -> list[tuple[Gradient, str]]:
     """Returns `(gradient, path)` for each primal that is not None, from what `rule` returned.
 
@@ -68,6 +69,7 @@ def gradients_of(
         primals: Their leaves, None for those with respect to which nothing is differentiated.
         returned: One gradient for each argument, or one for each leaf.
         rule: The name of the rule in errors.
+        is_zero: Whether a gradient says nothing of a leaf that has no derivatives.
 
     Raises:
         ValueError: `returned` is neither, or both with different meanings.
@@ -88,15 +90,18 @@ def gradients_of(
         if path not in inputs and not structures.has_derivatives(leaf)
     }
     wrong = [
-        [path for path, g in reading.items() if path in without and not _is_zero(g, without[path])]
+        [
+            path
+            for path, g in reading.items()
+            if g is not None and path in without and not is_zero(g, without[path])
+        ]
         for reading in readings
     ]
     if all(wrong):
         path = wrong[0][0]
         raise TypeError(
             f"{rule} returned a gradient for {path}, which has no derivatives: it is "
-            f"{_kind_of(without[path])}. Return None there, or tf.zeros in its shape if these are "
-            f"integers; or pass {path} as a floating tensor."
+            f"{_kind_of(without[path])}. Return None there, or pass {path} as a floating tensor."
         )
     first, *others = [reading for reading, paths in zip(readings, wrong, strict=True) if not paths]
     if any(first.get(path) is not other.get(path) for other in others for path in inputs):
@@ -155,40 +160,9 @@ def _misfit(arguments: Sequence[Argument], returned: Structure, rule: str) -> st
     return f"{rule} returned {count} gradient{'' if count == 1 else 's'}, expected {expected}."
 
 
-def _is_zero(g: Any, leaf: Any) -> bool:
-    """Whether a gradient is None, or known to be zeros in the shape of an argument of integers."""
-    if g is None:
-        return True
-    kind = _dtype_of(leaf) or type(leaf).__name__
-    if not kind.startswith(("int", "uint", "bool")):
-        return False
-    came, expected = (tf.TensorShape(getattr(t, "shape", ())) for t in (g, leaf))
-    return bool(came.is_compatible_with(expected)) and _is_known_to_be_zero(g)
-
-
-def _is_known_to_be_zero(g: Any) -> bool:
-    if isinstance(g, tf.Tensor):
-        value = tf.get_static_value(g)
-        if value is None:
-            filled = tf.get_static_value(g.op.inputs[1]) if g.op.type == "Fill" else None
-            return g.op.type == "ZerosLike" or (filled is not None and filled == 0)
-    else:
-        try:
-            value = np.asarray(g)
-        except Exception:  # what a framework is tracing
-            return False
-    return value.dtype.names == ("float0",) or not np.any(value)
-
-
-def _dtype_of(leaf: Any) -> str:
-    """The name of a dtype of any framework; nothing for what has none."""
-    dtype = getattr(leaf, "dtype", "")
-    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
-
-
 def _kind_of(leaf: Any) -> str:
-    dtype = _dtype_of(leaf)
-    return f"of dtype {dtype}" if dtype else type(leaf).__name__
+    dtype = getattr(leaf, "dtype", None)
+    return type(leaf).__name__ if dtype is None else f"of dtype {getattr(dtype, 'name', dtype)}"
 
 
 def check_shape(

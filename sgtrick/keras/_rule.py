@@ -52,7 +52,7 @@ class FunctionRule:
             leaf if x is None else next(some)
             for leaf, x in zip(self._leaves, self._primals, strict=True)
         ]
-        at, values = iter(leaves), list[Structure]()
+        at, values = iter(leaves), []
         for value, argument in zip(self._values, self._arguments, strict=True):
             own = [next(at) for _ in argument.leaves]
             is_same = all(a is b for a, b in zip(own, argument.leaves, strict=True))
