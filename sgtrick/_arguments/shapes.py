@@ -64,9 +64,8 @@ def infer_batch_ndims(
             f"{names.fx} {show(fx)}, {names.gx} {show(gx)} and {names.x} {show(x)} do not fit "
             f"together. {_advice(fx, gx, x, batch_ndims, names)}"
         )
-    is_in_doubt = batch_ndims is None and inferred and fx and x and _may_be_one(fx)
-    if is_in_doubt and any(n not in (1, None) for n in x[:inferred]):
-        return None
+    if batch_ndims is None and inferred and fx and x and _may_be_one(fx):
+        return inferred if _may_be_one(x[:inferred]) else None
     return int(inferred)
 
 
@@ -118,7 +117,7 @@ def _may_be_one(fx: Shape) -> bool:
 
 
 def _is_batch(fx: Shape, front: Shape) -> bool:
-    """Whether a value is taken for a batch like the leading dimensions of `x`, not for one value."""
+    """Whether a value is taken for a batch like the `front` of the point, and not for one value."""
     if is_one(fx):
         return front == fx
     return not _may_be_one(fx) or compatible(fx, front)
