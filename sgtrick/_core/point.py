@@ -133,8 +133,11 @@ class Selection:
         """The call with its own copies of tensors: the function may close over the same ones."""
         given = [self.call.flat[k][i][1] for k, i in self._places]
         copies = zip(self.xs, given, strict=True)
-        # What is a variable for the caller is one for the function, which may assign it.
-        return self.at([x if isinstance(t, tf.Tensor) else t for x, t in copies])
+        # What is a variable for the caller is one for the function, which may assign it. But in
+        # functions, accumulators lose variables that branches and loops read.
+        return self.at(
+            [x if isinstance(t, tf.Tensor) or tapes.is_pushed([x]) else t for x, t in copies]
+        )
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
