@@ -48,11 +48,12 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
         array([0.5, 1. ], dtype=float32)
 
     Args:
-        f: The function, with positional arguments and outputs of any structure. On methods, `self`
-            does not count as an argument, and the rule is a method too.
+        f: The function, with outputs of any structure, in which None stands for nothing. On
+            methods, `self` does not count as an argument, and the rule is a method too.
         nondiff_argnums: The arguments that have no derivatives: positions or parameter names. The
             rule gets them first, in the order in which `f` declares them. One is the `name` of
-            TensorFlow's functions: `custom_jvp(tf.sin, nondiff_argnums="name")`.
+            TensorFlow's functions: `custom_jvp(tf.sin, nondiff_argnums="name")`. Keyword-only
+            arguments are always among them, and the rule gets them by keyword.
 
     Returns:
         The function, with the decorator `defjvp` for its rule
@@ -60,7 +61,9 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
         other arguments, with keywords turned into positions and defaults filled in; `tangents` has
         the same structure, with None for leaves without derivatives (int, bool, string);
         `tangent_out` has the structure, shapes and dtypes of the output, with None where there is
-        no derivative. The value is always that of `f`; `primal_out` is ignored. The rule is called
+        no derivative. A keyword-only argument is passed by keyword, if the rule can take it; it
+        has to, unless the argument has its default. The value is always that of `f`: `primal_out`
+        is None, or has to look like it, and its numbers are ignored. The rule is called
         only when a derivative is requested. Reverse mode transposes it, and tests the transpose at
         fixed pseudo-random tangents, for which it calls the rule twice, and once more if TensorFlow
         connects an argument to nothing. Higher derivatives are those of the rule, as TensorFlow
@@ -72,10 +75,11 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
 
     Raises:
         TypeError: `nondiff_argnums` holds neither ints nor names, the function is called before it
-            has a rule, with keyword-only arguments or with nothing numeric among its arguments, or
-            the rule does not return a pair, or tangents of the dtypes of the output.
-        ValueError: `nondiff_argnums` does not name an argument, or the tangents do not have the
-            structure and shapes of the output.
+            has a rule or with nothing numeric among its arguments, or the rule cannot take a
+            keyword-only argument, or does not return a pair, or tangents or a `primal_out` of the
+            dtypes of the output.
+        ValueError: `nondiff_argnums` does not name an argument, or the tangents or `primal_out` do
+            not have the structure and shapes of the output.
         LookupError: In reverse mode, if the rule is not linear in the tangents or passes them to
             the host. For higher derivatives, if a gradient is connected to nothing with respect to
             which it could be differentiated, if a host call computes it, or if the rule cannot be
@@ -90,7 +94,7 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
 
 def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
     name = function.name
-    rule: Function | None = None
+    rule: calls.Callee | None = None
 
     def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
         if rule is None:
@@ -99,7 +103,8 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
                 "jvp(primals, tangents) that returns (primal_out, tangent_out)."
             )
         nondiff, point = _point(function, nondiff_argnums, args, kwargs)
-        f, jvp = converted(function.f), converted(rule)
+        f, jvp = converted(function.f), converted(rule.f)
+        keywords = jvp_protocol.keywords_of(function, rule, point.call)
         at, graph = point.read(), tf.compat.v1.get_default_graph()
         # Methods of different objects are different functions.
         key = form, *map(id, at.values[: function.receivers(at.values)])
@@ -109,11 +114,13 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
             point.check_numbers(name)
             return y
         ys = jvp_protocol.outputs_of(y, name, point.call)
+        like = structures.pack_present(y, ys)
 
         def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
-            before = [call.values[i] for i in nondiff]
-            result = jvp(*before, point.primals(call), point.tangents(ts))
-            return jvp_protocol.tangents_of(result, tf.nest.pack_sequence_as(y, ys), name)
+            before = [call.values[i] for i in nondiff if i < call.positional]
+            named = {key: call.values[i] for key, i in keywords().items()}
+            result = jvp(*before, point.primals(call), point.tangents(ts), **named)
+            return jvp_protocol.tangents_of(result, like, name)
 
         def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
             # A rule may call its function: on primals, or on tangents where the function is linear.
@@ -151,14 +158,14 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
             push=lambda *ts: tangents_at(at, ts),
             tangents=tangents,
         )
-        return tf.nest.pack_sequence_as(y, kept)
+        return structures.pack_present(like, kept)
 
     form = autograph.form(call)
 
     def defjvp(jvp: Function) -> Function:
         """Sets the rule; a decorator."""
         nonlocal rule
-        rule = jvp_protocol.rule_of(jvp)
+        rule = calls.Callee(jvp_protocol.rule_of(jvp))
         return jvp
 
     form.defjvp = defjvp  # type: ignore[attr-defined]
@@ -169,15 +176,11 @@ def _point(
     function: calls.Callee, nondiff_argnums: Argnums, args: Args, kwargs: Kwargs
 ) -> tuple[list[int], Selection]:
     """The positions of arguments without derivatives, and the others."""
-    name, call = function.name, function.bind(args, kwargs)
-    if call.keywords:
-        raise TypeError(
-            f"{name} has the keyword-only arguments {list(call.keywords)}, which JVP rules do not "
-            "support. Make them positional."
-        )
-    own = range(function.receivers(call.values))
-    nondiff = [*own, *sorted(function.positions(nondiff_argnums, call, "nondiff_argnums"))]
-    others = [i for i in range(len(call.values)) if i not in nondiff]
+    call = function.bind(args, kwargs)
+    own, n = range(function.receivers(call.values)), call.positional
+    stated = sorted(function.positions(nondiff_argnums, call, "nondiff_argnums"))
+    nondiff = [*own, *(k for k in stated if k < n), *range(n, len(call.values))]
+    others = [i for i in range(n) if i not in nondiff]
     return nondiff, Selection(call, others, function.names(call))
 
 
@@ -191,7 +194,7 @@ _NOT_LINEAR = (
 
 def _without_derivatives(nondiff: Sequence[int], at: calls.Call) -> tuple[Hashable, ...]:
     """What tells calls with other `nondiff_argnums` apart: functions by identity."""
-    leaves = [leaf for _, leaf in structures.flatten([at.values[i] for i in nondiff])]
+    leaves = [leaf for i in nondiff for _, leaf in at.flat[i]]
     return tuple(v if isinstance(v, (int, float, str)) else id(v) for v in leaves)
 
 
@@ -202,7 +205,7 @@ def _by_autodiff(
     xs = [tf.identity(x) for x in point.xs]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(xs)
-        ys = tf.nest.flatten(point.at(xs)(f))
+        ys = present(tf.nest.flatten(point.at(xs)(f)))
     ys, us = paired(ys, upstream)
     return list(tape.gradient(ys, xs, output_gradients=us))
 

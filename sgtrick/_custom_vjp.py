@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, shapes, structures, vjp_protocol
-from sgtrick._arguments.structures import numbers_of, present, with_numbers
+from sgtrick._arguments.structures import numbers_of, present, spread, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
@@ -17,7 +18,7 @@ from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.point import Selection, pair_of
 from sgtrick._core.rule import Rule, is_running
 from sgtrick._core.transposition import with_values
-from sgtrick._tensorflow import autograph, uses
+from sgtrick._tensorflow import autograph, graphs, uses
 from sgtrick._types import (
     Args,
     Function,
@@ -52,30 +53,30 @@ def custom_vjp(f: Function | None = None) -> Function:
         array([0.731, 0.881, 1.   ], dtype=float32)
 
     Args:
-        f: Returns `(y, grad_fn)`, where `y` is a structure of tensors. `f` receives variables among
-            the arguments as tensors, with the values that they have at the call. `grad_fn` is
-            called with one upstream gradient for each leaf of `y`, only when a gradient is
-            requested. It returns one gradient for each argument, in the structure of the argument
-            or None, or one for each leaf of all arguments; a single argument's need not be in a
-            tuple. Arguments are in the order in which `f` declares them, even if they are passed by
-            keyword, keyword-only ones last; those of `**kwargs` are in the order of the call.
-            Those that have their default are arguments too, passed or not, but their gradients may
-            be left out unless they are tensors. What has no derivatives (int,
-            bool, string, None) has the gradient None. Gradients are cast to the dtype of their
-            argument: numbers, arrays and masks will do. If `f` reads trainable variables that are
-            not among its arguments, `grad_fn` must take a keyword `variables`, the list of these in
-            the order in which they were created, and return `(gradients, variable_gradients)`.
-            `grad_fn` never runs in a forward pass, and need not be linear; loops and host calls are
-            allowed. Higher derivatives are those of `grad_fn`, as TensorFlow differentiates it; in
-            eager execution, they trace `f`. Forward mode transposes `grad_fn`, by differentiating
-            it with respect to `upstream`, and tests the transpose at fixed pseudo-random upstream
-            gradients.
+        f: Returns `(y, grad_fn)`, where `y` is a structure of tensors, and of None for nothing. `f`
+            receives variables among the arguments as tensors, with the values that they have at the
+            call. `grad_fn` is called with one upstream gradient for each leaf of `y`, None for
+            None, only when a gradient is requested. It returns one gradient for each argument, in
+            the structure of the argument or None, or one for each leaf of all arguments; a single
+            argument's need not be in a tuple. Arguments are in the order in which `f` declares
+            them, even if they are passed by keyword, keyword-only ones last; those of `**kwargs`
+            are in the order of the call. Those that have their default are arguments too, passed or
+            not, but their gradients may be left out unless they are tensors. What has no
+            derivatives (int, bool, string, None) has the gradient None; of ints and bools, zeros in
+            their shape count as None, if they are known to be zeros. Gradients are cast to the
+            dtype of their argument: numbers, arrays and masks will do. If `f` reads trainable
+            variables that are not among its arguments, `grad_fn` must take a keyword `variables`,
+            the list of these in the order in which they were created, and return `(gradients,
+            variable_gradients)`. `grad_fn` never runs in a forward pass, and need not be linear;
+            loops and host calls are allowed. Higher derivatives are those of `grad_fn`, as
+            TensorFlow differentiates it; in eager execution, they trace `f`. Forward mode
+            transposes `grad_fn`, by differentiating it with respect to `upstream`, and tests the
+            transpose at fixed pseudo-random upstream gradients.
 
             A gradient with respect to another tensor that `f` closes over is an error, or None if
             `f` stops the tensor. But a tensor that was computed from an argument counts as the
-            argument; in eager execution, only where nothing but arguments, and variables that `f`
-            reads, is differentiated. In a rule that is being run, what `f` closes over is a
-            constant.
+            argument; in eager execution, only where nothing but arguments is differentiated. In a
+            rule that is being run, what `f` closes over is a constant.
 
     Returns:
         A function of the arguments of `f` that returns `y`, with the decorator `defjvp` for a JVP
@@ -125,7 +126,8 @@ def _custom_vjp(function: calls.Callee) -> Function:
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
         rule = _Rule(f, arguments, point, variables, inputs)
         rule.check(grad_fn)
-        results = map(numbers_of, tf.nest.flatten(y))
+        leaves = present(tf.nest.flatten(y))
+        results = map(numbers_of, leaves)
         # An argument that is returned has the gradient of the rule, and not one of its own.
         ys = [tf.identity(y) if any(y is x for x in inputs) else y for y in results]
 
@@ -134,18 +136,11 @@ def _custom_vjp(function: calls.Callee) -> Function:
             y, grad_fn = _value_and_rule(f, point.at(inputs[:n], at), converted)
             return rule._replace(inputs=inputs).gradients(grad_fn, y, us)
 
-        def or_zeros(tangent: Tensor | None, x: Any) -> Tensor | None:
-            """A tangent; for numbers and arrays, which have none, zeros."""
-            if tangent is not None or not structures.has_derivatives(x):
-                return tangent
-            return tf.zeros_like(structures.to_tensor(x, "a tangent", beside=at.leaves))
-
         def tangents(ts: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tangent]:
             """What the JVP rule returns."""
             assert jvp is not None
             primals = point.primals(point.at(inputs[:n], at))
-            moving = tf.nest.map_structure(or_zeros, point.tangents(ts[:n]), primals)
-            found = converted(jvp)(*at.values[:own], primals, moving)
+            found = converted(jvp)(*at.values[:own], primals, point.tangents(ts[:n]))
             pushed, of_variables = jvp_protocol.tangents_of(found, y, name), present(ts[n:])
             if not of_variables:
                 return pushed
@@ -158,7 +153,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)
         outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
         outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
-        return structures.pack_as(y, list(map(with_numbers, tf.nest.flatten(y), outputs)))
+        return structures.pack_present(y, list(map(with_numbers, leaves, outputs)))
 
     form = autograph.form(call)
 
@@ -191,8 +186,8 @@ def _value_and_rule(
     """The value, as tensors, and the rule that `f` returns."""
     y, grad_fn = vjp_protocol.value_and_rule(f, at(converted(f)), "grad_fn")
 
-    def tensor(leaf: TensorLike) -> Tensor:
-        if isinstance(leaf, tf.RaggedTensor):
+    def tensor(leaf: TensorLike | None) -> Tensor | None:
+        if leaf is None or isinstance(leaf, tf.RaggedTensor):
             return leaf
         name = f"the result of {calls.name_of(f)}"
         return structures.to_tensor(leaf, name, beside=at.leaves)
@@ -240,7 +235,8 @@ class _Rule(NamedTuple):
         self, grad_fn: Function, y: Structure, upstream: Sequence[Tensor | None]
     ) -> list[Gradient]:
         """The gradients of the inputs, from those of the leaves of the value `y`."""
-        us = list(map(with_numbers, tf.nest.flatten(y), upstream))
+        leaves = tf.nest.flatten(y)
+        us = list(map(with_numbers, leaves, spread(upstream, leaves)))
         name, names = f"grad_fn of {calls.name_of(self.f)}", [v.name for v in self.variables]
         of_variables: Sequence[Gradient] = []
         if self.variables:
@@ -254,13 +250,31 @@ class _Rule(NamedTuple):
                 )
         else:
             returned = grad_fn(*us)
-        primals = [leaf for _, leaf in structures.flatten(self.point.tangents(self.point.xs))]
-        kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name)
+        primals = [x for argument in self.point.by_leaf(self.point.xs) for x in argument]
+        kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name, _is_zero)
         kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
         return [
             None if g is None else _checked(g, x, path, name)
             for (g, path), x in zip(kept, self.inputs, strict=True)
         ]
+
+
+def _is_zero(gradient: Any, leaf: Any) -> bool:
+    """Whether this is known to be zeros in the shape of an argument of integers, as JAX has it."""
+    dtype = getattr(leaf, "dtype", None)
+    if not (type(leaf) in (bool, int) if dtype is None else tf.as_dtype(dtype) != tf.string):
+        return False
+    came, expected = (tf.TensorShape(getattr(t, "shape", ())) for t in (gradient, leaf))
+    if not came.is_compatible_with(expected):
+        return False
+    if isinstance(gradient, np.ndarray) and gradient.dtype.names == ("float0",):
+        return True
+    if not isinstance(gradient, tf.Tensor):
+        return isinstance(gradient, (int, float, np.ndarray, np.generic)) and not np.any(gradient)
+    value = tf.get_static_value(graphs.outside(gradient))
+    if value is None and gradient.op.type == "Fill":
+        value = tf.get_static_value(gradient.op.inputs[1])
+    return gradient.op.type == "ZerosLike" if value is None else not np.any(value)
 
 
 def _checked(gradient: TensorLike, x: Tensor, path: str, rule: str) -> Gradient:

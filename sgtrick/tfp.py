@@ -111,11 +111,14 @@ class Factor(tfd.AutoCompositeTensorDistribution):  # type: ignore[misc]
         return tf.constant([0])
 
     def _log_prob(self, x: Tensor) -> Tensor:
+        message = (
+            f"{self.name!r} is a factor, whose event is empty, so its value must have a shape "
+            "[..., 0] such as tf.zeros([0]), got"
+        )
         if not x.shape[-1:].is_compatible_with([0]):
-            raise ValueError(
-                f"{self.name!r} is a factor, whose event is empty, so its value must have a shape "
-                f"[..., 0] such as tf.zeros([0]), got {_shown(x.shape)}."
-            )
+            raise ValueError(f"{message} {_shown(x.shape)}.")
+        if not x.shape[-1:].is_fully_defined():
+            x = structures.checked(tf.reduce_all(tf.equal(tf.shape(x)[-1:], [0])), x, message)
         # The sum over nothing is zero. It has the sample shape, and gives x a gradient.
         return self._log_factor + tf.reduce_sum(tf.cast(x[..., :0], self.dtype), -1)
 

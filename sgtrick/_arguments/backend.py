@@ -129,7 +129,7 @@ class Backend:
         why = f"{names.fx} is {fx_dtype} and {names.x} is {x_dtype}"
         gx = self.to_dtype(gx, dtype, names.gx, why)
         known = self.shape_of(fx), self.shape_of(gx), self.shape_of(x)
-        stated = batch_ndims is None or isinstance(batch_ndims, int)
+        stated = batch_ndims is None or shapes.is_int(batch_ndims)
         if not (stated and shapes.is_known(*known)):
             return Leaf(path, x, *self.check_at_run_time(fx, gx, x, batch_ndims, names))
         batch_ndims = shapes.infer_batch_ndims(*known, batch_ndims, names)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +12,7 @@ from sgtrick._arguments import shapes, structures
 from sgtrick._types import Argnums, Function, Kwargs, Structure
 
 
-@dataclasses.dataclass(frozen=True)  # AutoGraph does not convert __call__ of named tuples
+@dataclasses.dataclass  # AutoGraph does not convert __call__ of named tuples
 class Call:
     """The arguments of one call, with keywords turned into positions and defaults filled in.
 
@@ -20,11 +20,14 @@ class Call:
         values: Those by position, followed by those by keyword.
         keywords: The names of the latter.
         left_out: The names of those that the caller left out.
+        parameters: Those that they were matched with.
     """
 
     values: Sequence[Structure]
     keywords: Sequence[str] = ()
     left_out: frozenset[str] = frozenset()
+    parameters: Sequence[inspect.Parameter] = ()
+    _flat: list[list[tuple[str, Any]]] | None = dataclasses.field(default=None, init=False)
 
     @property
     def positional(self) -> int:
@@ -37,16 +40,33 @@ class Call:
         named = zip(self.keywords, self.values[n:], strict=True)
         return f(*self.values[:n], **dict(named))
 
+    @property  # a cached_property has a lock, which torch.compile cannot trace
+    def flat(self) -> list[list[tuple[str, Any]]]:
+        """The leaves of each argument with their places, from before a function changed a list."""
+        if self._flat is None:
+            self._flat = [list(structures.flatten(value)) for value in self.values]
+        return self._flat
+
     @property
     def leaves(self) -> list[Any]:
         """The leaves of all arguments."""
-        return [leaf for _, leaf in structures.flatten(list(self.values))]
+        return [leaf for argument in self.flat for _, leaf in argument]
 
-    def with_leaves(self, leaves: Sequence[Any]) -> "Call":
-        """The same call with other leaves."""
-        if any(map(tf.nest.is_nested, self.values)):
-            leaves = tf.nest.pack_sequence_as(list(self.values), list(leaves))
-        return dataclasses.replace(self, values=leaves)
+    def is_leaf(self, k: int) -> bool:
+        """Whether an argument is a leaf, and no structure."""
+        return [place for place, _ in self.flat[k]] == [""]
+
+    def with_arguments(self, others: Mapping[int, Structure]) -> "Call":
+        """This call with other arguments in some positions."""
+        if not others:
+            return self
+        flat = self.flat.copy()
+        for k, value in others.items():
+            flat[k] = list(structures.flatten(value))
+        values = [others.get(k, value) for k, value in enumerate(self.values)]
+        call = dataclasses.replace(self, values=values)
+        call._flat = flat
+        return call
 
 
 class Callee:
@@ -98,23 +118,36 @@ class Callee:
         """The arguments as the function receives them."""
         complete = self._positional and not kwargs and len(args) == len(self._parameters)
         if self._signature is None or complete:
-            return Call([*args, *kwargs.values()], list(kwargs))
-        bound = bind(self._signature, args, kwargs, self.name)
+            return Call([*args, *kwargs.values()], list(kwargs), parameters=self._parameters)
+        try:
+            bound = bind(self._signature, args, kwargs, self.name)
+        except TypeError:
+            if not is_open(self.f):
+                raise
+            # A wrapper may pass the function inside arguments of its own.
+            own = inspect.signature(self.f, follow_wrapped=False)
+            bound = bind(own, args, kwargs, self.name)
         passed = set(bound.arguments)
         bound.apply_defaults()
         left_out = frozenset(bound.arguments) - passed
-        return Call([*bound.args, *bound.kwargs.values()], list(bound.kwargs), left_out)
+        parameters = list(bound.signature.parameters.values())
+        return Call([*bound.args, *bound.kwargs.values()], list(bound.kwargs), left_out, parameters)
 
     def names(self, call: Call) -> list[str]:
         """The names of the arguments of a call, in errors: `x`, `args[0]`."""
-        named = [p.name for p in self._parameters if p.kind in _SINGLE]
-        rest = next((p.name for p in self._parameters if p.kind is p.VAR_POSITIONAL), "args")
+        named = [p.name for p in call.parameters if p.kind in _SINGLE]
+        rest = next((p.name for p in call.parameters if p.kind is p.VAR_POSITIONAL), "args")
         named += [f"{rest}[{i}]" for i in range(call.positional - len(named))]
         return [*named[: call.positional], *call.keywords]
 
     def takes(self, keyword: str) -> bool:
         """Whether there is a parameter of this name that can be passed by keyword."""
         return any(p.name == keyword and p.kind is not p.POSITIONAL_ONLY for p in self._parameters)
+
+    def takes_keyword(self, keyword: str) -> bool:
+        """Whether an argument of this name can be passed by keyword."""
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters)
+        return takes_all or self._signature is None or self.takes(keyword)
 
     def defaulted(self, call: Call) -> set[str]:
         """The names of the arguments that have their default in a call, passed or not.
@@ -163,6 +196,8 @@ class Callee:
                 raise TypeError(f"no place for {misplaced[0]}")
             rule._signature.bind(*values[:n], **{k: by_name[k] for k in keywords})
         except TypeError as error:
+            if is_open(rule.f):
+                return Call(values, keywords)
             is_short = str(error).startswith("missing")
             raise TypeError(
                 f"The gradient function of {self.name} is called with the same arguments, "
@@ -224,7 +259,7 @@ _LITERALS = (bool, int, float, complex, str, bytes)  # their repr tells -0.0 fro
 
 def as_keys(argnums: Argnums, option: str) -> Sequence[int | str]:
     """The value of an option like `argnums` as a sequence, checked to hold ints and names."""
-    keys = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
+    keys: Sequence[Any] = [*argnums] if structures.is_sequence(argnums) else [argnums]
     for key in keys:
         if not (shapes.is_int(key) or isinstance(key, str)):
             raise TypeError(f"{option} must be ints or parameter names, got {key!r}.")
@@ -296,8 +331,20 @@ def bind(
 
 
 def signature_of(f: Function) -> inspect.Signature | None:
-    """The signature of `f`, None if Python cannot find it."""
+    """The signature of `f`, None if Python cannot find it.
+
+    A wrapper with `*args` or `**kwargs` has that of the function inside, as `functools.wraps` says.
+    """
     try:
-        return inspect.signature(f)
+        return inspect.signature(f, follow_wrapped=is_open(f))
     except (TypeError, ValueError):  # some builtins have none
         return None
+
+
+def is_open(f: Function) -> bool:
+    """Whether `f` itself takes `*args` or `**kwargs`, which may be for a function inside."""
+    try:
+        own = inspect.signature(f, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own)

@@ -9,6 +9,7 @@ Shapes are tuples in which None is an unknown dimension; None instead of a shape
 This module does not depend on TensorFlow.
 """
 
+import numbers
 from typing import NamedTuple, TypeGuard
 
 Shape = tuple[int | None, ...]
@@ -40,7 +41,8 @@ def infer_batch_ndims(
         names: For errors.
 
     Returns:
-        `len(B)`, or None if it depends on a rank that is not known yet.
+        `len(B)`, or None if it depends on a rank that is not known yet, or on whether `fx` has one
+        entry, where `x` is known to be no batch of one.
 
     Raises:
         ValueError: The shapes do not fit together, or `batch_ndims` is not a number of dimensions.
@@ -55,21 +57,21 @@ def infer_batch_ndims(
             inferred = 0
         elif fx is None or gx is None or x is None:
             return None
-        elif is_one(fx) and x[: len(fx)] != fx:
-            inferred = 0
         else:
-            inferred = len(fx) if len(gx) == len(x) else 0
+            inferred = len(fx) if len(gx) == len(x) and _is_batch(fx, x[: len(fx)]) else 0
     if not _fits(fx, gx, x, inferred):
         raise ValueError(
             f"{names.fx} {show(fx)}, {names.gx} {show(gx)} and {names.x} {show(x)} do not fit "
             f"together. {_advice(fx, gx, x, batch_ndims, names)}"
         )
-    return inferred
+    if batch_ndims is None and inferred and fx and x and _may_be_one(fx):
+        return inferred if _may_be_one(x[:inferred]) else None
+    return int(inferred)
 
 
 def is_int(value: object) -> TypeGuard[int]:
     """Whether this is an int, such as a number of dimensions or a position, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_equal(shape: Shape | None, expected: Shape | None, name: str, like_name: str) -> None:
@@ -109,6 +111,18 @@ def show(shape: Shape | None) -> str:
     return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"
 
 
+def _may_be_one(fx: Shape) -> bool:
+    """Whether a value may have one entry."""
+    return all(n in (1, None) for n in fx)
+
+
+def _is_batch(fx: Shape, front: Shape) -> bool:
+    """Whether a value is taken for a batch like the `front` of the point, and not for one value."""
+    if is_one(fx):
+        return front == fx
+    return not _may_be_one(fx) or compatible(fx, front)
+
+
 def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int) -> bool:
     if any(shape is not None and len(shape) < batch_ndims for shape in (fx, x)):
         return False
@@ -118,7 +132,7 @@ def _fits(fx: Shape | None, gx: Shape | None, x: Shape | None, batch_ndims: int)
         return False
     if gx is None or compatible(gx, fx + x[batch_ndims:]):
         return True
-    return is_one(fx) and batch_ndims == 0 and (gx == () or compatible(gx, x))
+    return _may_be_one(fx) and batch_ndims == 0 and (gx == () or compatible(gx, x))
 
 
 def _advice(

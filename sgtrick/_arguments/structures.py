@@ -1,8 +1,17 @@
 """Structures as leaves with paths; checks of leaves whose errors name them by path."""
 
+import array
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MappingView,
+    Sequence,
+)
+from typing import Any, NamedTuple, TypeGuard
 
 import tensorflow as tf
 
@@ -33,7 +42,7 @@ def flatten(
             yield from flatten(structure[key], f"{path}[{key!r}]", whole)
     elif path in whole and is_list_of_numbers(structure):
         yield path, structure
-    elif isinstance(structure, (list, tuple)):
+    elif is_sequence(structure):
         for i, child in enumerate(structure):
             yield from flatten(child, f"{path}[{i}]", whole)
     elif is_object(structure):
@@ -42,9 +51,44 @@ def flatten(
         yield path, structure
 
 
-def is_object(structure: Structure) -> bool:
+# The words of `tf.nest.is_nested`, beside `Mapping`: torch.compile cannot trace the function.
+def is_sequence(structure: object) -> TypeGuard[Collection[Any]]:
+    """Whether `tf.nest` takes this for a sequence: lists, deques, ranges, views of dicts."""
+    if isinstance(structure, (list, tuple)):
+        return True
+    is_text = isinstance(structure, (str, bytes))
+    return not is_text and isinstance(structure, (Sequence, MappingView))
+
+
+def is_object(structure: object) -> bool:
     """Whether `tf.nest` flattens this object: attrs classes, dataclasses with `__tf_flatten__`."""
     return hasattr(structure, "__attrs_attrs__") or hasattr(structure, "__tf_flatten__")
+
+
+BUFFERS = (array.array, memoryview)  # of numbers, which can hold no tensors
+
+
+def copied(structure: Structure) -> Structure | None:
+    """The structure with the same leaves, in lists and dicts that nobody else changes.
+
+    None, if `tf.nest` cannot build it, since the constructor of a class takes something else.
+    Buffers of numbers become lists, as ranges and views of dicts do.
+    """
+    if isinstance(structure, BUFFERS):
+        return list(structure)
+    try:
+        return tf.nest.map_structure(lambda leaf: leaf, structure)
+    except (TypeError, ValueError):
+        return None
+
+
+def no_structure(structure: object, name: str) -> TypeError:
+    """The error for a structure that has to be built of other leaves, and cannot be."""
+    return TypeError(
+        f"{name} is a structure whose leaves have to be replaced, but tf.nest cannot build "
+        f"{type(structure).__name__} of others, since its constructor takes something else. "
+        "Pass the leaves as arguments, or in another structure."
+    )
 
 
 def pair(
@@ -114,8 +158,9 @@ def pair_hessian(
 
 def is_dense(leaf: object) -> bool:
     """Whether a leaf is a dense tensor or a variable, or a module that stands for one in TFP."""
-    is_one = isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__")
-    return is_one or (isinstance(leaf, tf.Module) and hasattr(leaf, "shape"))
+    if isinstance(leaf, (tf.Tensor, tf.Variable)) or hasattr(leaf, "__tf_tensor__"):
+        return True
+    return isinstance(leaf, tf.Module) and bool(tf.is_tensor(leaf))
 
 
 def holds_tensors(leaf: object) -> bool:
@@ -338,6 +383,13 @@ def pack_as(structure: Structure, leaves: Sequence[Tensor]) -> Structure:
     if isinstance(structure, tf.Tensor):
         return leaves[0]
     return tf.nest.pack_sequence_as(structure, leaves)
+
+
+def pack_present(structure: Structure, leaves: Sequence[Tensor]) -> Structure:
+    """Leaves in a structure, in the places of those that are not None."""
+    if isinstance(structure, tf.Tensor):
+        return leaves[0]
+    return tf.nest.pack_sequence_as(structure, spread(leaves, tf.nest.flatten(structure)))
 
 
 def map_leaves(f: Function, structure: Structure) -> Structure:

@@ -1,6 +1,6 @@
 """What `custom_vjp` requires of a function and its rule, shared with `sgtrick.keras`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sgtrick._arguments import calls, shapes, structures
@@ -33,8 +33,7 @@ def arguments_of(
 ) -> list[Argument]:
     """The arguments of a call, except the first `own` ones, and which have their default."""
     found = []
-    for name, value in zip(function.names(call)[own:], call.values[own:], strict=True):
-        flat = list(structures.flatten(value))
+    for name, flat in zip(function.names(call)[own:], call.flat[own:], strict=True):
         places, leaves = [place for place, _ in flat], [leaf for _, leaf in flat]
         found.append(Argument(name, places, leaves, name in defaulted))
     return found
@@ -51,11 +50,17 @@ def value_and_rule(f: Function, returned: Structure, rule: str) -> tuple[Structu
             f"upstream gradient to the gradients of the arguments, got {got}."
         )
     y, pull = returned
+    if y is None:
+        raise TypeError(f"{calls.name_of(f)} returned None as its value. Return a tensor.")
     return y, pull
 
 
 def gradients_of(
-    arguments: Sequence[Argument], primals: Sequence[Tensor | None], returned: Structure, rule: str
+    arguments: Sequence[Argument],
+    primals: Sequence[Tensor | None],
+    returned: Structure,
+    rule: str,
+    is_zero: Callable[[Any, Any], bool] = lambda _, __: False,
 ) -> list[tuple[Gradient, str]]:
     """Returns `(gradient, path)` for each primal that is not None, from what `rule` returned.
 
@@ -64,6 +69,7 @@ def gradients_of(
         primals: Their leaves, None for those with respect to which nothing is differentiated.
         returned: One gradient for each argument, or one for each leaf.
         rule: The name of the rule in errors.
+        is_zero: Whether a gradient says nothing of a leaf that has no derivatives.
 
     Raises:
         ValueError: `returned` is neither, or both with different meanings.
@@ -84,7 +90,11 @@ def gradients_of(
         if path not in inputs and not structures.has_derivatives(leaf)
     }
     wrong = [
-        [path for path, g in reading.items() if g is not None and path in without]
+        [
+            path
+            for path, g in reading.items()
+            if g is not None and path in without and not is_zero(g, without[path])
+        ]
         for reading in readings
     ]
     if all(wrong):

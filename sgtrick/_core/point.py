@@ -12,9 +12,8 @@ each first derivative by `w` a zero is added, whose derivative by `x` is an erro
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -49,6 +48,8 @@ from sgtrick._types import (
     Tensor,
 )
 
+T = TypeVar("T")
+
 
 class Selection:
     """The arguments of a call that a rule covers; all others keep their autodiff gradient.
@@ -67,19 +68,23 @@ class Selection:
     ) -> None:
         """The arguments at some positions, in this order; `names` are those of all arguments."""
         self.call, self._positions, self._names = call, positions, names
-        by_argument = [list(structures.flatten(value)) for value in call.values]
-        starts = list(itertools.accumulate(map(len, by_argument), initial=0))
-        self._leaves = [leaf for leaves in by_argument for _, leaf in leaves]
-        self._places, self.xs = [], list[Tensor]()
+        self._places = list[tuple[int, int]]()  # the number of the argument, and that of the leaf
+        self.xs = list[Tensor]()
+        self._structures = dict[int, Structure]()  # as they were; None cannot be built again
+        leaves = call.leaves
         for k in positions:
-            for i, (place, leaf) in enumerate(by_argument[k], starts[k]):
+            for i, (place, leaf) in enumerate(call.flat[k]):
                 if differentiated(leaf):
-                    self._places.append(i)
+                    self._places.append((k, i))
                     name = names[k] + place
-                    x = structures.to_tensor(numbers_of(leaf), name, beside=self._leaves)
+                    x = structures.to_tensor(numbers_of(leaf), name, beside=leaves)
                     self.xs.append(tapes.own_copy(x))
                 else:
                     structures.refuse(leaf, names[k] + place)
+            if not call.is_leaf(k):
+                self._structures[k] = structures.copied(call.values[k])
+                if self._structures[k] is None and any(k == j for j, _ in self._places):
+                    raise structures.no_structure(call.values[k], names[k])
 
     @functools.cached_property
     def stopped_xs(self) -> list[Tensor]:
@@ -92,25 +97,47 @@ class Selection:
         return self.at(self.stopped_xs)
 
     def others(self) -> "Selection":
-        """The other arguments of the stopped call whose gradient may be requested."""
-        rest = [k for k in range(len(self.call.values)) if k not in self._positions]
-        return Selection(self.stopped, rest, self._names, structures.may_be_recorded)
+        """The other arguments of the stopped call whose gradient may be requested.
+
+        Tensors in an object that cannot be built of others stay there, as if it were closed over.
+        """
+        call = self.stopped
+        rest = [
+            k
+            for k in range(len(call.values))
+            if k not in self._positions
+            and (call.is_leaf(k) or structures.copied(call.values[k]) is not None)
+        ]
+        return Selection(call, rest, self._names, structures.may_be_recorded)
 
     def at(self, xs: Sequence[Tensor], call: Call | None = None) -> Call:
         """This call, or another one, with other leaves instead of its own `xs`."""
-        return self._replaced(self._leaves if call is None else call.leaves, xs)
+        call = call or self.call
+        replaced = dict[int, list[Any]]()
+        for (k, i), x in zip(self._places, xs, strict=True):
+            leaf = self.call.flat[k][i][1]
+            x = with_numbers(leaf, x)
+            if x is not call.flat[k][i][1]:
+                replaced.setdefault(k, [leaf for _, leaf in call.flat[k]])[i] = x
+        return call.with_arguments({k: self._packed(k, new) for k, new in replaced.items()})
 
-    def _replaced(self, leaves: Sequence[Any], xs: Sequence[Tensor | None]) -> Call:
-        leaves = list(leaves)
-        for i, x in zip(self._places, xs, strict=True):
-            leaves[i] = with_numbers(self._leaves[i], x)
-        return self.call.with_leaves(leaves)
+    def _packed(self, k: int, leaves: Sequence[Any]) -> Structure:
+        """An argument with other leaves."""
+        if k not in self._structures:
+            return leaves[0]
+        like = self._structures[k]
+        return None if like is None else tf.nest.pack_sequence_as(like, leaves)
 
     @property
     def with_copies(self) -> Call:
         """The call with its own copies of tensors: the function may close over the same ones."""
-        given = [self._leaves[i] for i in self._places]
-        return self.at([x if tf.is_tensor(t) else t for x, t in zip(self.xs, given, strict=True)])
+        given = [self.call.flat[k][i][1] for k, i in self._places]
+        copies = zip(self.xs, given, strict=True)
+        # What is a variable for the caller is one for the function, which may assign it. But in
+        # functions, accumulators lose variables that branches and loops read.
+        return self.at(
+            [x if isinstance(t, tf.Tensor) or tapes.is_pushed([x]) else t for x, t in copies]
+        )
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
@@ -121,20 +148,49 @@ class Selection:
 
     def read(self) -> Call:
         """The call with the current values of variables, which may be assigned later."""
-        own = set(self._places)
-        leaves = [
-            here(structures.as_tensor(t)) if i not in own and structures.is_dense(t) else t
-            for i, t in enumerate(self._leaves)
-        ]
-        return self._replaced(leaves, self.xs)
+        own, replaced = set(self._places), dict[int, Structure]()
+        for k, (value, argument) in enumerate(zip(self.call.values, self.call.flat, strict=True)):
+            leaves = [leaf for _, leaf in argument]
+            read = [
+                here(structures.as_tensor(t)) if (k, i) not in own and structures.is_dense(t) else t
+                for i, t in enumerate(leaves)
+            ]
+            if all(t is leaf for t, leaf in zip(read, leaves, strict=True)):
+                continue
+            if self.call.is_leaf(k):
+                replaced[k] = read[0]
+            elif (like := structures.copied(value)) is not None:
+                replaced[k] = tf.nest.pack_sequence_as(like, read)
+        return self.at(self.xs, self.call.with_arguments(replaced))
 
     def primals(self, call: Call) -> Args:
         """These arguments, of a call that `at` returned."""
         return tuple(call.values[k] for k in self._positions)
 
+    def by_leaf(self, ts: Sequence[T]) -> list[list[T | None]]:
+        """What belongs to `xs`, for each leaf of each argument; None for all other leaves."""
+        found = dict(zip(self._places, ts, strict=True))
+        flat = self.call.flat
+        return [[found.get((k, i)) for i in range(len(flat[k]))] for k in self._positions]
+
     def tangents(self, ts: Sequence[Tensor]) -> Args:
-        """Tangents in the structure of the arguments, with None where there is no derivative."""
-        return self.primals(self._replaced([None] * len(self._leaves), ts))
+        """Tangents in the structure of the arguments, with None where there is no derivative.
+
+        What nobody can differentiate by, numbers and arrays, has zeros.
+        """
+        found = []
+        for k, of_argument in zip(self._positions, self.by_leaf(ts), strict=True):
+            leaves = [leaf for _, leaf in self.call.flat[k]]
+            moving = [self._tangent(*pair) for pair in zip(leaves, of_argument, strict=True)]
+            found.append(self._packed(k, moving))
+        return tuple(found)
+
+    def _tangent(self, leaf: Any, t: Tensor | None) -> Structure:
+        if t is not None:
+            return with_numbers(leaf, t)
+        if structures.holds_tensors(leaf) or not structures.has_derivatives(leaf):
+            return None
+        return tf.zeros_like(structures.to_tensor(leaf, "a tangent", beside=self.call.leaves))
 
     def check_numbers(self, name: str) -> None:
         """Checks that the arguments, unless they are empty, hold something numeric."""
@@ -148,7 +204,7 @@ class Selection:
             )
 
     def _selected(self) -> list[Any]:
-        return [leaf for _, leaf in structures.flatten(list(self.primals(self.call)))]
+        return [leaf for k in self._positions for _, leaf in self.call.flat[k]]
 
     def jacobians(
         self, gradients: Sequence[Structure], y: Tensor, batch_ndims: int | None
@@ -158,7 +214,8 @@ class Selection:
         xs = iter(self.xs)
         for k, gradient in zip(self._positions, gradients, strict=True):
             name, by = self._names[k], f"the gradient with respect to {self._names[k]}"
-            for path, x, gx in structures.pair(self.call.values[k], gradient, name, by):
+            argument = self._structures.get(k, self.call.values[k])
+            for path, x, gx in structures.pair(argument, gradient, name, by):
                 names = shapes.Names("the value", f"{by}{path}", f"{name}{path}")
                 if structures.has_derivatives(x):
                     x = next(xs)
@@ -379,7 +436,7 @@ def select(f: calls.Callee, argnums: Argnums, args: Args, kwargs: Kwargs) -> Sel
 
 def checked_value(y: Structure, name: str, call: calls.Call) -> Tensor:
     """The value that the function `name` returned, checked to be one tensor with derivatives."""
-    if isinstance(y, (tuple, list, dict)):  # converting would stack a list
+    if tf.nest.is_nested(y):  # converting would stack a list
         raise TypeError(
             f"{name} must return one tensor, got a {structures.kind_of(y)}. For several outputs "
             "use sgtrick.custom_jvp or sgtrick.custom_vjp."
@@ -400,14 +457,14 @@ def as_tuple(gradients: Structure, argnums: Argnums, name: str) -> Sequence[Stru
             f"{name} returned None instead of a gradient: did you forget to return it? Arguments "
             "without a gradient are left out of argnums."
         )
-    if not isinstance(argnums, (list, tuple)):
+    if not structures.is_sequence(argnums):
         return (gradients,)
-    if not (isinstance(gradients, (list, tuple)) and len(gradients) == len(argnums)):
+    if not (structures.is_sequence(gradients) and len(gradients) == len(argnums)):
         raise ValueError(
             f"{name} must return a tuple of {len(argnums)} gradients, one for each of "
             f"argnums={argnums!r}, got {structures.kind_of(gradients)}."
         )
-    return gradients
+    return list(gradients)
 
 
 def pair_of(result: Structure, what: str) -> tuple[Structure, Structure]:

@@ -131,9 +131,21 @@ def given(
     for leaf in flat:
         _refuse_foreign(name, leaf)
     # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.
-    like = tf.nest.map_structure(lambda _: None, values)
+    like = _emptied(values, names)
     leaves, dtype = _read(flat, default)
     return Given(names, like, leaves, selected, dtype)
+
+
+def _emptied(values: Args, names: Sequence[str]) -> Structure:
+    """The arguments with None as their leaves."""
+    try:
+        return tf.nest.map_structure(lambda _: None, values)
+    except (TypeError, ValueError):
+        copies = tuple(map(structures.copied, values))
+        for value, copy, name in zip(values, copies, names, strict=True):
+            if copy is None and tf.nest.is_nested(value):
+                raise structures.no_structure(value, name) from None
+        return tf.nest.map_structure(lambda _: None, copies)
 
 
 # What the engine gets as it is. Nothing has been recorded of these.
@@ -183,7 +195,7 @@ def _with_event_ndims(name: str, arg: Structure, ndims: Structure) -> list[tuple
     else:
         flat = structures.pair(arg, ndims, name, f"the event_ndims of {name}")
     for path, _, n in flat:
-        if not (shapes.is_int(n) or isinstance(n, np.integer)) or n < 0:
+        if not shapes.is_int(n) or n < 0:
             raise ValueError(
                 "event_ndims must be a non-negative int, or one for each argument, got "
                 f"{n!r} for {name}{path}."

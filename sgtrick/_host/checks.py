@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._arguments import shapes
+from sgtrick._arguments import shapes, structures
 from sgtrick._types import Array, Structure
 
 Shape = tuple[int, ...]
@@ -120,8 +120,8 @@ def split(value: Structure, like: Structure, what: str) -> Iterator[Structure]:
             raise ValueError(f"{what} must be a dict of {sorted(like)}, got {show(value)}.")
         for key in sorted(like):
             yield from split(value[key], like[key], f"{what}[{key!r}]")
-    elif isinstance(like, (list, tuple)):
-        if not isinstance(value, (list, tuple)) or len(value) != len(like):
+    elif structures.is_sequence(like):
+        if not structures.is_sequence(value) or len(value) != len(like):
             hint = " A list is a structure: if it is one array, pass it as tf.stack of the list."
             raise ValueError(
                 f"{what} must be a {type(like).__name__} of {len(like)}, got {show(value)}."

@@ -391,7 +391,7 @@ def _with_leaves(stated: Structure, path: str) -> Structure:
     if isinstance(stated, tf.TensorShape):  # as a framework found it
         return stated
     if isinstance(stated, (tuple, list)) and all(
-        n is None or ((shapes.is_int(n) or isinstance(n, np.integer)) and n >= 0) for n in stated
+        n is None or (shapes.is_int(n) and n >= 0) for n in stated
     ):
         return tf.TensorShape(stated)
     if isinstance(stated, Mapping) and stated:

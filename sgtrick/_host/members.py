@@ -249,6 +249,8 @@ class _Call:
             if signature is not None:
                 signature.bind(*arguments)
         except TypeError as error:
+            if calls.is_open(f):
+                return
             is_several = len(self._layout.point.paths) > 1
             like_arguments = is_several and set(QUESTIONS[self._key].vectors) & {"t", "v"}
             raise WrongUseError(
@@ -349,8 +351,7 @@ def _own(returned: Structure) -> Structure:
         return returned
     if isinstance(returned, np.ndarray):
         return returned.copy()
-    is_structure = isinstance(returned, (tuple, list, Mapping)) or structures.is_object(returned)
-    if is_structure:  # for tf.nest, buffers such as memoryview are structures too
+    if tf.nest.is_nested(returned) and not isinstance(returned, structures.BUFFERS):
         return tf.nest.map_structure(_own, returned)
     with contextlib.suppress(Exception):  # what is no array will be refused
         array = np.array(returned)

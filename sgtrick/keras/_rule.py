@@ -8,7 +8,7 @@ from typing import NamedTuple
 import keras
 from keras import ops
 
-from sgtrick._arguments import calls, dtypes, vjp_protocol
+from sgtrick._arguments import calls, dtypes, structures, vjp_protocol
 from sgtrick._host import reticulate
 from sgtrick._types import Args, Function, Kwargs, Structure
 from sgtrick.keras import _backends, _structures
@@ -26,13 +26,12 @@ class FunctionRule:
         call = function.bind(args, kwargs)
         own = 0 if args and ops.is_tensor(args[0]) else function.receivers(args)
         self._owner = call.values[:own]  # self of a method has no gradient
-        positional = tuple(call.values[own : call.positional])
         self._arguments = vjp_protocol.arguments_of(function, call, own, function.defaulted(call))
         self.__name__, self._grad = function.name, f"grad of {function.name}"
         self.not_argument = _NOT_ARGUMENT.format(function.name)
         self.not_connected = _NOT_CONNECTED.format(function.name)
         self._f, self._keywords = function.f, call.keywords
-        self._call = (positional, list(call.values[call.positional :]))
+        self._values, self._positional = call.values[own:], call.positional - own
         self._leaves = [_value_of(leaf) for a in self._arguments for leaf in a.leaves]
         self._primals = [leaf if _is_input(leaf) else None for leaf in self._leaves]
         self.inputs = [x for x in self._primals if x is not None]
@@ -54,19 +53,27 @@ class FunctionRule:
             leaf if x is None else next(some)
             for leaf, x in zip(self._leaves, self._primals, strict=True)
         ]
-        args, values = _structures.pack(self._call, leaves)
-        kwargs = dict(zip(self._keywords, values, strict=True))
-        returned = self._f(*self._owner, *args, **kwargs)
+        at, values = iter(leaves), []
+        for value, argument in zip(self._values, self._arguments, strict=True):
+            own = [next(at) for _ in argument.leaves]
+            is_same = all(a is b for a, b in zip(own, argument.leaves, strict=True))
+            values.append(value if is_same else _structures.pack(value, own))
+        n = self._positional
+        kwargs = dict(zip(self._keywords, values[n:], strict=True))
+        returned = self._f(*self._owner, *values[:n], **kwargs)
         y, grad = vjp_protocol.value_and_rule(self._f, returned, "grad")
         if any_symbolic(y):
             raise TypeError(_SYMBOLIC.format(self.__name__))
-        like = _structures.pack(y, [None] * len(_structures.leaves(y)))  # y itself may be freed
+        # y itself may be freed; what is None has no upstream gradient.
+        marks = [None if leaf is None else True for leaf in _structures.leaves(y)]
+        like = _structures.pack(y, marks)
         # What a pullback reads is looked for in its closure: nothing else may be there.
         arguments, primals, name = self._arguments, self._primals, self._grad
-        grad = _of_leaves(grad, name, arguments, [*args, *values], like)
+        grad = _of_leaves(grad, name, arguments, values, like)
 
         def pull(*us: Gradient) -> list[Gradient]:
-            kept = vjp_protocol.gradients_of(arguments, primals, grad(*us), name)
+            returned = grad(*structures.spread(us, marks))
+            kept = vjp_protocol.gradients_of(arguments, primals, returned, name)
             inputs = [x for x in primals if x is not None]
             return [_checked(g, x, path, name) for (g, path), x in zip(kept, inputs, strict=True)]
 
@@ -79,11 +86,12 @@ class FunctionRule:
             dtype = dtypes.of_number(leaf, map(KERAS.dtype_of, self.inputs))
             return ops.convert_to_tensor(leaf, dtype)
 
-        return list(map(tensor, _structures.leaves(y)))
+        return [tensor(leaf) for leaf in _structures.leaves(y) if leaf is not None]
 
     def pack(self, outputs: list[Tensor]) -> Structure:
         """Packs `outputs` into the structure of the value."""
-        return _structures.pack(self._like[0], outputs)
+        like = self._like[0]
+        return _structures.pack(like, structures.spread(outputs, _structures.leaves(like)))
 
 
 def _checked(g: Gradient, x: Tensor, path: str, rule: str) -> Gradient:

@@ -27,7 +27,7 @@ def _packed(structure: Structure, rest: Iterator[Tensor]) -> Structure:
         children = [_packed(child, rest) for child in structure]
         named = hasattr(structure, "_fields")
         return type(structure)(*children) if named else type(structure)(children)
-    if structures.is_object(structure):
-        flat = tf.nest.flatten(structure)
-        return tf.nest.pack_sequence_as(structure, [next(rest) for _ in flat])
+    if structures.is_sequence(structure) or structures.is_object(structure):
+        flat, like = tf.nest.flatten(structure), structures.copied(structure)
+        return tf.nest.pack_sequence_as(like, [next(rest) for _ in flat])
     return next(rest)

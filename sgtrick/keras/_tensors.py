@@ -60,7 +60,8 @@ def _check(
 ) -> tuple[Tensor, Ndims]:
     """Checks known dimensions; the others of symbolic tensors are checked when called."""
     known = tuple(fx.shape), tuple(gx.shape), tuple(x.shape)
-    return gx, shapes.infer_batch_ndims(*known, batch_ndims, names)
+    inferred = shapes.infer_batch_ndims(*known, batch_ndims, names)
+    return gx, len(fx.shape) if inferred is None else inferred
 
 
 def _shaped_like(t: Tensor, like: Tensor, name: str, like_name: str) -> Tensor:

@@ -12,7 +12,7 @@ import tensorflow_probability as tfp
 import sgtrick
 from matrix import functions as fn
 from matrix import spread
-from shared import constant, derivative, gradient
+from shared import constant, derivative, gradient, value_and_gradients
 
 NAN, INF = np.nan, np.inf
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
@@ -125,12 +125,20 @@ class TestShapes:
 
     @pytest.mark.parametrize(
         ("shape", "of_point", "jit_compile"),
-        [([1], [3], True), ([1, 1], [None], False), (None, [None], True), (None, None, False)],
+        [
+            ([1], [3], True),
+            ([1, 1], [None], False),
+            (None, [None], True),
+            (None, None, False),
+            ([None], [3], True),
+            ([None, 1], [3], False),
+            ([None, None], [None], False),
+        ],
         ids=str,
     )
     def test_a_value_of_one_entry(self, shape, of_point, jit_compile):
         """It has the gradient of a scalar, also where shapes are unknown while tracing."""
-        fx = tf.reshape(constant(5.0), shape or [1])
+        fx = tf.reshape(constant(5.0), [n or 1 for n in shape or [1]])
         x, gx, u = constant([1.0, 2.0, 3.0]), constant([4.0, 5.0, 6.0]), 2 * tf.ones_like(fx)
         specs = [tf.TensorSpec(s, tf.float64) for s in (shape, of_point, of_point)]
 
@@ -147,6 +155,21 @@ class TestShapes:
         if of_point != [3]:
             with pytest.raises(tf.errors.InvalidArgumentError):
                 run(fx, gx[:2], x)
+
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    def test_a_batch_that_might_be_a_value_of_one_entry(self, jit_compile):
+        specs = [tf.TensorSpec(s, tf.float64) for s in ([None], [3])]
+
+        @tf.function(input_signature=specs, jit_compile=jit_compile)
+        def run(fx, x):
+            return value_and_gradients(lambda x: sgtrick.custom_gradient(fx, 4 * x, x), x)
+
+        x = constant([1.0, 2.0, 3.0])
+        y, (g,) = run(5 * x, x)
+        np.testing.assert_array_equal(y, 5 * x)
+        np.testing.assert_array_equal(g, 4 * x)
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            run(x[:2], x)
 
     def test_the_hessian_of_a_value_of_one_entry(self):
         x, hx = constant([1.0, 2.0]), constant([[[2.0, 3.0], [3.0, 5.0]]])

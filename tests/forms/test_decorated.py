@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import traceback
+import types
 from typing import NamedTuple
 
 import keras
@@ -357,6 +358,43 @@ def test_a_partial_that_gives_an_argument_by_its_name(name, wrap):
     else:
         h = decorate(by_name)(by_name(f))
     check(functools.partial(h, scale=3.0), 3.0, wrap)
+
+
+def injecting(f, scale=3.0):
+    """Wrappers that pass a scale of their own."""
+
+    @functools.wraps(f)
+    def alone(x):
+        return f(scale, x)
+
+    @functools.wraps(f)
+    def beside(*args, **kwargs):
+        return f(scale, *args, **kwargs)
+
+    @functools.wraps(f)
+    def named(x, **kwargs):
+        return f(scale, x, **kwargs)
+
+    return {"alone": alone, "any": beside, "named": named, "method": Wrapped(beside).method}
+
+
+class Wrapped:
+    def __init__(self, f):
+        self.method = types.MethodType(functools.wraps(f)(lambda self, *args: f(*args)), self)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "wrap"),
+    [*spread(FORMS, ["alone", "any", "named", "method"], EXECUTED, together=2)],
+)
+def test_wrappers_with_an_argument_of_their_own(name, kind, wrap):
+    f, decorate = FORMS[name]
+    h = decorate(lambda f: injecting(f)[kind])(injecting(f)[kind])
+    if name == "custom_jvp":
+        h.defjvp(lambda primals, tangents: (None, tenfold(3.0, primals[0]) * tangents[0]))
+    check(lambda x: h(x), 3.0, EXECUTED[wrap])  # tf.function of h would look into the wrapper
+    if kind in ("alone", "named"):
+        check(lambda x: h(x=x), 3.0, EXECUTED[wrap])
 
 
 @EVERY

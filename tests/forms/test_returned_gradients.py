@@ -139,12 +139,64 @@ def test_errors_name_the_arguments(custom_vjp):
     ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_derivatives_has_no_gradient(custom_vjp, value, kind):
-    """Not even a gradient of zero: it was meant for something else."""
-    h = custom_vjp(lambda a, n: (a + 0, lambda u: (u, 0 * u)))
+    """It was meant for something else."""
+    h = custom_vjp(lambda a, n: (a + 0, lambda u: (u, 1 + 0 * u)))
     with pytest.raises(TypeError, match=f"gradient for n, which has no derivatives: it is {kind}"):
         gradient(lambda a: h(a, value), A)
     h = custom_vjp(lambda a, n: (a + 0, lambda u: (3 * u, None)))
     np.testing.assert_allclose(gradient(lambda a: h(a, value), A), [3, 3, 3])
+
+
+N, NO_FLOATS = tf.constant([2, 3, 4]), tf.zeros([3], tf.int32)
+ZEROS = {
+    "float0": lambda u: np.zeros(3, np.dtype([("float0", "V")])),
+    "zeros": lambda u: tf.zeros([3], tf.int32),
+    "floats": lambda u: tf.zeros_like(u),
+    "like it": lambda u: tf.zeros_like(N),
+    "filled": lambda u: tf.zeros(tf.shape(u)),
+    "array": lambda u: np.zeros(3),
+    "closed over": lambda u: NO_FLOATS,
+}
+
+
+@pytest.mark.parametrize("kind", ZEROS)
+@pytest.mark.parametrize("known", [[3], [None]], ids=str)
+def test_zeros_of_integers_are_no_gradient(kind, known):
+    """As JAX has it; of another shape, they were meant for something else."""
+    h = sgtrick.custom_vjp(lambda a, n: (a + 0, lambda u: (3 * u, ZEROS[kind](u))))
+    run = lambda a, n: gradient(lambda a: h(a, n), a)  # noqa: E731
+    specs = [tf.TensorSpec(known, tf.float64), tf.TensorSpec(known, tf.int32)]
+    for found in (run(A, N), run(A, N > 2), tf.function(run, input_signature=specs)(A, N)):
+        np.testing.assert_allclose(found, [3, 3, 3])
+    for n in (N[:2], 3, "text", None):
+        with pytest.raises(TypeError, match="gradient for n, which has no derivatives"):
+            run(A, n)
+
+
+@decorated
+@WRAPS
+def test_none_among_outputs(custom_vjp, wrap):
+    """Its upstream gradient is None."""
+
+    def f(x):
+        def grad_fn(*us):
+            assert [u is None for u in us] == [True, False, True]
+            return 2 * x * us[1]
+
+        return {"a": None, "b": (x**2, None)}, grad_fn
+
+    h = custom_vjp(f)
+    y = wrap(h)(A)
+    assert y["a"] is y["b"][1] is None
+    run = lambda x: h(x)["b"][0]  # noqa: E731
+    np.testing.assert_allclose(wrap(run)(A), A**2)
+    for of, expected in (
+        (derivative(run), 2 * A),
+        (forward_derivative(run), 2 * A),
+        (derivative(lambda x: tf.vectorized_map(run, x)), 2 * A),
+        (derivative(derivative(run)), [2, 2, 2]),
+    ):
+        np.testing.assert_allclose(wrap(of)(A), expected)
 
 
 @decorated

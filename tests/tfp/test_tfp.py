@@ -247,6 +247,13 @@ class TestFactor:
         np.testing.assert_array_equal(shape, [3, 2, 0])
         np.testing.assert_array_equal(y, [[1.0, 2.0]] * 3)
 
+    @pytest.mark.parametrize("known", [None, [None, None]], ids=str)
+    def test_a_value_of_unknown_shape_that_is_not_empty(self, known):
+        run = tf.function(Factor([1.0, 2.0]).log_prob, input_signature=[tf.TensorSpec(known)])
+        np.testing.assert_array_equal(run(tf.zeros([2, 0])), [1, 2])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="factor, whose event is empty"):
+            run(tf.zeros([2, 3]))
+
     @pytest.mark.parametrize("number", [1, 1.0, np.float32(1), [1.0]], ids=repr)
     def test_numbers(self, number):
         assert Factor(number).dtype == tf.float32
