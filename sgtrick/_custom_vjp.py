@@ -123,9 +123,10 @@ def _custom_vjp(function: calls.Callee) -> Function:
         variables = _besides(used.variables, call.leaves)
         inputs = [*point.xs, *map(structures.as_tensor, variables)]
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
-        rule = _Rule(f, arguments, point, variables, inputs)
+        rule = _Rule(f, arguments, variables, inputs)
         rule.check(grad_fn)
-        results = map(numbers_of, tf.nest.flatten(y))
+        leaves = tf.nest.flatten(y)
+        results = map(numbers_of, leaves)
         # An argument that is returned has the gradient of the rule, and not one of its own.
         ys = [tf.identity(y) if any(y is x for x in inputs) else y for y in results]
 
@@ -158,7 +159,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)
         outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
         outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
-        return structures.pack_as(y, list(map(with_numbers, tf.nest.flatten(y), outputs)))
+        return structures.pack_as(y, list(map(with_numbers, leaves, outputs)))
 
     form = autograph.form(call)
 
@@ -213,14 +214,12 @@ class _Rule(NamedTuple):
     Attributes:
         f: The function.
         arguments: Its arguments.
-        point: Those of them that have gradients.
         variables: The variables that it reads besides.
         inputs: The tensors with respect to which there are gradients.
     """
 
     f: Function
     arguments: Sequence[vjp_protocol.Argument]
-    point: Selection
     variables: list[Variable]
     inputs: Sequence[Tensor]
 
@@ -254,7 +253,8 @@ class _Rule(NamedTuple):
                 )
         else:
             returned = grad_fn(*us)
-        primals = [leaf for _, leaf in structures.flatten(self.point.tangents(self.point.xs))]
+        leaves = [leaf for argument in self.arguments for leaf in argument.leaves]
+        primals = [leaf if _is_input(leaf) else None for leaf in leaves]
         kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name)
         kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
         return [

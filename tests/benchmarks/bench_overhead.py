@@ -22,10 +22,10 @@ from shared import derivative
 def row(take_turns):
     """Measures a row of the table."""
 
-    def measure(what, native, ours, x, rounds=60, repeats=20):
+    def measure(what, native, ours, x, repeats=20):
         rivals = {"TensorFlow": native, "sgtrick": ours}
         clock = time.process_time
-        take_turns(what, rivals, (x,), 50_000 // repeats, rounds, clock=clock)
+        take_turns(what, rivals, (x,), 50_000 // repeats, clock=clock)
 
     return measure
 
@@ -83,7 +83,7 @@ def test_mapped(row):
         return tf.function(forward_and_backward(lambda x: tf.vectorized_map(form, x)))
 
     what = "`custom_jvp`, `vectorized_map` in a graph, 5,000 members, beside autodiff"
-    row(what, run(MAPPED["autodiff"]), run(by_jvp), vector(5_000), rounds=100)
+    row(what, run(MAPPED["autodiff"]), run(by_jvp), vector(5_000))
 
 
 def residual(x, a):
@@ -137,4 +137,4 @@ def test_second_derivative(row, name):
         native, ours = (calling_itself(d, ours) for d in (tf.custom_gradient, sgtrick.custom_vjp))
     native, ours = (derivative(derivative(f)) for f in (native, ours))
     what = f"second derivative in eager, {name}, beside `tf.custom_gradient`"
-    row(what, native, ours, vector(), rounds=40, repeats=4)
+    row(what, native, ours, vector(), repeats=4)
