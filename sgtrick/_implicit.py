@@ -109,7 +109,9 @@ def implicit_root(
             residual of a batch member depends on the root of another, passes what has derivatives
             to a host call without its own gradient, or reads a variable that has been assigned
             since. Inside a `tf.function` this is a `tf.errors.InvalidArgumentError`
-            when the function runs; around it and in XLA, the derivative is NaN.
+            when the function runs; around it and in XLA, the derivative is NaN. Second derivatives
+            by what TensorFlow cannot differentiate twice, such as the parameter of `igamma`, are
+            its own LookupError, also while it traces.
     """
     _check_ndims(batch_ndims, "batch_ndims")
     if solve is not None and batch_ndims:
