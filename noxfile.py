@@ -12,6 +12,7 @@ BENCHMARKS = [
     "bench_custom_vjp.py",
     "bench_memory.py",
     "bench_graphs.py",
+    "bench_overhead.py",
     "bench_from_numpy.py",
 ]
 

@@ -124,7 +124,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
         variables = _besides(used.variables, call.leaves)
         inputs = [*point.xs, *map(structures.as_tensor, variables)]
         arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
-        rule = _Rule(f, arguments, point, variables, inputs)
+        rule = _Rule(f, arguments, variables, inputs)
         rule.check(grad_fn)
         leaves = present(tf.nest.flatten(y))
         results = map(numbers_of, leaves)
@@ -208,14 +208,12 @@ class _Rule(NamedTuple):
     Attributes:
         f: The function.
         arguments: Its arguments.
-        point: Those of them that have gradients.
         variables: The variables that it reads besides.
         inputs: The tensors with respect to which there are gradients.
     """
 
     f: Function
     arguments: Sequence[vjp_protocol.Argument]
-    point: Selection
     variables: list[Variable]
     inputs: Sequence[Tensor]
 
@@ -250,7 +248,8 @@ class _Rule(NamedTuple):
                 )
         else:
             returned = grad_fn(*us)
-        primals = [x for argument in self.point.by_leaf(self.point.xs) for x in argument]
+        leaves = [leaf for argument in self.arguments for leaf in argument.leaves]
+        primals = [leaf if _is_input(leaf) else None for leaf in leaves]
         kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name, _is_zero)
         kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
         return [

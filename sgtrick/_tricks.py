@@ -105,8 +105,10 @@ def straight_through(fx: Structure, x: Structure) -> Structure:
                 "complex, or neither."
             )
         value = structures.shaped_like(value, point, f"fx{path}", f"x{path}")
-        minus_z = tf.cast(formula.minus_zero(point), value.dtype)
-        leaves.append(formula.with_linear(tf.stop_gradient(value), [minus_z]))
+        minus_z = formula.minus_zero(point)
+        if point.dtype != value.dtype:
+            minus_z = tf.cast(minus_z, value.dtype)
+        leaves.append(formula.with_linear(tf.raw_ops.StopGradient(input=value), [minus_z]))
     return structures.pack_as(fx, leaves)
 
 

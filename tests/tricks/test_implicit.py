@@ -1,5 +1,6 @@
 """Roots and samples: derivatives by the equation that defines them."""
 
+import collections
 import contextlib
 
 import numpy as np
@@ -165,6 +166,29 @@ def test_one_tensor_in_several_places(places, way):
     a = tf.constant(4.0, tf.float64)
     np.testing.assert_allclose(FIRST_WAYS[way](root)(a), 1 / 4, rtol=1e-9)
     np.testing.assert_allclose(derivative(derivative(root))(a), -1 / 32, rtol=1e-9)
+
+
+STRUCTURES = {
+    "deque": collections.deque,
+    "UserList": collections.UserList,
+    "values of a dictionary": lambda pair: dict(zip("vu", pair, strict=True)).values(),
+    "a range among the arguments": tuple,
+}
+
+
+@pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
+def test_structures_are_those_of_tf_nest(make):
+    """Of the root, and of what the residual is passed."""
+
+    def residual(x, at, powers):
+        assert list(powers) == [1, 2]
+        return make([t**power - s for t, power, s in zip(x, powers, at, strict=True)])
+
+    def root(a):
+        star = make([a, tf.sqrt(a)])
+        return tf.add_n(list(implicit_root(residual, star, make([a, a]), range(1, 3))))
+
+    np.testing.assert_allclose(grad(root, tf.constant(4.0)), 1 + 1 / 4, rtol=1e-6)
 
 
 def in_branch(v, x):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from matrix import spread
 from sgtrick import implicit_root
-from shared import EXECUTED, compiled, constant, derivative, forward_derivative
+from shared import EXECUTED, compiled, constant, derivative, forward_derivative, mapped
 from shared import gradient as grad
 
 
@@ -147,6 +147,25 @@ class TestSolve:
                     wrap(of(root))(a)
         assert np.isnan(derivative(tf.function(root))(a)).all()
         assert np.isnan(compiled(derivative(root))(a)).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["around vectorized_map", "in vectorized_map", "in both"])
+def test_in_maps(way):
+    """Of `x = sqrt(a)`, by a method that sees one member."""
+
+    def root(a):
+        solve = lambda matvec, b: b**2 / matvec(b)  # noqa: E731
+        return implicit_root(lambda x, a: x**2 - a, tf.sqrt(a), a, solve=solve)
+
+    ways = {
+        "around vectorized_map": lambda f: derivative(mapped(f)),
+        "in vectorized_map": lambda f: mapped(derivative(f)),
+        "in both": lambda f: tf.function(mapped(derivative(mapped(f)))),
+    }
+    a = constant([1.0, 4.0, 9.0])
+    found = ways[way](root)(a[:, tf.newaxis] if way == "in both" else a)
+    np.testing.assert_allclose(tf.reshape(found, [-1]), 0.5 / tf.sqrt(a), rtol=1e-9)
 
 
 class TestSystemsOfTheirOwn:

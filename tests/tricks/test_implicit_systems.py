@@ -7,8 +7,18 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 from matrix import spread
-from sgtrick import _implicit, implicit_reparameterize, implicit_root
-from shared import EXECUTED, WRAPS, WRAPS_AND_XLA, compiled, derivative, gradients
+from sgtrick import implicit_reparameterize, implicit_root
+from sgtrick._core import systems
+from shared import (
+    EXECUTED,
+    WRAPS,
+    WRAPS_AND_XLA,
+    compiled,
+    derivative,
+    forward_derivative,
+    gradients,
+    mapped,
+)
 from shared import gradient as grad
 
 
@@ -96,6 +106,25 @@ class TestDependentMembers:
         if n == 1:  # XLA has no pfor of QR
             assert not np.isfinite(compiled(run)(theta)).any()
 
+    @pytest.mark.parametrize("mode", [derivative, forward_derivative])
+    def test_raise_where_all_are_equal(self, mode):
+        """The matrix that is a sum over the members does what the products do."""
+        root = lambda t: self.root_of_mean(t, 1)  # noqa: E731
+        theta = tf.constant([[0.5]] * 3, tf.float64)
+        errors = (LookupError, tf.errors.InvalidArgumentError)
+        with pytest.raises(errors, match=self.MESSAGE):
+            mode(root)(theta)
+        one_system = mode(lambda t: self.root_of_mean(t, 0))
+        np.testing.assert_allclose(one_system(theta), tf.cos(theta), rtol=1e-9)
+
+    @staticmethod
+    def root_of_mean(theta, batch_ndims):
+        def residual(x, theta):
+            off = x - tf.sin(theta)
+            return off + tf.reduce_mean(off)
+
+        return implicit_root(residual, tf.sin(theta), theta, batch_ndims=batch_ndims)
+
     @WRAPS
     def test_are_right_as_one_system(self, wrap):
         theta = tf.constant(np.linspace(0.1, 1, 6).reshape(3, 2))
@@ -182,7 +211,7 @@ class TestDependentMembers:
     ],
 )
 def test_what_counts_as_singular(matrix, regular):
-    inverse = _implicit._inverse(tf.constant([matrix, np.eye(2)], tf.float64))
+    inverse = systems._inverse(tf.constant([matrix, np.eye(2)], tf.float64))
     np.testing.assert_array_equal(inverse[1], np.eye(2))
     if regular:
         np.testing.assert_allclose(inverse[0], np.linalg.inv(matrix), rtol=1e-6)
@@ -246,3 +275,128 @@ def test_with_respect_to_the_variables_of_a_layer(root, wrap):
 
     found = wrap(lambda: gradients(cube, by=kernel.value))()
     np.testing.assert_allclose(found, 3 * kernel.numpy() ** 2)
+
+
+def by_elimination(matvec, b):
+    columns = [matvec(row) for row in tf.unstack(tf.eye(b.shape[0], dtype=b.dtype))]
+    return tf.linalg.solve(tf.stack(columns, 1), b[:, tf.newaxis])[:, 0]
+
+
+def closing_over(a, x):
+    """A residual that is traced, and knows `a` only by what it closes over."""
+    residual = tf.function(lambda x: tf.math.igamma(2 * a / 2, x))
+    return implicit_reparameterize(residual, x)
+
+
+def by_solve(a, x):
+    a, x = tf.reshape(a, [-1]), tf.reshape(x, [-1])
+    u = tf.math.igamma(tf.stop_gradient(a), x)
+    residual = tf.function(lambda x, a: tf.math.igamma(a, x) - u)
+    return implicit_root(residual, x, a, solve=by_elimination)
+
+
+def diagonal(sample, **options):
+    """That of the Jacobian of samples by their parameters."""
+
+    def run(a, x):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(a)
+            y = sample(a, x)
+        return tf.linalg.diag_part(tape.jacobian(y, a, **options))
+
+    return run
+
+
+GAMMA_SAMPLES = {
+    "plain": lambda a, x: implicit_reparameterize(lambda x, a: tf.math.igamma(a, x), x, a),
+    "traced": lambda a, x: implicit_reparameterize(
+        tf.function(lambda x, a: tf.math.igamma(a, x)), x, a
+    ),
+    "in a branch": lambda a, x: implicit_reparameterize(
+        lambda x, a: tf.cond(tf.size(x) > 0, lambda: tf.math.igamma(a, x), lambda: x), x, a
+    ),
+    "chi2": lambda a, x: implicit_reparameterize(
+        lambda x, a: tfp.distributions.Chi2(2 * a).cdf(2 * x), x, a
+    ),
+    "inverse gamma": lambda a, x: (
+        1
+        / implicit_reparameterize(
+            tf.function(lambda y, a: tfp.distributions.InverseGamma(a, 1.0).cdf(y)), 1 / x, a
+        )
+    ),
+    "a closure": closing_over,
+    "events": lambda a, x: tf.reshape(
+        implicit_reparameterize(
+            tf.function(lambda x, a: tf.math.igamma(a, x)),
+            tf.reshape(x, [-1]),
+            tf.reshape(a, [-1]),
+            event_ndims=1,
+        ),
+        tf.shape(x),
+    ),
+    "solve": lambda a, x: tf.reshape(by_solve(a, x), tf.shape(x)),
+}
+
+UNASKED = {
+    "jacobian": lambda sample: diagonal(sample),
+    "jacobian in tf.function": lambda sample: tf.function(diagonal(sample)),
+    "jacobian by a loop, in tf.function": lambda sample: tf.function(
+        diagonal(sample, experimental_use_pfor=False)
+    ),
+    "in vectorized_map": lambda sample: mapped(derivative(sample)),
+    "around vectorized_map": lambda sample: derivative(mapped(sample)),
+    "map_fn": lambda sample: tf.function(
+        derivative(
+            lambda a, x: tf.map_fn(lambda one: sample(*one), (a, x), fn_output_signature=a.dtype)
+        )
+    ),
+    "scan": lambda sample: tf.function(
+        derivative(lambda a, x: tf.scan(lambda _, one: sample(*one), (a, x), 0 * a[0]))
+    ),
+    "cond": lambda sample: tf.function(
+        derivative(lambda a, x: tf.cond(a[0] > 0, lambda: sample(a, x), lambda: x))
+    ),
+    "around tf.function": lambda sample: derivative(tf.function(sample)),
+    # TensorFlow itself cannot push through a function or a branch with igamma.
+    "forward": forward_derivative,
+    "forward in tf.function": lambda sample: tf.function(forward_derivative(sample)),
+}
+
+
+def is_possible(kind, way):
+    if way.startswith("forward"):
+        return kind in ("plain", "chi2")
+    # Nor can it map the second branch of a tf.cond.
+    return kind != "in a branch" or not ("jacobian" in way or "vectorized_map" in way)
+
+
+QUICK = [("traced", "jacobian"), ("a closure", "cond"), ("chi2", "forward")]
+
+
+class TestDistributionFunctionsThatAreDifferentiatedOnce:
+    """TensorFlow has the derivative of `igamma` by its parameter, and not a second one.
+
+    It traces second derivatives that nobody asks for. Its own sampler is the oracle.
+    """
+
+    @pytest.mark.parametrize(
+        ("kind", "way"),
+        [
+            pytest.param(*case, marks=[pytest.mark.long] * (case not in QUICK))
+            for case in sorted(
+                {*QUICK, *spread(GAMMA_SAMPLES, UNASKED, together=1, valid=is_possible)}
+            )
+        ],
+    )
+    def test_are_differentiated_by_their_parameter(self, kind, way):
+        a, x = tf.constant([0.7, 2.0, 3.5], tf.float64), tf.constant([0.5, 1.5, 4.0], tf.float64)
+        expected = tf.raw_ops.RandomGammaGrad(alpha=a, sample=x)
+        found = UNASKED[way](GAMMA_SAMPLES[kind])(a, x)
+        np.testing.assert_allclose(found, expected, rtol=1e-7)
+
+    @pytest.mark.parametrize("kind", ["traced", "solve"])
+    def test_a_second_derivative_is_loud(self, kind):
+        sample = GAMMA_SAMPLES[kind]
+        a, x = tf.constant([2.0], tf.float64), tf.constant([1.5], tf.float64)
+        with pytest.raises(LookupError, match="IgammaGradA"):
+            derivative(derivative(sample))(a, x)
