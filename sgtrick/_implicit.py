@@ -16,6 +16,7 @@ from sgtrick._arguments.rows import Rows, floating
 from sgtrick._core import unknown
 from sgtrick._core.guard import LIST
 from sgtrick._core.override import keep
+from sgtrick._core.point import Selection
 from sgtrick._core.rule import Rule
 from sgtrick._core.systems import TWICE, Elimination, Method, Product, Solver, unless
 from sgtrick._tensorflow import autograph, connections, graphs, tapes, tracing
@@ -201,29 +202,16 @@ def _root(
     solve: Function | None = None,
 ) -> Structure:
     name, x_name, theta_name = names
-    call = Call(theta)
-    rows = Rows(x_star, batch_ndims, x_name, call.leaves)
+    names_of_theta = [f"{theta_name}[{k}]" for k in range(len(theta))]
     # What holds tensors is passed on: the residual closes over these.
-    places = [
-        i
-        for i, t in enumerate(call.leaves)
-        if structures.has_derivatives(t) and not structures.holds_tensors(t)
-    ]
+    point = Selection(Call(theta), range(len(theta)), names_of_theta, structures.may_be_recorded)
+    rows = Rows(x_star, batch_ndims, x_name, point.call.leaves)
 
     def of_rows(x: Tensor, *thetas: Tensor) -> Tensor:
-        leaves = call.leaves
-        for i, t in zip(places, thetas, strict=True):
-            leaves[i] = t
-        at = call.with_leaves(leaves)
-        returned = at(lambda *theta: residual(rows.unpack(x), *theta))
+        returned = point.at(thetas)(lambda *theta: residual(rows.unpack(x), *theta))
         return rows.checked(returned, f"the result of {name}")
 
-    x, beside = rows.pack(rows.stars), [*rows.stars, *call.leaves]
-    named = [(f"{theta_name}{path}", t) for path, t in structures.flatten(theta)]
-    thetas = [
-        graphs.here(structures.to_tensor(t, path, beside=beside))
-        for path, t in (named[i] for i in places)
-    ]
+    x, thetas = rows.pack(rows.stars), list(map(graphs.here, point.xs))
     solver = Elimination(name) if solve is None else Method(name, rows, solve)
     equation, closed = _equation(name, x_name, of_rows, solver, [x, *thetas])
     return rows.unpack(_solution(equation, x, [*thetas, *closed]))
