@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import sys
 import types
@@ -16,7 +17,7 @@ from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import composite_tensor_gradient, op_callbacks
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
-from sgtrick._arguments.scopes import scope
+from sgtrick._arguments.scopes import outside, scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
 from sgtrick._tensorflow import graphs
 from sgtrick._types import Graph, Pullback, Pushforward, Tensor, Variable
@@ -185,30 +186,42 @@ def watch(tape: tf.GradientTape, tensors: Sequence[Tensor]) -> None:
             record_override([inner], [t], lambda u: [u], lambda t: [t])
 
 
-def note_accesses(variables: Sequence[Variable]) -> None:
-    """Tells all tapes that these variables have been read, as by the call of a function."""
-    for variable in variables:
-        resource_variable_ops.variable_accessed(variable)
-
-
 def in_thread(f: Callable[[], T]) -> T:
-    """Calls a function in another thread, where no tape, accumulator or scope is active.
+    """Calls a function where no tape and no accumulator is active, and all else is as here.
 
-    While an accumulator computes a JVP, it silences all tapes that were started after it.
+    While an accumulator computes a JVP, it silences all tapes that were started after it. Nobody
+    but who started it can leave it, and TensorFlow keeps the active ones for each thread. So the
+    function runs in another thread. It is or calls the caller's code, so it has the context
+    variables and thread-local data of this one, and the variables that it reads count as read here.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    context, data = outside(), _thread_data()
 
-    def run() -> T:
-        with contextlib.nullcontext() if graph is None else graph.as_default():
-            return f()
+    def run() -> tuple[T, Sequence[Variable]]:
+        own = _thread_data()
+        own.update(data)
+        # TensorFlow knows for each thread by itself whether it is executing eagerly.
+        in_graph = contextlib.nullcontext() if graph is None else graph.as_default()
+        try:
+            with record.VariableWatcher() as watcher, in_graph:
+                return context.run(f), watcher.watched_variables()
+        finally:
+            data.update(own)  # what was used for the first time
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
+        result, read = thread.submit(run).result()
+    for variable in read:
+        resource_variable_ops.variable_accessed(variable)
+    return result
 
 
-def unsuspended(f: Callable[[], T]) -> T:
-    """Calls a function whose own tapes must record, even if TensorFlow has suspended recording."""
-    return in_thread(f) if pywrap_tfe.TFE_Py_TapeSetIsStopped() else f()
+_get_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
+
+
+def _thread_data() -> dict[object, object]:
+    """Where Python keeps what `threading.local` objects hold in this thread."""
+    found: dict[object, object] = ctypes.cast(_get_dict(), ctypes.py_object).value
+    return found
 
 
 def tapes_are_silenced() -> bool:
