@@ -264,11 +264,27 @@ def own_copy(x: Tensor) -> Tensor:
     return copy
 
 
+def pushed_alone(tensors: Sequence[Tensor]) -> bool:
+    """Whether one accumulator knows tangents of some tensors, and nobody differentiates these."""
+    is_one = len(forwardprop_util.pack_tangents([]).indices) == 1 and is_pushed(tensors)
+    return is_one and pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes(list(tensors)) == 1
+
+
+def unpushed(x: Tensor) -> Tensor:
+    """A copy of `x` that tapes connect with it, and accumulators do not."""
+    with not_recording():
+        copy = tf.raw_ops.Cast(x=x, DstT=x.dtype)
+    record.record_operation_backprop_only("sgtrick", [copy], [x], lambda u: [u])
+    return copy
+
+
 def read(handle: Tensor) -> Tensor:
     """The value of the variable with this handle, recorded with respect to the handle itself.
 
-    A graph may have captured the handle before a tape was there to record it.
+    A graph may have captured the handle before a tape was there to record it. Accumulators watch
+    what it was captured as.
     """
+    handle = graphs.as_used(handle)
     with not_recording():
         value = graphs.read(handle)
     record_override([value], [handle], lambda u: [u], lambda t: [t])
