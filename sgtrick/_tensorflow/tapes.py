@@ -156,21 +156,17 @@ def _covered_by_custom_gradient() -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def watching_variables(xs: Sequence[Tensor]) -> Iterator[Callable[[], list[Variable]]]:
+def watching_variables() -> Iterator[Callable[[], list[Variable]]]:
     """A scope that yields a function: the trainable variables that have been read in it.
 
-    In the order in which they were created. In a graph, a tape that records operations would make
-    TensorFlow trace the gradients of all loops at once, and these store every iterate. Accumulators
-    fail on some operations, such as loops that read variables, unless a tape records what is
-    computed from `xs` and variables, too.
+    In the order in which they were created. A tape that records operations would make TensorFlow
+    trace the gradients of all loops at once, and these store every iterate; and it would hide from
+    accumulators that a branch reads a variable.
     """
-    is_pushing = somebody_pushes() and not tf.executing_eagerly()
     # Without any tape, calls of functions would not tell what they read.
-    needs_tape = is_pushing or not somebody_records()
-    tape = tf.GradientTape(persistent=True, watch_accessed_variables=is_pushing)
-    with tape if needs_tape else contextlib.nullcontext(), record.VariableWatcher() as watcher:
-        if is_pushing:
-            tape.watch(xs)
+    needs_tape = not somebody_records()
+    tape = tf.GradientTape(watch_accessed_variables=False) if needs_tape else None
+    with tape or contextlib.nullcontext(), record.VariableWatcher() as watcher:
         yield lambda: list(watcher.watched_variables())
 
 
