@@ -10,7 +10,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import OF_SLOPE, POINTS, exact
 from matrix import spread
-from shared import EXECUTED, derivative, forward_derivative, mapped, with_jvp
+from shared import EXECUTED, derivative, forward_derivative, mapped, mapped_with_loops, with_jvp
 
 FACTOR = contextvars.ContextVar("FACTOR", default=np.nan)
 LOCAL = threading.local()
@@ -171,3 +171,12 @@ def test_a_rule_that_closes_over_what_its_function_computes(outer, wrap):
         return accumulator.jvp(gradient)
 
     np.testing.assert_allclose(wrap(mixed)(tf.constant(POINTS)), np.cos(POINTS))
+
+
+def test_forward_mode_around_a_mapped_loop_says_what_to_do():
+    h = FORMS["custom_vjp"](tf.sin, tf.cos)
+    loop = lambda x: tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, h(y)), (0, x))[1]  # noqa: E731
+    f, x = mapped_with_loops(loop), tf.constant(POINTS)
+    with pytest.raises(Exception, match=r"forward mode.*Call the map in a tf\.function"):
+        forward_derivative(f)(x)
+    np.testing.assert_allclose(forward_derivative(tf.function(f))(x), np.cos(POINTS))
