@@ -18,7 +18,7 @@ from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.point import Selection, pair_of
 from sgtrick._core.rule import Rule, is_running
 from sgtrick._core.transposition import with_values
-from sgtrick._tensorflow import autograph, graphs, uses
+from sgtrick._tensorflow import autograph, graphs, tapes, uses
 from sgtrick._types import (
     Args,
     Function,
@@ -116,9 +116,13 @@ def _custom_vjp(function: calls.Callee) -> Function:
         own, names = function.receivers(call.values), function.names(call)  # self: no gradient
         point = Selection(call, range(own, len(call.values)), names, _is_input)
         at, n = point.read(), len(point.xs)
+        # Forward mode does not look into f, unless the rule, which may close over what f computes,
+        # is differentiated too.
+        is_hidden = tapes.pushed_alone(point.xs)
+        given_xs = list(map(tapes.unpushed, point.xs)) if is_hidden else point.xs
         (y, grad_fn), used = uses.call(
-            lambda: _value_and_rule(f, at, converted),
-            point.tensors,
+            lambda: _value_and_rule(f, point.at(given_xs, at), converted),
+            [*point.tensors, *given_xs],
             variables_alone=is_running(),  # what a rule closes over is a constant for its calls
         )
         variables = _besides(used.variables, call.leaves)
@@ -147,7 +151,13 @@ def _custom_vjp(function: calls.Callee) -> Function:
             return unknown.unless_moving(_OF_VARIABLES.format(name), pushed, of_variables, inputs)
 
         check, of_jvp = Check(name, explicit, ys, inputs), None
-        given = Rule(name, lambda *us: rule.gradients(grad_fn, y, us))
+
+        def pull(*us: Tensor | None) -> list[Gradient]:
+            if is_hidden and tapes.is_pushed(inputs):  # by a tape of variables in the accumulator
+                return explicit(us, inputs)
+            return rule.gradients(grad_fn, y, us)
+
+        given = Rule(name, pull)
         if jvp is not None:
             of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)

@@ -125,10 +125,9 @@ def _from_value_and_gradient(
 
         with devices.scope(device):
             point = select(function, argnums, args, kwargs)
-            # If recording is suspended, a tape inside fn would find no gradient.
-            run = lambda *args, **kwargs: tapes.unsuspended(lambda: f(*args, **kwargs))  # noqa: E731
             at = point.read()
-            value = ValueAtPoint.of(name, point, run)
+            with tapes.recording():  # a tape inside fn would find no gradient
+                value = ValueAtPoint.of(name, point, f)
             y, gradients = pair_of(value.result, f"{name} must return (value, gradient)")
             if has_aux:
                 y, aux = pair_of(y, f"{name} must return ((value, aux), gradient)")

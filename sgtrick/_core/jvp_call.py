@@ -49,7 +49,6 @@ def call(f: Function, arguments: Sequence[Tensor | None]) -> list[Tensor | None]
 
         return call(pushed, tangents)
 
-    tapes.note_accesses(traced.variables)
     tapes.record_override(outputs, [graphs.as_used(t) for t in sources], pull, push)
     return spread(outputs, traced.outputs)
 

@@ -161,9 +161,10 @@ def _outputs(
 
 
 _DROPPED = (
-    "TensorFlow dropped the gradient of {0}: a loaded SavedModel is mapped by tf.vectorized_map, "
-    "or was saved with experimental_custom_gradients=False. Map with tf.map_fn, or save with "
-    "experimental_custom_gradients=True."
+    "TensorFlow dropped the gradient of {0}: a tf.vectorized_map over a loop is differentiated in "
+    "forward mode; or a loaded SavedModel is mapped by tf.vectorized_map, or was saved with "
+    "experimental_custom_gradients=False. Call the map in a tf.function; or map with tf.map_fn, or "
+    "save with experimental_custom_gradients=True."
 )
 
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import sys
 import types
@@ -16,7 +17,7 @@ from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import composite_tensor_gradient, op_callbacks
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
-from sgtrick._arguments.scopes import scope
+from sgtrick._arguments.scopes import outside, scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
 from sgtrick._tensorflow import graphs
 from sgtrick._types import Graph, Pullback, Pushforward, Tensor, Variable
@@ -155,21 +156,17 @@ def _covered_by_custom_gradient() -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def watching_variables(xs: Sequence[Tensor]) -> Iterator[Callable[[], list[Variable]]]:
+def watching_variables() -> Iterator[Callable[[], list[Variable]]]:
     """A scope that yields a function: the trainable variables that have been read in it.
 
-    In the order in which they were created. In a graph, a tape that records operations would make
-    TensorFlow trace the gradients of all loops at once, and these store every iterate. Accumulators
-    fail on some operations, such as loops that read variables, unless a tape records what is
-    computed from `xs` and variables, too.
+    In the order in which they were created. A tape that records operations would make TensorFlow
+    trace the gradients of all loops at once, and these store every iterate; and it would hide from
+    accumulators that a branch reads a variable.
     """
-    is_pushing = somebody_pushes() and not tf.executing_eagerly()
     # Without any tape, calls of functions would not tell what they read.
-    needs_tape = is_pushing or not somebody_records()
-    tape = tf.GradientTape(persistent=True, watch_accessed_variables=is_pushing)
-    with tape if needs_tape else contextlib.nullcontext(), record.VariableWatcher() as watcher:
-        if is_pushing:
-            tape.watch(xs)
+    needs_tape = not somebody_records()
+    tape = tf.GradientTape(watch_accessed_variables=False) if needs_tape else None
+    with tape or contextlib.nullcontext(), record.VariableWatcher() as watcher:
         yield lambda: list(watcher.watched_variables())
 
 
@@ -185,30 +182,42 @@ def watch(tape: tf.GradientTape, tensors: Sequence[Tensor]) -> None:
             record_override([inner], [t], lambda u: [u], lambda t: [t])
 
 
-def note_accesses(variables: Sequence[Variable]) -> None:
-    """Tells all tapes that these variables have been read, as by the call of a function."""
-    for variable in variables:
-        resource_variable_ops.variable_accessed(variable)
-
-
 def in_thread(f: Callable[[], T]) -> T:
-    """Calls a function in another thread, where no tape, accumulator or scope is active.
+    """Calls a function where no tape and no accumulator is active, and all else is as here.
 
-    While an accumulator computes a JVP, it silences all tapes that were started after it.
+    While an accumulator computes a JVP, it silences all tapes that were started after it. Nobody
+    but who started it can leave it, and TensorFlow keeps the active ones for each thread. So the
+    function runs in another thread. It is or calls the caller's code, so it has the context
+    variables and thread-local data of this one, and the variables that it reads count as read here.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    context, data = outside(), _thread_data()
 
-    def run() -> T:
-        with contextlib.nullcontext() if graph is None else graph.as_default():
-            return f()
+    def run() -> tuple[T, Sequence[Variable]]:
+        own = _thread_data()
+        own.update(data)
+        # TensorFlow knows for each thread by itself whether it is executing eagerly.
+        in_graph = contextlib.nullcontext() if graph is None else graph.as_default()
+        try:
+            with record.VariableWatcher() as watcher, in_graph:
+                return context.run(f), watcher.watched_variables()
+        finally:
+            data.update(own)  # what was used for the first time
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
+        result, read = thread.submit(run).result()
+    for variable in read:
+        resource_variable_ops.variable_accessed(variable)
+    return result
 
 
-def unsuspended(f: Callable[[], T]) -> T:
-    """Calls a function whose own tapes must record, even if TensorFlow has suspended recording."""
-    return in_thread(f) if pywrap_tfe.TFE_Py_TapeSetIsStopped() else f()
+_get_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
+
+
+def _thread_data() -> dict[object, object]:
+    """Where Python keeps what `threading.local` objects hold in this thread."""
+    found: dict[object, object] = ctypes.cast(_get_dict(), ctypes.py_object).value
+    return found
 
 
 def tapes_are_silenced() -> bool:
@@ -251,11 +260,27 @@ def own_copy(x: Tensor) -> Tensor:
     return copy
 
 
+def pushed_alone(tensors: Sequence[Tensor]) -> bool:
+    """Whether one accumulator knows tangents of some tensors, and nobody differentiates these."""
+    is_one = len(forwardprop_util.pack_tangents([]).indices) == 1 and is_pushed(tensors)
+    return is_one and pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes(list(tensors)) == 1
+
+
+def unpushed(x: Tensor) -> Tensor:
+    """A copy of `x` that tapes connect with it, and accumulators do not."""
+    with not_recording():
+        copy = tf.raw_ops.Cast(x=x, DstT=x.dtype)
+    record.record_operation_backprop_only("sgtrick", [copy], [x], lambda u: [u])
+    return copy
+
+
 def read(handle: Tensor) -> Tensor:
     """The value of the variable with this handle, recorded with respect to the handle itself.
 
-    A graph may have captured the handle before a tape was there to record it.
+    A graph may have captured the handle before a tape was there to record it. Accumulators watch
+    what it was captured as.
     """
+    handle = graphs.as_used(handle)
     with not_recording():
         value = graphs.read(handle)
     record_override([value], [handle], lambda u: [u], lambda t: [t])

@@ -58,7 +58,7 @@ def call(
     If `variables_alone`, of this only the variables are known.
     """
     if variables_alone or (tf.executing_eagerly() and not tapes.somebody_records()):
-        with tapes.watching_variables(passed) as variables_read:
+        with tapes.watching_variables() as variables_read:
             result = f()
         return result, Uses(variables=_with_derivatives(variables_read()))
     return _eagerly(f, passed) if tf.executing_eagerly() else _in_graph(f, passed)
@@ -66,7 +66,7 @@ def call(
 
 def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     age = ops.uid()
-    with tapes.noting() as noted, tapes.watching_variables(passed) as variables_read:
+    with tapes.noting() as noted, tapes.watching_variables() as variables_read:
         result = f()
     variables = _with_derivatives(variables_read())
     operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
@@ -104,7 +104,7 @@ def _is_of_trainable(t: Tensor, read: Sequence[Tensor], operations: Sequence[Any
 def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     graph = tf.compat.v1.get_default_graph()
     before = graph.num_operations()
-    with tapes.watching_variables(passed) as variables_read:
+    with tapes.watching_variables() as variables_read:
         result = f()
     operations = graph.get_operations()[before:]
     # The placeholder of a captured tensor is new, but the tensor is not.

@@ -38,6 +38,24 @@ WAYS_TO_READ = {
 NOT_TRAINABLE = tf.Variable(1.0, trainable=False)
 
 
+def _by_tape(f):
+    def value_and_gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return y, tape.gradient(y, x)
+
+    return value_and_gradient
+
+
+# The sine of `x` times a variable, with its derivative.
+READS_AGAIN = {
+    "operations": lambda w: lambda x: (w * tf.sin(x), w * tf.cos(x)),
+    "a tape": lambda w: _by_tape(lambda x: w * tf.sin(x)),
+    "a function": lambda w: _by_tape(tf.function(lambda x: w * tf.sin(x))),
+}
+
+
 class TestOrder:
     @pytest.fixture
     def variables(self):
@@ -159,6 +177,15 @@ class TestGradients:
         h, x = wrap(form), tf.constant(2.0)
         h(x)
         assert gradients(h, x, by=[x, made[0]]) == [5, 20 if takes_variables else 2]
+
+    @WRAPS
+    @pytest.mark.parametrize("reads", READS_AGAIN)
+    def test_that_a_value_with_its_gradient_reads_when_computed_again(self, reads, wrap):
+        """`tf.recompute_grad` suspends tapes, and a tape inside has to record."""
+        x, w = tf.constant(0.5), tf.Variable(3.0)
+        h = sgtrick.from_value_and_gradient(READS_AGAIN[reads](w))
+        found = gradients(wrap(tf.recompute_grad(h)), x, by=[x, w])
+        np.testing.assert_allclose(found, [3 * np.cos(0.5), np.sin(0.5)], rtol=1e-6)
 
     def test_under_a_mirrored_strategy(self):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
