@@ -151,7 +151,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
                 return pushed
             return unknown.unless_moving(_OF_VARIABLES.format(name), pushed, of_variables, inputs)
 
-        check, of_jvp = Check(name, explicit, ys, inputs), None
+        check, of_jvp = Check(name, explicit, ys, inputs, used.beside), None
         given = Rule(name, lambda *us: rule.gradients(grad_fn, y, us))
         if jvp is not None:
             of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record
-from tensorflow.python.framework import composite_tensor_gradient, op_callbacks
+from tensorflow.python.framework import composite_tensor_gradient, op_callbacks, ops
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import scope
@@ -303,6 +303,15 @@ def _sources() -> list[Tensor]:
         else []
     )
     return [getattr(s, "handle", s) for s in sources]
+
+
+def oldest(xs: Sequence[Tensor]) -> int:
+    """The number of the oldest of some eager tensors, and of what they are copies or values of.
+
+    And of the eager tensors that the tape was asked for, which they may be made of.
+    """
+    asked = [s for s in _sources() if graphs.operation(s) is None]
+    return min(int(ops.tensor_id(t)) for t in (*asked, *(o for x in xs for o in _origins(x))))
 
 
 def _origins(x: Tensor | Variable) -> Iterator[Tensor]:
