@@ -363,6 +363,7 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
         with not_raising() if is_of_function else contextlib.nullcontext():
             return pull(*upstream)
 
-    (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
+    meaning = overrides.Override(quietly, vectorized, passes_on=True)
+    (output,) = overrides.override([part], [part, *xs], meaning)
     tapes.record_override([output], [part, *xs], pull, push)
     return output

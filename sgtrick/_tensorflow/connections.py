@@ -17,6 +17,8 @@ from sgtrick._types import Operation, Tensor
 VALUES = "_sgtrick_values"
 # That of one whose gradient, in a graph that is thrown away, is connected to all its other inputs.
 IS_CONNECTED = "_sgtrick_is_connected"
+# That of one whose value passes derivatives on.
+PASSES_ON = "_sgtrick_passes_on"
 
 
 def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
-from sgtrick._tensorflow.connections import IS_CONNECTED, VALUES
+from sgtrick._tensorflow.connections import IS_CONNECTED, PASSES_ON, VALUES
 from sgtrick._tensorflow.mapping import Vectorized, convert, members
 from sgtrick._tensorflow.tapes import not_recording
 from sgtrick._tensorflow.tracing import Traced
@@ -28,11 +28,14 @@ class Override(NamedTuple):
         gradient: From upstream gradients of the outputs to gradients of the inputs.
         vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
         is_connected: Whether in a graph that is thrown away, gradients are connected to all inputs.
+        passes_on: Whether the derivatives with respect to the first input are those of the values,
+            and with respect to others unknown or zero.
     """
 
     gradient: Pullback
     vectorize: Callable[[Vectorized], Sequence[Tensor]]
     is_connected: bool = False
+    passes_on: bool = False
 
 
 class _Overrides:
@@ -103,6 +106,8 @@ def override(
     values = {VALUES: tf.compat.v1.AttrValue(i=len(if_lost))}
     if meaning.is_connected:
         values[IS_CONNECTED] = tf.compat.v1.AttrValue(b=True)
+    if meaning.passes_on:
+        values[PASSES_ON] = tf.compat.v1.AttrValue(b=True)
     with (
         not_recording(),
         graph.gradient_override_map({"IdentityN": name}),
