@@ -20,7 +20,7 @@ from sgtrick._core.point import (
     pair_of,
     select,
 )
-from sgtrick._tensorflow import autograph, tapes
+from sgtrick._tensorflow import autograph, overrides, tapes
 from sgtrick._types import (
     Argnums,
     Args,
@@ -193,6 +193,8 @@ def _differentiable(
         return unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
 
     def differentiable() -> list[Leaf | None]:
+        if overrides.is_storing():
+            return evaluated(value.at(at, value.point.xs, value.passed.xs))
         gxs = iter(value.embed(known, gradients))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 

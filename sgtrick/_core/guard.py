@@ -24,7 +24,7 @@ from sgtrick._arguments.structures import present
 from sgtrick._core import unknown
 from sgtrick._core.rule import Rule, running
 from sgtrick._core.transposition import transposed, values_of, with_values
-from sgtrick._tensorflow import connections, graphs, tapes, tracing, uses
+from sgtrick._tensorflow import connections, graphs, overrides, tapes, tracing, uses
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import Gradient, Operation, Tangent, Tensor
@@ -165,6 +165,8 @@ def guarded(
         def one(i: int, gradient: Gradient) -> Gradient:
             def messages() -> list[str | None]:
                 why = missing(closed, i)
+                if overrides.is_storing():  # all or nothing
+                    why = Missing(*[next(filter(None, why), None)] * 2)
                 return [*[why.by_inputs] * len(depends_on), *[why.by_upstream] * len(live)]
 
             part = unknown.refuse(values_of(gradient), [*depends_on, *live], messages)

@@ -31,6 +31,8 @@ _TOGETHER: dict[str, slice] = {
     "ConcatV2": slice(-1),
     "SelectV2": slice(1, None),
 }
+# Constant for tensors of one shape.
+_OF_SHAPE = ("Shape", "ShapeN", "Size", "Rank", "OnesLike")
 
 
 def noting(f: Callable[[], T]) -> tuple[T, list[Any]]:
@@ -47,7 +49,7 @@ def are_linear(ys: Sequence[Tensor], ts: Sequence[Tensor], operations: Sequence[
     linear = {identity_of(t): True for t in ts}
     for op in operations:
         found = [linear.get(identity_of(t)) for t in op.inputs]
-        if any(f is not None for f in found):
+        if any(f is not None for f in found) and op.type not in _OF_SHAPE:
             is_linear = False not in found and _is_linear(op, [f is not None for f in found])
             linear.update((identity_of(t), is_linear) for t in op.outputs)
     return all(linear.get(identity_of(y)) for y in ys)

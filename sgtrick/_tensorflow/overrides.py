@@ -63,11 +63,17 @@ _PROCESS, _NUMBERS = uuid.uuid4().hex, itertools.count()
 _MADE: ContextVar[list[str] | None] = ContextVar("_MADE", default=None)
 
 
+def is_storing() -> bool:
+    """Whether a gradient is being traced that a SavedModel will contain, without its overrides."""
+    return _MADE.get() is not None
+
+
 _ATTRIBUTE = "_sgtrick_overrides"
 
 
 # TensorFlow's error for a loaded operation without its gradient names the operation.
 _IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
+_IN_GRADIENT = "a_SavedModel_has_no_derivatives_of_this_gradient_since_they_are_unknown_or_from_a_rule"
 
 
 def override(
@@ -113,7 +119,8 @@ def override(
         graph.gradient_override_map({"IdentityN": name}),
         graph._attr_scope(values),
     ):
-        outputs = tf.identity_n([*if_lost, *inputs, *indices], name=_IF_LOST)
+        name_ = _IN_GRADIENT if is_storing() else _IF_LOST
+        outputs = tf.identity_n([*if_lost, *inputs, *indices], name=name_)
     overrides.operations[name] = outputs[0].op.name
     # tf.vectorized_map looks for this attribute before it looks into its registry.
     outputs[0].op.pfor_converter = _map
@@ -154,8 +161,9 @@ def _overrides_of(op: Operation) -> _Overrides | None:
 def _to_be_stored(pull: Pullback) -> Pullback:
     """The pullback as `tf.saved_model.save` traces it, without an operation.
 
-    A SavedModel does not contain gradients of gradients. So the overrides that are created here are
-    removed from the registry, and loaded operations cannot find them by name.
+    A SavedModel does not contain gradients of gradients. So guards add nothing where nothing is
+    missing, and the overrides that are created here are removed from the registry: loaded
+    operations cannot find them by name.
     """
 
     def pull_and_forget(*upstream: Tensor) -> Sequence[Gradient]:
