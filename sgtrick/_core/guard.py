@@ -228,12 +228,12 @@ def unknown_by_closure(
     closed = list(map(tapes.value_of, closed))
     if not closed:
         return list(ys)
-    message = _CLOSES_OVER.format(name, rule)
+    message, is_of_graph = _CLOSES_OVER.format(name, rule), not tf.executing_eagerly()
 
     def messages() -> list[str | None]:
         # Nothing tells how an eager tensor was made. But who asks for arguments alone does not ask
         # for what else it was made of.
-        is_known = tapes.asked_only_for(passed)
+        is_known = tapes.asked_only_for(passed, is_of_graph=is_of_graph)
         return [None if is_known else message] * len(closed)
 
     return [unknown.refuse(y, closed, messages) for y in ys]

@@ -180,21 +180,22 @@ def _computed_from(t: Tensor) -> list[Tensor]:
 def _start(tensors: Sequence[Tensor]) -> Operation | None:
     """The first operation of these tensors, if all are in the current graph: none before uses them.
 
-    A search that stops there takes work in proportion to what was computed since, and not to the
-    whole graph.
+    Nor what was computed from them in a graph around it, and captured. A search that stops there
+    takes work in proportion to what was computed since, and not to the whole graph.
     """
     graph = tf.compat.v1.get_default_graph()
     inside = [graphs.as_used(graphs.outside(t)) for t in tensors]
     if not all(graphs.operation(t) is not None and t.graph is graph for t in inside):
         return None
-    return min((t.op for t in inside), key=lambda op: op._id, default=None)
+    pairs = getattr(graph, "captures", ())
+    captured = [i for o, i in pairs if graphs.operation(o) is not None and graphs.may_carry(o)]
+    return min((t.op for t in (*inside, *captured)), key=lambda op: op._id, default=None)
 
 
 def _is_before(t: Tensor, start: Operation | None) -> bool:
     op = graphs.operation(t)
     if start is None or op is None or op.graph is not start.graph or t.dtype == tf.variant:
         return False
-    # What was captured may have been computed from them outside.
     return op._id < start._id and bool(op.inputs)
 
 

@@ -73,7 +73,9 @@ _ATTRIBUTE = "_sgtrick_overrides"
 
 # TensorFlow's error for a loaded operation without its gradient names the operation.
 _IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
-_IN_GRADIENT = "a_SavedModel_has_no_derivatives_of_this_gradient_since_they_are_unknown_or_from_a_rule"
+_IN_GRADIENT = (
+    "a_SavedModel_has_no_derivatives_of_this_gradient_since_they_are_unknown_or_from_a_rule"
+)
 
 
 def override(

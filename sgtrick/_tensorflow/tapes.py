@@ -277,15 +277,16 @@ def asked_for(x: Tensor) -> bool:
     return any(t is s for t in _origins(x) for s in _sources())
 
 
-def asked_only_for(xs: Sequence[Tensor]) -> bool:
+def asked_only_for(xs: Sequence[Tensor], *, is_of_graph: bool) -> bool:
     """Whether it was asked for gradients with respect to some of `xs` and to nothing else.
 
-    While a graph is traced, only if the tape belongs to it: the gradient of another function is
-    kept for whoever asks later.
+    If what it differentiates is an operation of a graph (`is_of_graph`), only if the tape belongs
+    to the graph that is being traced: the gradient of another function is kept for whoever asks
+    later.
     """
     known = {id(t) for x in xs for t in _origins(x)}
     sources = _sources()
-    if not tf.executing_eagerly():
+    if is_of_graph:
         here = tf.compat.v1.get_default_graph()
         if not all(graphs.operation(s) is not None and s.graph is here for s in sources):
             return False
