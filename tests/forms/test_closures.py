@@ -283,3 +283,74 @@ def test_gathered_rows_have_sparse_gradients(wrap):
     assert isinstance(by_table, tf.IndexedSlices)
     assert tf.reduce_all(by_table.indices == [2, 0])
     np.testing.assert_allclose(by_x, 42 * 3 * X**2)
+
+
+def log1pexp_of(e, t):
+    """A function and its rule, with what was computed from the point before, as documented."""
+    return sgtrick.custom_vjp(
+        lambda x: (tf.math.log(1 + e) + 0 * x, lambda u: u * (1 - 2 / (2 + t)))
+    )
+
+
+class TestMadeOfTheArgument:
+    """What a function closes over, and was computed from its argument, counts as the argument."""
+
+    POINT = tf.constant([0.5, 1.0], tf.float64)
+
+    @staticmethod
+    def documented(x):
+        e = tf.exp(x)
+        return log1pexp_of(e, 2 * e)(x)
+
+    @staticmethod
+    def of_jacobian(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = TestMadeOfTheArgument.documented(x)
+        return tf.linalg.diag_part(tape.jacobian(y, x))
+
+    @staticmethod
+    def of_a_function(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = TestMadeOfTheArgument.documented(x)
+        return tf.function(lambda: tape.gradient(y, x))()
+
+    @staticmethod
+    def of_a_ragged_tensor(x):
+        ragged = tf.RaggedTensor.from_row_lengths(x, [0, 2])
+        with tf.GradientTape() as tape:
+            tape.watch(ragged)
+            y = TestMadeOfTheArgument.documented(ragged.flat_values)
+        return tape.gradient(y, ragged).flat_values
+
+    @pytest.mark.parametrize("way", ["of_jacobian", "of_a_function", "of_a_ragged_tensor"])
+    def test_eagerly_in_a_gradient_that_is_traced(self, way):
+        found = getattr(self, way)(self.POINT)
+        np.testing.assert_allclose(found, tf.sigmoid(self.POINT), rtol=1e-12)
+
+    INNER = {
+        "function": lambda f, _: tf.function(f)(),
+        "branch": lambda f, x: tf.cond(x[0] < 9, f, lambda: x),
+        "switch": lambda f, _: tf.switch_case(tf.constant(0), [f, f]),
+        "loop": lambda f, x: tf.while_loop(lambda i, _: i < 1, lambda i, _: (i + 1, f()), (0, x))[
+            1
+        ],
+        "function in a branch": lambda f, x: tf.cond(x[0] < 9, tf.function(f), lambda: x),
+    }
+
+    @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+    def test_in_an_inner_graph(self, inner):
+        """Which captures what is closed over before it captures the argument."""
+
+        def run(x):
+            e = tf.exp(x)
+
+            def f():
+                t = 2 * e
+                return log1pexp_of(e, t)(x)
+
+            return inner(f, x)
+
+        found = tf.function(reverse(run))(self.POINT)
+        np.testing.assert_allclose(found, tf.sigmoid(self.POINT), rtol=1e-12)
