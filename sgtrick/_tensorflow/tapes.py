@@ -18,7 +18,7 @@ from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
-from sgtrick._tensorflow import graphs
+from sgtrick._tensorflow import graphs, passing
 from sgtrick._types import Graph, Pullback, Pushforward, Tensor, Variable
 
 T = TypeVar("T")
@@ -123,6 +123,7 @@ def noting() -> Iterator[list[Operation]]:
             with recording():  # suspended around the call of a function
                 if not (read or is_recorded([*inputs, *covered])):
                     return  # and not kept in memory
+            passing.connected(type_)  # functions may be gone afterwards, such as those of maps
             operations.append(Operation(type_, (*inputs, *covered), tuple(outputs), read))
             if read:  # start anew
                 watcher.__exit__(None, None, None)

@@ -9,7 +9,7 @@ from tensorflow.python.framework import ops
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import is_differentiable, refuse
-from sgtrick._tensorflow import graphs, tapes
+from sgtrick._tensorflow import graphs, passing, tapes
 from sgtrick._tensorflow.graphs import identity_of
 from sgtrick._types import Tensor, Variable
 
@@ -174,7 +174,8 @@ def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor])
         key = identity_of(t)
         if key not in found:
             found[key] = t
-            stack += filter(graphs.may_carry, made_by[key].inputs if key in made_by else ())
+            inputs = passing.inputs_of(made_by[key], t) if key in made_by else ()
+            stack += filter(graphs.may_carry, inputs)
     known = {*map(identity_of, passed), *made_by}
     return [t for key, t in found.items() if key not in known]
 
