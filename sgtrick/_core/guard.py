@@ -4,9 +4,12 @@ A rule returns gradients, and TensorFlow differentiates them like all other tens
 of every order are those of the rule, and nothing is done for them here. But in two cases TensorFlow
 finds no derivative, and says None or zero without a word:
 
-* the gradient is connected to nothing with respect to which it could be differentiated: it is a
-  constant, came from NumPy, or is stopped;
+* the gradient is connected to nothing with respect to which it could be differentiated: it came
+  from NumPy, or is stopped;
 * a host call computes it.
+
+A gradient that is linear in upstream gradients may be connected to these alone, if NumPy cannot
+have computed its other numbers: then nothing is lost.
 
 So each gradient passes through an operation that passes derivatives on, and that also has the
 inputs of the rule as its inputs. Only when this operation is differentiated, the rule is traced in
