@@ -150,7 +150,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
                 return pushed
             return unknown.unless_moving(_OF_VARIABLES.format(name), pushed, of_variables, inputs)
 
-        check, of_jvp = Check(name, explicit, ys, inputs), None
+        check, of_jvp = Check(name, explicit, ys, inputs, used.beside), None
 
         def pull(*us: Tensor | None) -> list[Gradient]:
             if is_hidden and tapes.is_pushed(inputs):  # by a tape of variables in the accumulator

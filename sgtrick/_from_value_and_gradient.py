@@ -3,6 +3,7 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import calls, devices, structures
 from sgtrick._arguments.structures import Leaf
-from sgtrick._core import embedding, unknown
+from sgtrick._core import adjoint, embedding, unknown
 from sgtrick._core.adjoint import paired
 from sgtrick._core.guard import message
 from sgtrick._core.point import (
@@ -20,7 +21,7 @@ from sgtrick._core.point import (
     pair_of,
     select,
 )
-from sgtrick._tensorflow import autograph, tapes
+from sgtrick._tensorflow import autograph, graphs, overrides, tapes
 from sgtrick._types import (
     Argnums,
     Args,
@@ -88,7 +89,8 @@ def from_value_and_gradient(
             or shape of its argument.
         LookupError: When a higher derivative is taken, as in `with_gradient`, or if TensorFlow
             refuses to differentiate the gradient, or if a variable that `fn` reads has
-            been assigned since the call; or when an auxiliary result is differentiated.
+            been assigned since the call, or if `fn` draws other random numbers; or when an
+            auxiliary result is differentiated.
     """
     if fn is None:
         return functools.partial(
@@ -186,17 +188,36 @@ def _differentiable(
         found = unknown.unless_refused(
             lambda: list(tape.gradient(gxs, points, given)), xs, given, message(value.name)
         )
-        if not reads:
+        if graphs.is_thrown_away():
             return found
-        is_same = unknown.are_equal(read_variables(), reads)
-        return unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
+        is_same = unknown.are_equal(read_variables(), reads) if reads else tf.constant(True)
+        found = unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
+        pairs = zip(known, (leaf.gx for leaf in again if leaf is not None), strict=True)
+        is_same = ~is_same | tf.reduce_all(tf.stack(list(itertools.starmap(_are_near, pairs))))
+        return unknown.known_unless(is_same, _DRAWN.format(value.name), found, xs, given)
 
     def differentiable() -> list[Leaf | None]:
+        if overrides.is_storing():
+            return evaluated(value.at(at, value.point.xs, value.passed.xs))
         gxs = iter(value.embed(known, gradients))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable
 
+
+def _are_near(a: Tensor, b: Tensor) -> Tensor:
+    """Whether two tensors are the same but for rounding, which depends on how they are computed."""
+    difference = tf.abs(tf.where(tf.equal(a, b), tf.zeros_like(a), a - b))
+    size = tf.reduce_max(tf.abs(a)) + tf.reduce_max(tf.abs(b))
+    return tf.reduce_all(adjoint.are_near(difference, size))
+
+
+_DRAWN = (
+    "The gradient of {0} was differentiated, for which {0} is evaluated again, and at the same "
+    "point it returned another gradient: it draws random numbers, or keeps a state. Draw before, "
+    "and pass what was drawn to {0} as an argument; or draw by tf.random.stateless_uniform and the "
+    "like."
+)
 
 _ASSIGNED = (
     "The gradient of {0} was differentiated after a variable was assigned that {0} reads, but the "

@@ -14,13 +14,16 @@ to have no effect. A row that is not finite passes.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present
+from sgtrick._core.rule import running
 from sgtrick._tensorflow import graphs, linear, tracing
 from sgtrick._types import Array, DType, Gradient, Tensor
 
@@ -31,25 +34,34 @@ Paired = tuple[list[Tensor], list[Tensor]]
 def transpose(
     f: Callable[[Sequence[Tensor]], Sequence[Gradient]],
     likes: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None] | None,
+    *,
+    of_first: bool = False,
 ) -> tuple[list[Gradient], Tensor, list[Tensor]]:
     """The transpose of a linear function at cotangents of its results.
 
     Args:
         f: The function, of tensors like `likes`.
         likes: Those.
-        cotangents: Of its results.
+        cotangents: Of its results; None for ones, where only the test is wanted.
+        of_first: Whether only the first result is tested.
 
     Returns:
         The transpose, None where it is zero; whether the dot-product test holds; and the tensors
         that this depends on: none if there is nothing to test.
     """
+
+    def with_cotangents(at: Sequence[Tensor]) -> Paired:
+        found = f(at)
+        ones = [None if y is None else tf.ones_like(tf.convert_to_tensor(y)) for y in found]
+        return paired(found, ones if cotangents is None else cotangents)
+
     far = far_probes(likes)
     # Not by tf.gradients, which rewrites calls of functions: tapes outside would not see what that
     # adds.
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(far)
-        (ys, zs), operations = linear.noting(lambda: paired(f(far), cotangents))
+        (ys, zs), operations = linear.noting(lambda: with_cotangents(far))
     # What runs eagerly may read numbers of its arguments, which no operation tells.
     is_told = not tf.executing_eagerly() and linear.are_linear(ys, far, operations)
     if not ys:
@@ -60,20 +72,41 @@ def transpose(
     if is_told and None not in found:
         return list(map(tf.convert_to_tensor, found)), tf.constant(True), []
     ts = probes(likes)
-    moved, _ = paired(f(ts), cotangents)
+    moved, _ = with_cotangents(ts)
     # Not tested at the cotangents, which are zero where only their slope is wanted.
     ws = probes(moved)
     pulled = [tape.gradient(y, far, w) for y, w in zip(ys, ws, strict=True)]
-    fits = _holds(ws, moved, pulled, ts)
+    fits = _hold(ws, moved, pulled, ts)
+    if tf.executing_eagerly() and not tf.reduce_all(fits) and None not in found:
+        # A result that is all rounding fits nothing, but a trace may tell.
+        fits |= _is_linear_in_a_trace(f, likes)
+    count = 1 if of_first else len(moved)
     # Results that are connected to no argument, and arguments that no result is connected to.
-    silent = [y for y, gs in zip(moved, pulled, strict=True) if not present(gs)]
+    silent = [y for y, gs in zip(moved[:count], pulled, strict=False) if not present(gs)]
     lost = [not present(gs) for gs in zip(*pulled, strict=True)]
     if any(lost) and not all(lost):
         alone = [t if is_lost else tf.zeros_like(t) for is_lost, t in zip(lost, ts, strict=True)]
-        silent += paired(f(alone), cotangents)[0]
+        silent += with_cotangents(alone)[0][:count]
     if silent:
         fits &= tracing.as_one(_are_zero, *silent)
-    return found, fits, [*zs, *moved]
+    return found, tf.reduce_all(fits[:count]), [*zs, *moved]
+
+
+def _is_linear_in_a_trace(
+    f: Callable[[Sequence[Tensor]], Sequence[Gradient]], likes: Sequence[Tensor]
+) -> bool:
+    """Whether a function is linear by its operations, where it cannot read its arguments."""
+
+    def values(*ts: Tensor) -> Sequence[Gradient]:
+        with running(), graphs.thrown_away():
+            return f(ts)
+
+    try:
+        traced = tracing.Outline(values, likes)
+    except Exception:  # it reads them
+        return False
+    ys = present(traced.outputs)
+    return linear.are_linear(ys, traced.inputs, ys[0].graph.get_operations())
 
 
 def _are_zero(*tensors: Tensor) -> Tensor:
@@ -82,7 +115,7 @@ def _are_zero(*tensors: Tensor) -> Tensor:
     return ~tf.reduce_any(tf.stack(lost))
 
 
-def _holds(
+def _hold(
     us: Sequence[Tensor],
     lt: Sequence[Tensor],
     lu: Sequence[Sequence[Gradient]],
@@ -97,38 +130,14 @@ def _holds(
         ts: Probes, one for each argument.
     """
     parts = [paired([y, *gs], [u, *ts]) for y, gs, u in zip(lt, lu, us, strict=True)]
-    if tf.executing_eagerly():
+    if tf.executing_eagerly():  # where operations take longer than NumPy
         eps = max(_eps(t.dtype) for values, _ in parts for t in values)
-        return tf.constant(_holds_for(parts, eps))
+        with np.errstate(all="ignore"):
+            return tf.constant(
+                _are_balanced(itertools.starmap(_difference_in_numpy, parts), eps, np.where, np.sum)
+            )
     counts = tuple(len(values) for values, _ in parts)
     return tracing.as_one(_Balance(counts), *(t for pairs in parts for of in pairs for t in of))
-
-
-def _holds_for(parts: Sequence[Paired], eps: float) -> bool:
-    """The same as `_Balance`, of numbers that are there: eager operations take longer."""
-    found = []
-    with np.errstate(all="ignore"):
-        for values, at in parts:
-            terms = [np.real(_wide(v) * np.conj(_wide(p))) for v, p in zip(values, at, strict=True)]
-            rows = {t.shape[:1] for t in terms}
-            n = rows.pop()[0] if len(rows) == 1 and rows != {()} and rows != {(0,)} else 1
-            flat = [t.reshape(n, -1) for t in terms]
-            first, *others = [t.sum(1) for t in flat]
-            size = sum(np.abs(t).sum(1) for t in flat)
-            is_finite = np.isfinite(size)
-            difference = np.where(is_finite, first - sum(others), 0)
-            found.append((difference, np.where(is_finite, size, 0)))
-        total = sum(size.sum() for _, size in found)
-        for difference, size in found:
-            far = np.abs(difference) > eps**0.5 * size
-            rounding = np.abs(difference[~far]).sum() + 2 * eps * total
-            if abs(difference[far].sum()) - rounding > eps**0.5 * size[far].sum():
-                return False
-    return True
-
-
-def _wide(t: Tensor) -> Array:
-    return np.asarray(t.numpy(), np.complex128 if t.dtype.is_complex else np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,23 +154,65 @@ class _Balance:
         left, groups = iter(tensors), []
         for n in self.counts:
             groups.append(([next(left) for _ in range(n)], [next(left) for _ in range(n)]))
-        of = [_difference_and_size(*group) for group in groups]
         eps = max(_eps(t.dtype) for t in tensors)
-        dtype = max((size.dtype for _, size in of), key=lambda dtype: dtype.size)
-        total = tf.add_n([tf.cast(tf.reduce_sum(size), dtype) for _, size in of])
-        return tf.reduce_all(
-            tf.stack([sums_are_near(d, size, eps, tf.cast(total, size.dtype)) for d, size in of])
-        )
+        of = itertools.starmap(_difference_and_size, groups)
+        return tf.stack(_are_balanced(of, eps, tf.where, tf.reduce_sum))
+
+
+def _are_balanced(
+    of: Iterable[tuple[Any, Any]],
+    eps: float,
+    where: Callable[..., Any],
+    total: Callable[[Any], Any],
+) -> list[Any]:
+    """Whether differences of which the sum is zero are rounding, for each vector of them.
+
+    They are, or may be, those of independent rows. If a row depends on others, its difference is
+    no error, but made up for by theirs. So the rows whose difference is more than rounding have to
+    make up for each other, up to what there is in other rows, and up to the rounding of everything:
+    a result may be all rounding, if it cancels to zero.
+
+    Args:
+        of: Differences, and the sizes of what was added up to compute them; arrays or tensors.
+        eps: The rounding unit.
+        where: That of the library that these belong to.
+        total: The sum, of that library.
+    """
+    of = list(of)
+    rest = 2 * eps * sum(total(size) for _, size in of)
+    found = []
+    # Rounding in what is compared is not bounded by eps, so compare only half of the digits.
+    tolerance = eps**0.5
+    for difference, size in of:
+        is_near = abs(difference) <= tolerance * size
+        rounding = total(where(is_near, abs(difference), 0 * size)) + rest
+        beyond = abs(total(where(is_near, 0 * size, difference))) - rounding
+        found.append(beyond <= tolerance * total(where(is_near, 0 * size, size)))
+    return found
+
+
+def _difference_in_numpy(values: list[Tensor], at: list[Tensor]) -> tuple[Array, Array]:
+    """The same as `_difference_and_size`."""
+    terms = [np.real(_wide(v) * np.conj(_wide(p))) for v, p in zip(values, at, strict=True)]
+    rows = {t.shape[:1] for t in terms}
+    n = rows.pop()[0] if len(rows) == 1 and rows != {()} and rows != {(0,)} else 1
+    first, *others = flat = [t.reshape(n, -1) for t in terms]
+    size = sum(np.abs(t).sum(1) for t in flat)
+    difference = first.sum(1) - sum(t.sum(1) for t in others)
+    is_finite = np.isfinite(size)
+    return np.where(is_finite, difference, 0), np.where(is_finite, size, 0)
+
+
+def _wide(t: Tensor) -> Array:
+    return np.asarray(t.numpy(), np.complex128 if t.dtype.is_complex else np.float64)
 
 
 def _difference_and_size(values: list[Tensor], at: list[Tensor]) -> tuple[Tensor, Tensor]:
     """That of the first product and the sum of the others, for each row; zeros if not finite."""
     terms = list(map(_term, values, at))
-    wide = any(t.dtype == tf.float64 for t in terms)
-    rows, dtype = _rows(terms), tf.float64 if wide else tf.float32
-    first, *others = [tf.cast(_sums(t, rows), dtype) for t in terms]
-    sizes = [tf.cast(_sums(tf.abs(t), rows), dtype) for t in terms]
-    size = tf.add_n(sizes)
+    rows = _rows(terms)
+    first, *others = [tf.cast(_sums(t, rows), tf.float64) for t in terms]
+    size = tf.add_n([tf.cast(_sums(tf.abs(t), rows), tf.float64) for t in terms])
     difference, zeros = tf.add_n([first, *map(tf.negative, others)]), tf.zeros_like(size)
     is_finite = tf.math.is_finite(size)
     return tf.where(is_finite, difference, zeros), tf.where(is_finite, size, zeros)
@@ -201,45 +252,18 @@ def _sums(t: Tensor, rows: int | Tensor | None) -> Tensor:
     return tf.concat([blocks, [tf.reduce_sum(flat[count * size :])]], 0)
 
 
-def sums_are_near(differences: Tensor, sizes: Tensor, eps: float, total: Tensor) -> Tensor:
-    """Whether differences of which the sum is zero, up to rounding, are rounding one by one.
-
-    They are, or may be, those of independent rows. If a row depends on others, its difference is
-    no error, but made up for by theirs. So the rows whose difference is more than rounding have to
-    make up for each other, up to what there is in other rows. True where something is NaN.
-
-    Args:
-        differences: Of numbers, a vector.
-        sizes: The sizes of what was added up to compute these numbers.
-        eps: The rounding unit.
-        total: The size of everything, of which the rounding may be all that there is in a row.
-    """
-    near = are_near(differences, sizes, eps)
-    if tf.executing_eagerly() and tf.reduce_all(near):
-        return tf.constant(True)
-    zeros = tf.zeros_like(sizes)
-    rounding = tf.reduce_sum(tf.where(near, tf.abs(differences), zeros)) + 2 * eps * total
-    beyond = tf.abs(tf.reduce_sum(tf.where(near, zeros, differences))) - rounding
-    return _is_near(beyond, tf.reduce_sum(tf.where(near, zeros, sizes)), eps)
-
-
-def are_near(difference: Tensor, size: Tensor, eps: float | None = None) -> Tensor:
+def are_near(difference: Tensor, size: Tensor) -> Tensor:
     """Whether differences are rounding, entry by entry; true where they are NaN.
 
     Args:
         difference: Differences of numbers.
         size: The sizes of what was added up to compute these numbers.
-        eps: The rounding unit, by default that of the dtype.
     """
-    return _is_near(tf.abs(difference), size, eps)
-
-
-def _is_near(difference: Tensor, size: Tensor, eps: float | None) -> Tensor:
-    # Rounding in what is compared is not bounded by eps, so compare only half of the digits.
-    tolerance = tf.cast((_eps(size.dtype) if eps is None else eps) ** 0.5, size.dtype)
+    tolerance = tf.cast(_eps(size.dtype) ** 0.5, size.dtype)
     # Not written as "not greater", which TensorFlow's optimizer turns into "less or equal", false
     # for NaN. Stopped, since the second JVP of is_nan fails in a function.
-    return (difference <= tolerance * size) | tf.math.is_nan(tf.stop_gradient(difference))
+    is_nan = tf.math.is_nan(tf.stop_gradient(difference))
+    return (tf.abs(difference) <= tolerance * size) | is_nan
 
 
 def probes(likes: Sequence[Tensor]) -> list[Tensor]:

@@ -4,9 +4,12 @@ A rule returns gradients, and TensorFlow differentiates them like all other tens
 of every order are those of the rule, and nothing is done for them here. But in two cases TensorFlow
 finds no derivative, and says None or zero without a word:
 
-* the gradient is connected to nothing with respect to which it could be differentiated: it is a
-  constant, came from NumPy, or is stopped;
+* the gradient is connected to nothing with respect to which it could be differentiated: it came
+  from NumPy, or is stopped;
 * a host call computes it.
+
+A gradient that is linear in upstream gradients may be connected to these alone, if NumPy cannot
+have computed its other numbers: then nothing is lost.
 
 So each gradient passes through an operation that passes derivatives on, and that also has the
 inputs of the rule as its inputs. Only when this operation is differentiated, the rule is traced in
@@ -24,10 +27,10 @@ from sgtrick._arguments.structures import present
 from sgtrick._core import unknown
 from sgtrick._core.rule import Rule, running
 from sgtrick._core.transposition import transposed, values_of, with_values
-from sgtrick._tensorflow import connections, graphs, tapes, tracing, uses
+from sgtrick._tensorflow import connections, graphs, overrides, tapes, tracing, uses
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.uses import Uses
-from sgtrick._types import Gradient, Tangent, Tensor
+from sgtrick._types import Gradient, Operation, Tangent, Tensor
 
 # From upstream gradients and inputs to gradients, one or None for each of the first inputs; or from
 # tangents and inputs to tangents.
@@ -50,6 +53,7 @@ class Check:
         rule: ExplicitRule,
         likes: Sequence[Tensor],
         inputs: Sequence[Tensor],
+        beside: Sequence[Tensor] = (),
         *,
         is_jvp: bool = False,
     ) -> None:
@@ -61,18 +65,20 @@ class Check:
             likes: Outputs, whose upstream gradients the rule gets: None for those without
                 derivatives. For a JVP rule, inputs, whose tangents it gets.
             inputs: What else the rule gets.
+            beside: Some of the tensors that it closes over.
             is_jvp: Whether it returns tangents, which depend on `inputs` as all gradients do.
         """
         self._name, self._rule, self._is_jvp = name, rule, is_jvp
         self._likes = [t if structures.is_differentiable(t.dtype) else None for t in likes]
-        self._inputs = inputs
-        self._found: dict[frozenset[Hashable], list[Missing] | Missing] = {}
+        self._inputs, self._beside = inputs, beside
+        self._found = dict[Hashable, list[Missing] | Missing]()
 
     def missing(self, closed: Sequence[Tensor], i: int | None = None) -> Missing:
         """What is missing of gradient `i`, or of any, by inputs and what is `closed` over."""
-        key = frozenset(map(graphs.identity_of, closed))
+        age = self._age()
+        key = age, frozenset(map(graphs.identity_of, closed))
         if key not in self._found:
-            self._found[key] = self._traced(closed)
+            self._found[key] = self._traced(closed, age)
         found = self._found[key]
         if isinstance(found, Missing):
             return found
@@ -80,7 +86,12 @@ class Check:
             return found[i]
         return Missing(*(next(filter(None, why), None) for why in zip(*found, strict=True)))
 
-    def _traced(self, closed: Sequence[Tensor]) -> list[Missing] | Missing:
+    def _age(self) -> int | None:
+        """The age of the point if Python knows its numbers, so that NumPy may have got them."""
+        known = connections.eager_sources(self._inputs)
+        return tapes.oldest(known) if known else None
+
+    def _traced(self, closed: Sequence[Tensor], age: int | None) -> list[Missing] | Missing:
         n, count = len(present(self._likes)), len(self._likes)
 
         def values(*ts: Tensor | None) -> list[Tensor | None]:
@@ -100,17 +111,25 @@ class Check:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             why = _UNTRACEABLE.format(self._name, reason[-1].strip())
             return Missing(why, why)
-        inputs = [*traced.inputs[n:], *connections.varying(traced.captured, traced.inner, closed)]
+        varying = connections.varying(traced.captured, traced.inner, [*closed, *self._beside])
+        inputs = [*traced.inputs[n:], *varying]
+        is_foreign = connections.foreign(traced, inputs, age)
         return [
-            Missing() if y is None else self._missing_of(y, traced.inputs[:n], inputs)
+            Missing() if y is None else self._missing_of(y, traced.inputs[:n], inputs, is_foreign)
             for y in traced.outputs
         ]
 
-    def _missing_of(self, y: Tensor, us: Sequence[Tensor], inputs: Sequence[Tensor]) -> Missing:
+    def _missing_of(
+        self,
+        y: Tensor,
+        us: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        is_foreign: Callable[[Operation], bool],
+    ) -> Missing:
         computed = connections.Subgraph(y)
-        # What is made of upstream gradients alone does not depend on anything else.
+        # What is linear in upstream gradients alone does not depend on anything else.
         is_connected = connections.are_connected(y, inputs) or (
-            connections.are_connected(y, us) and computed.is_made_of(us)
+            connections.are_connected(y, us) and not any(map(is_foreign, computed.made_of(us)))
         )
         why = message(self._name)
         return Missing(
@@ -149,6 +168,8 @@ def guarded(
         def one(i: int, gradient: Gradient) -> Gradient:
             def messages() -> list[str | None]:
                 why = missing(closed, i)
+                if overrides.is_storing():  # all or nothing
+                    why = Missing(*[next(filter(None, why), None)] * 2)
                 return [*[why.by_inputs] * len(depends_on), *[why.by_upstream] * len(live)]
 
             part = unknown.refuse(values_of(gradient), [*depends_on, *live], messages)
@@ -210,12 +231,12 @@ def unknown_by_closure(
     closed = list(map(tapes.value_of, closed))
     if not closed:
         return list(ys)
-    message = _CLOSES_OVER.format(name, rule)
+    message, is_of_graph = _CLOSES_OVER.format(name, rule), not tf.executing_eagerly()
 
     def messages() -> list[str | None]:
         # Nothing tells how an eager tensor was made. But who asks for arguments alone does not ask
         # for what else it was made of.
-        is_known = tapes.asked_only_for(passed)
+        is_known = tapes.asked_only_for(passed, is_of_graph=is_of_graph)
         return [None if is_known else message] * len(closed)
 
     return [unknown.refuse(y, closed, messages) for y in ys]

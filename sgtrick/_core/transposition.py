@@ -8,7 +8,7 @@ from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present, spread
 from sgtrick._core import adjoint, unknown
 from sgtrick._core.rule import Rule
-from sgtrick._tensorflow import graphs, tapes, tracing
+from sgtrick._tensorflow import graphs, linear, overrides, tapes, tracing
 from sgtrick._types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
 
 
@@ -43,6 +43,10 @@ def tested(
         upstream: The upstream gradients that they were computed from.
     """
     us = present(upstream)
+    if overrides.is_storing():
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        if linear.are_linear(list(map(values_of, present(gradients))), us, operations):
+            return list(gradients)
 
     def guarded(i: int, g: Gradient) -> Gradient:
         def derivatives(part: Tensor, at: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
@@ -50,7 +54,7 @@ def tested(
                 if isinstance(rule.push, str):
                     fits, message = tf.constant(False), rule.push
                 else:
-                    fits, message = _fits(rule, i, upstream, part.graph, z), _MESSAGE
+                    fits, message = _fits(rule, i, upstream, part.graph), _MESSAGE
                 zero = unknown.zero_if(fits, message.format(rule.name), [z, *at])
                 return [z, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in at)]
 
@@ -61,25 +65,27 @@ def tested(
     return [None if g is None else guarded(i, g) for i, g in enumerate(gradients)]
 
 
-def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph, z: Tensor) -> Tensor:
-    """Whether gradient `i` of a rule, which is in a graph, can be transposed for a cotangent."""
+def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph) -> Tensor:
+    """Whether gradient `i` of a rule, which is in a graph, can be transposed."""
 
-    def fits(z: Tensor) -> list[Tensor]:
+    def fits() -> list[Tensor]:
         def pull(us: Sequence[Tensor]) -> list[Gradient]:
-            gradient = rule.pull(*spread(us, upstream))[i]
-            return [None if gradient is None else values_of(gradient)]
+            gradients = list(rule.pull(*spread(us, upstream)))
+            # The size of the others tells what is rounding.
+            first = [gradients.pop(i), *gradients]
+            return [None if g is None else values_of(g) for g in first]
 
         with unknown.not_raising():
-            _, holds, _ = adjoint.transpose(pull, present(upstream), [z])
+            _, holds, _ = adjoint.transpose(pull, present(upstream), None, of_first=True)
         return [holds]
 
     # What the rule uses is only known in its graph, to which nothing may be added any more: as long
     # as that happens, TensorFlow differentiates it anew.
-    traced = tapes.in_thread(lambda: tracing.Traced(fits, [z], graph))
+    traced = tapes.in_thread(lambda: tracing.Traced(fits, [], graph))
     with graph.as_default():
         captured = list(map(graphs.as_used, traced.captured))
     with tapes.not_recording():
-        (holds,) = traced([z], captured)
+        (holds,) = traced([], captured)
     return holds
 
 

@@ -71,6 +71,11 @@ def refuse(
     def messages() -> Sequence[str | None]:
         return [message] * len(by) if isinstance(message, str) else message()
 
+    if overrides.is_storing():
+        refused = [x for x, why in zip(by, messages(), strict=True) if why]
+        if len(refused) < len(by):
+            return _known_in_part(t, refused)
+
     def derivatives(part: Tensor, inputs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
         n = len(inputs) - linear
         of, linear_in = [*inputs[:n], part], inputs[n:]  # what is unknown may depend on all of it
@@ -111,6 +116,15 @@ def refuse(
         return pull, push
 
     return pass_on(t, by, derivatives)
+
+
+def _known_in_part(t: Tensor, refused: Sequence[Tensor]) -> Tensor:
+    """The same tensor, whose derivatives by some tensors are NaN, by operations of TensorFlow."""
+    if not refused:
+        return t
+    wave = depending_on(list(map(_finite, refused)))
+    nan = tf.constant(float("nan"), wave.dtype)
+    return t + tf.cast(tf.math.multiply_no_nan(nan, wave - tf.stop_gradient(wave)), t.dtype)
 
 
 def failure(
@@ -363,6 +377,7 @@ def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Ten
         with not_raising() if is_of_function else contextlib.nullcontext():
             return pull(*upstream)
 
-    (output,) = overrides.override([part], [part, *xs], overrides.Override(quietly, vectorized))
+    meaning = overrides.Override(quietly, vectorized, passes_on=True)
+    (output,) = overrides.override([part], [part, *xs], meaning)
     tapes.record_override([output], [part, *xs], pull, push)
     return output

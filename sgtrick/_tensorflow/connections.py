@@ -2,21 +2,23 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import func_graph
+from tensorflow.python.framework import func_graph, ops
 
 from sgtrick._arguments.structures import is_differentiable
 from sgtrick._tensorflow import graphs, tapes
-from sgtrick._tensorflow.tracing import gradients_in
+from sgtrick._tensorflow.tracing import Outline, gradients_in
 from sgtrick._types import Operation, Tensor
 
 # The attribute of a kept override with the number of its values.
 VALUES = "_sgtrick_values"
 # That of one whose gradient, in a graph that is thrown away, is connected to all its other inputs.
 IS_CONNECTED = "_sgtrick_is_connected"
+# That of one whose value passes derivatives on.
+PASSES_ON = "_sgtrick_passes_on"
 
 
 def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
@@ -95,16 +97,26 @@ def depends(y: Tensor, xs: Sequence[Tensor]) -> bool:
     TensorFlow is not asked here: that would add to the loops of a graph that is going to run.
     """
     names = set(map(graphs.identity_of, xs))
-    stack, seen = [y], set[Hashable]()
+    return any(graphs.identity_of(t) in names for t in _with_ancestors([y]))
+
+
+def eager_sources(ys: Sequence[Tensor]) -> list[Tensor]:
+    """The eager tensors with derivatives that some tensors are, or were computed from in graphs."""
+    return [
+        t for t in _with_ancestors(ys) if graphs.operation(t) is None and is_differentiable(t.dtype)
+    ]
+
+
+def _with_ancestors(ys: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields tensors, and those that they were computed from in graphs."""
+    stack, seen = list(ys), set[Hashable]()
     while stack:
         t = stack.pop()
         key = graphs.identity_of(t)
-        if key in names:
-            return True
         if key not in seen:
             seen.add(key)
+            yield t
             stack += _computed_from(t)
-    return False
 
 
 def unaccounted(
@@ -168,21 +180,22 @@ def _computed_from(t: Tensor) -> list[Tensor]:
 def _start(tensors: Sequence[Tensor]) -> Operation | None:
     """The first operation of these tensors, if all are in the current graph: none before uses them.
 
-    A search that stops there takes work in proportion to what was computed since, and not to the
-    whole graph.
+    Nor what was computed from them in a graph around it, and captured. A search that stops there
+    takes work in proportion to what was computed since, and not to the whole graph.
     """
     graph = tf.compat.v1.get_default_graph()
     inside = [graphs.as_used(graphs.outside(t)) for t in tensors]
     if not all(graphs.operation(t) is not None and t.graph is graph for t in inside):
         return None
-    return min((t.op for t in inside), key=lambda op: op._id, default=None)
+    pairs = getattr(graph, "captures", ())
+    captured = [i for o, i in pairs if graphs.operation(o) is not None and graphs.may_carry(o)]
+    return min((t.op for t in (*inside, *captured)), key=lambda op: op._id, default=None)
 
 
 def _is_before(t: Tensor, start: Operation | None) -> bool:
     op = graphs.operation(t)
     if start is None or op is None or op.graph is not start.graph or t.dtype == tf.variant:
         return False
-    # What was captured may have been computed from them outside.
     return op._id < start._id and bool(op.inputs)
 
 
@@ -239,6 +252,36 @@ def _may_vary(t: Tensor) -> bool:
     return depends(t, list(filter(graphs.may_carry, inputs)))
 
 
+def foreign(
+    traced: Outline, inputs: Sequence[Tensor], age: int | None
+) -> Callable[[Operation], bool]:
+    """Tells of the operations of a trace whether NumPy may have computed their numbers of `inputs`.
+
+    Args:
+        traced: The trace.
+        inputs: The placeholders of what derivatives may be taken with respect to. What was made of
+            these and is not connected to them, was stopped.
+        age: That of the oldest of the inputs. None if they are symbolic, so that NumPy cannot have
+            computed anything of them, unless the host was called.
+    """
+    names = {t.op.name for t in inputs}
+    pairs = zip(traced.captured, traced.inner, strict=True)
+    outer = {i.op.name: o for o, i in pairs if graphs.operation(o) is None}
+
+    def is_foreign(op: Operation) -> bool:
+        if op.name in names or op.type in graphs.HOST_CALLS:
+            return True
+        if age is None or op.name in traced.written:
+            return False
+        return op.name not in outer or ops.tensor_id(outer[op.name]) >= age
+
+    return is_foreign
+
+
+# Constant between steps, so that what passes them does not move.
+_STEPS = ("ZerosLike", "OnesLike", "Floor", "Ceil", "Round", "Rint", "Sign")
+
+
 class Subgraph:
     """The operations that a tensor is computed by, as far as they have derivatives."""
 
@@ -246,12 +289,12 @@ class Subgraph:
         definition = y.graph.as_graph_def()
         self._functions = {f.signature.name: f for f in definition.library.function}
         self._nodes = {node.name: node for node in definition.node}
-        self._name = y.op.name
+        self._y = y
 
     @functools.cached_property
     def host_calls(self) -> list[str]:
         """The names of those that call the host with something that has derivatives."""
-        computed = _before(self._nodes, [self._name])
+        computed = _before(self._nodes, [self._y.op.name])
         return [node.name for node in computed if self._calls_host(node)]
 
     def host_sees(self, xs: Sequence[Tensor]) -> bool:
@@ -259,19 +302,36 @@ class Subgraph:
         names = {x.op.name for x in xs}
         return any(node.name in names for node in _before(self._nodes, self.host_calls))
 
-    def is_made_of(self, xs: Sequence[Tensor]) -> bool:
-        """Whether all numbers come from `xs`, and none from constants or other inputs."""
-        names = {x.op.name for x in xs}
-        computed = _before(self._nodes, [self._name], differentiably=False)
-        return not any(self._brings_numbers(node) for node in computed if node.name not in names)
+    def made_of(self, us: Sequence[Tensor]) -> list[Operation]:
+        """Where the numbers come from that move the tensor, apart from `us`.
+
+        Constants and inputs, but not those behind a comparison, an index, a shape, or other steps:
+        what is made of these does not change with them. Calls of the host are among them, and calls
+        of functions that have constants.
+        """
+        known = set(map(graphs.identity_of, us))
+        found, stack = dict[str, Operation](), [self._y]
+        while stack:
+            t = stack.pop()
+            op = t.op
+            is_end = graphs.identity_of(t) in known or op.name in found or op.type in _STEPS
+            # What is not among the nodes, TensorFlow has added to loops since.
+            if graphs.may_carry(t) and not is_end and op.name in self._nodes:
+                found[op.name] = op
+                stack += op.inputs
+        return [op for op in found.values() if not op.inputs or self._brings_numbers(op)]
 
     def _calls_host(self, node: Any) -> bool:
         is_host = node.op in graphs.HOST_CALLS and any(map(_is_float, node.attr["Tin"].list.type))
         return is_host or any(map(self._calls_host, self._inside(node)))
 
-    def _brings_numbers(self, node: Any) -> bool:
+    def _brings_numbers(self, op: Operation) -> bool:
+        inside = self._inside(self._nodes[op.name])
+        return op.type in graphs.HOST_CALLS or any(map(self._is_source, inside))
+
+    def _is_source(self, node: Any) -> bool:
         is_input = not node.input and _is_float(node.attr["dtype"].type)
-        return is_input or any(map(self._brings_numbers, self._inside(node)))
+        return is_input or any(map(self._is_source, self._inside(node)))
 
     def _inside(self, node: Any) -> list[Any]:
         """The operations of the functions that an operation calls."""
@@ -284,13 +344,11 @@ class Subgraph:
         ]
 
 
-def _before(
-    nodes: Mapping[str, Any], names: Iterable[str], *, differentiably: bool = True
-) -> list[Any]:
+def _before(nodes: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
     """The operations with these names, and those before them in a graph.
 
-    If `differentiably`, not what is stopped, nor the values of a kept override, unless these are
-    among its inputs too: otherwise their own derivatives are not used.
+    Not what is stopped, nor the values of a kept override, unless these are among its inputs too:
+    otherwise their own derivatives are not used.
     """
     found, stack = dict[str, Any](), list(names)
     while stack:
@@ -298,11 +356,9 @@ def _before(
         if name in found or name not in nodes:  # as an argument of a function
             continue
         node = found[name] = nodes[name]
-        inputs = [i for i in node.input if not i.startswith("^")]
-        if differentiably:
-            inputs = inputs[node.attr[VALUES].i :]
-        if not (differentiably and node.op == "StopGradient"):
-            stack += map(_name, inputs)
+        if node.op != "StopGradient":
+            inputs = [i for i in node.input if not i.startswith("^")]
+            stack += map(_name, inputs[node.attr[VALUES].i :])
     return list(found.values())
 
 

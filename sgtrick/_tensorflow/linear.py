@@ -1,7 +1,8 @@
 """Whether results are linear in some tensors, as the types of the operations in between tell.
 
 What is found to be linear here is, and TensorFlow's gradient of it is the transpose. Of anything
-else nothing is said: calls of functions, loops and overridden gradients are not looked into.
+else nothing is said: calls of functions, loops and overridden gradients are not looked into, but
+those that pass derivatives on.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from sgtrick._tensorflow import graphs
+from sgtrick._tensorflow.connections import PASSES_ON
 from sgtrick._tensorflow.graphs import identity_of
 from sgtrick._types import Tensor
 
@@ -29,6 +31,8 @@ _TOGETHER: dict[str, slice] = {
     "ConcatV2": slice(-1),
     "SelectV2": slice(1, None),
 }
+# Constant for tensors of one shape.
+_OF_SHAPE = ("Shape", "ShapeN", "Size", "Rank", "OnesLike")
 
 
 def noting(f: Callable[[], T]) -> tuple[T, list[Any]]:
@@ -45,7 +49,7 @@ def are_linear(ys: Sequence[Tensor], ts: Sequence[Tensor], operations: Sequence[
     linear = {identity_of(t): True for t in ts}
     for op in operations:
         found = [linear.get(identity_of(t)) for t in op.inputs]
-        if any(f is not None for f in found):
+        if any(f is not None for f in found) and op.type not in _OF_SHAPE:
             is_linear = False not in found and _is_linear(op, [f is not None for f in found])
             linear.update((identity_of(t), is_linear) for t in op.outputs)
     return all(linear.get(identity_of(y)) for y in ys)
@@ -53,6 +57,8 @@ def are_linear(ys: Sequence[Tensor], ts: Sequence[Tensor], operations: Sequence[
 
 def _is_linear(op: Any, moving: list[bool]) -> bool:
     """Whether an operation is linear in those of its inputs that are `moving`."""
+    if op.type == "IdentityN" and graphs.attribute(op, PASSES_ON):
+        return moving[0]
     if not all(t.dtype.is_floating for t in op.outputs):
         return False
     if graphs.is_overridden(op):

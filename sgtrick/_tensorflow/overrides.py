@@ -14,7 +14,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
-from sgtrick._tensorflow.connections import IS_CONNECTED, VALUES
+from sgtrick._tensorflow.connections import IS_CONNECTED, PASSES_ON, VALUES
 from sgtrick._tensorflow.mapping import Vectorized, convert, members
 from sgtrick._tensorflow.tapes import not_recording
 from sgtrick._tensorflow.tracing import Traced
@@ -28,11 +28,14 @@ class Override(NamedTuple):
         gradient: From upstream gradients of the outputs to gradients of the inputs.
         vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
         is_connected: Whether in a graph that is thrown away, gradients are connected to all inputs.
+        passes_on: Whether the derivatives with respect to the first input are those of the values,
+            and with respect to others unknown or zero.
     """
 
     gradient: Pullback
     vectorize: Callable[[Vectorized], Sequence[Tensor]]
     is_connected: bool = False
+    passes_on: bool = False
 
 
 class _Overrides:
@@ -60,11 +63,19 @@ _PROCESS, _NUMBERS = uuid.uuid4().hex, itertools.count()
 _MADE: ContextVar[list[str] | None] = ContextVar("_MADE", default=None)
 
 
+def is_storing() -> bool:
+    """Whether a gradient is being traced that a SavedModel will contain, without its overrides."""
+    return _MADE.get() is not None
+
+
 _ATTRIBUTE = "_sgtrick_overrides"
 
 
 # TensorFlow's error for a loaded operation without its gradient names the operation.
 _IF_LOST = "its_gradient_needs_a_SavedModel_with_experimental_custom_gradients"
+_IN_GRADIENT = (
+    "a_SavedModel_has_no_derivatives_of_this_gradient_since_they_are_unknown_or_from_a_rule"
+)
 
 
 def override(
@@ -103,12 +114,15 @@ def override(
     values = {VALUES: tf.compat.v1.AttrValue(i=len(if_lost))}
     if meaning.is_connected:
         values[IS_CONNECTED] = tf.compat.v1.AttrValue(b=True)
+    if meaning.passes_on:
+        values[PASSES_ON] = tf.compat.v1.AttrValue(b=True)
     with (
         not_recording(),
         graph.gradient_override_map({"IdentityN": name}),
         graph._attr_scope(values),
     ):
-        outputs = tf.identity_n([*if_lost, *inputs, *indices], name=_IF_LOST)
+        name_ = _IN_GRADIENT if is_storing() else _IF_LOST
+        outputs = tf.identity_n([*if_lost, *inputs, *indices], name=name_)
     overrides.operations[name] = outputs[0].op.name
     # tf.vectorized_map looks for this attribute before it looks into its registry.
     outputs[0].op.pfor_converter = _map
@@ -149,8 +163,9 @@ def _overrides_of(op: Operation) -> _Overrides | None:
 def _to_be_stored(pull: Pullback) -> Pullback:
     """The pullback as `tf.saved_model.save` traces it, without an operation.
 
-    A SavedModel does not contain gradients of gradients. So the overrides that are created here are
-    removed from the registry, and loaded operations cannot find them by name.
+    A SavedModel does not contain gradients of gradients. So guards add nothing where nothing is
+    missing, and the overrides that are created here are removed from the registry: loaded
+    operations cannot find them by name.
     """
 
     def pull_and_forget(*upstream: Tensor) -> Sequence[Gradient]:

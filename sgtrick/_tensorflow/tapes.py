@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import forwardprop_util, record
-from tensorflow.python.framework import composite_tensor_gradient, op_callbacks
+from tensorflow.python.framework import composite_tensor_gradient, op_callbacks, ops
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import outside, scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
-from sgtrick._tensorflow import graphs
+from sgtrick._tensorflow import graphs, passing
 from sgtrick._types import Graph, Pullback, Pushforward, Tensor, Variable
 
 T = TypeVar("T")
@@ -124,6 +124,7 @@ def noting() -> Iterator[list[Operation]]:
             with recording():  # suspended around the call of a function
                 if not (read or is_recorded([*inputs, *covered])):
                     return  # and not kept in memory
+            passing.connected(type_)  # functions may be gone afterwards, such as those of maps
             operations.append(Operation(type_, (*inputs, *covered), tuple(outputs), read))
             if read:  # start anew
                 watcher.__exit__(None, None, None)
@@ -302,15 +303,16 @@ def asked_for(x: Tensor) -> bool:
     return any(t is s for t in _origins(x) for s in _sources())
 
 
-def asked_only_for(xs: Sequence[Tensor]) -> bool:
+def asked_only_for(xs: Sequence[Tensor], *, is_of_graph: bool) -> bool:
     """Whether it was asked for gradients with respect to some of `xs` and to nothing else.
 
-    While a graph is traced, only if the tape belongs to it: the gradient of another function is
-    kept for whoever asks later.
+    If what it differentiates is an operation of a graph (`is_of_graph`), only if the tape belongs
+    to the graph that is being traced: the gradient of another function is kept for whoever asks
+    later.
     """
     known = {id(t) for x in xs for t in _origins(x)}
     sources = _sources()
-    if not tf.executing_eagerly():
+    if is_of_graph:
         here = tf.compat.v1.get_default_graph()
         if not all(graphs.operation(s) is not None and s.graph is here for s in sources):
             return False
@@ -328,6 +330,15 @@ def _sources() -> list[Tensor]:
         else []
     )
     return [getattr(s, "handle", s) for s in sources]
+
+
+def oldest(xs: Sequence[Tensor]) -> int:
+    """The number of the oldest of some eager tensors, and of what they are copies or values of.
+
+    And of the eager tensors that the tape was asked for, which they may be made of.
+    """
+    asked = [s for s in _sources() if graphs.operation(s) is None]
+    return min(int(ops.tensor_id(t)) for t in (*asked, *(o for x in xs for o in _origins(x))))
 
 
 def _origins(x: Tensor | Variable) -> Iterator[Tensor]:

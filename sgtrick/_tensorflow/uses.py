@@ -9,7 +9,7 @@ from tensorflow.python.framework import ops
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import is_differentiable, refuse
-from sgtrick._tensorflow import graphs, tapes
+from sgtrick._tensorflow import graphs, passing, tapes
 from sgtrick._tensorflow.graphs import identity_of
 from sgtrick._types import Tensor, Variable
 
@@ -28,6 +28,8 @@ class Uses(NamedTuple):
         fixed: The handles of variables that are not trainable, or values that were read.
         of_host: Tensors that have derivatives, and that only calls of the host use. In eager
             execution these are not told from NumPy.
+        beside: In eager execution, tensors that have derivatives, and that were used for something
+            else than the result, such as what a rule closes over.
     """
 
     tensors: Sequence[Tensor] = ()
@@ -37,6 +39,7 @@ class Uses(NamedTuple):
     has_lists: bool = False
     fixed: Sequence[Tensor] = ()
     of_host: Sequence[Tensor] = ()
+    beside: Sequence[Tensor] = ()
 
     @property
     def all_tensors(self) -> list[Tensor]:
@@ -83,6 +86,11 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
         fixed=[
             *(t for t in older if graphs.holds_floats(t) and id(t) not in handles),
             *(t for t in read if not _is_of_trainable(t, read, operations)),
+        ],
+        beside=[
+            t
+            for t in _needed([op.inputs for op in operations], operations, [*passed, *older])
+            if is_differentiable(t.dtype) and ops.tensor_id(t) < age and tapes.is_recorded([t])
         ],
     )
 
@@ -166,7 +174,8 @@ def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor])
         key = identity_of(t)
         if key not in found:
             found[key] = t
-            stack += filter(graphs.may_carry, made_by[key].inputs if key in made_by else ())
+            inputs = passing.inputs_of(made_by[key], t) if key in made_by else ()
+            stack += filter(graphs.may_carry, inputs)
     known = {*map(identity_of, passed), *made_by}
     return [t for key, t in found.items() if key not in known]
 

@@ -283,3 +283,119 @@ def test_gathered_rows_have_sparse_gradients(wrap):
     assert isinstance(by_table, tf.IndexedSlices)
     assert tf.reduce_all(by_table.indices == [2, 0])
     np.testing.assert_allclose(by_x, 42 * 3 * X**2)
+
+
+STOP = tf.stop_gradient
+# Functions of `x` and `w`, of which the latter is stopped in a graph of their own.
+STOPPED = {
+    "function": lambda x, w: tf.function(lambda: x * STOP(w))(),
+    "function in a function": lambda x, w: tf.function(tf.function(lambda: x * STOP(w)))(),
+    "vectorized_map": lambda x, w: tf.vectorized_map(lambda a: a * STOP(w), x),
+    "map_fn": lambda x, w: tf.map_fn(lambda a: a * STOP(w), x),
+    "cond": lambda x, w: tf.cond(x[0] < 9, lambda: x * STOP(w), lambda: x),
+    "while_loop": lambda x, w: tf.while_loop(
+        lambda i, _: i < 1, lambda i, y: (i + 1, y * STOP(w)), (0, x)
+    )[1],
+    "scan": lambda x, w: tf.scan(lambda y, a: y + a * STOP(w), x),
+    "switch_case": lambda x, w: tf.switch_case(tf.constant(0), [lambda: x * STOP(w)]),
+}
+BESIDE = {
+    "stopped": lambda f, x, w: f(x, w),
+    "and used": lambda f, x, w: f(x, w) * w,
+    "and used within": lambda f, x, w: f(x * w, w),
+}
+
+
+class TestStopped:
+    """What a `custom_vjp` function stops is a constant, wherever it does so."""
+
+    @WRAPS
+    @pytest.mark.parametrize(("stopped", "beside"), spread(STOPPED, BESIDE))
+    def test_in_a_graph_within(self, stopped, beside, wrap):
+        f = STOPPED[stopped]
+
+        def by_both(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch([x, w])
+                y = sgtrick.custom_vjp(lambda x: (BESIDE[beside](f, x, w), lambda u: 3 * u))(x)
+            return tape.gradient(y, [x, w])
+
+        x = tf.constant([0.5, 1.0], tf.float64)
+        if beside == "stopped":
+            by_x, by_w = wrap(by_both)(x, A)
+            assert by_w is None
+            np.testing.assert_allclose(by_x, [3, 3])
+        else:
+            with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match="closes over"):
+                wrap(by_both)(x, A)
+
+
+def log1pexp_of(e, t):
+    """A function and its rule, with what was computed from the point before, as documented."""
+    return sgtrick.custom_vjp(
+        lambda x: (tf.math.log(1 + e) + 0 * x, lambda u: u * (1 - 2 / (2 + t)))
+    )
+
+
+class TestMadeOfTheArgument:
+    """What a function closes over, and was computed from its argument, counts as the argument."""
+
+    POINT = tf.constant([0.5, 1.0], tf.float64)
+
+    @staticmethod
+    def documented(x):
+        e = tf.exp(x)
+        return log1pexp_of(e, 2 * e)(x)
+
+    @staticmethod
+    def of_jacobian(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = TestMadeOfTheArgument.documented(x)
+        return tf.linalg.diag_part(tape.jacobian(y, x))
+
+    @staticmethod
+    def of_a_function(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = TestMadeOfTheArgument.documented(x)
+        return tf.function(lambda: tape.gradient(y, x))()
+
+    @staticmethod
+    def of_a_ragged_tensor(x):
+        ragged = tf.RaggedTensor.from_row_lengths(x, [0, 2])
+        with tf.GradientTape() as tape:
+            tape.watch(ragged)
+            y = TestMadeOfTheArgument.documented(ragged.flat_values)
+        return tape.gradient(y, ragged).flat_values
+
+    @pytest.mark.parametrize("way", ["of_jacobian", "of_a_function", "of_a_ragged_tensor"])
+    def test_eagerly_in_a_gradient_that_is_traced(self, way):
+        found = getattr(self, way)(self.POINT)
+        np.testing.assert_allclose(found, tf.sigmoid(self.POINT), rtol=1e-12)
+
+    INNER = {
+        "function": lambda f, _: tf.function(f)(),
+        "branch": lambda f, x: tf.cond(x[0] < 9, f, lambda: x),
+        "switch": lambda f, _: tf.switch_case(tf.constant(0), [f, f]),
+        "loop": lambda f, x: tf.while_loop(lambda i, _: i < 1, lambda i, _: (i + 1, f()), (0, x))[
+            1
+        ],
+        "function in a branch": lambda f, x: tf.cond(x[0] < 9, tf.function(f), lambda: x),
+    }
+
+    @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+    def test_in_an_inner_graph(self, inner):
+        """Which captures what is closed over before it captures the argument."""
+
+        def run(x):
+            e = tf.exp(x)
+
+            def f():
+                t = 2 * e
+                return log1pexp_of(e, t)(x)
+
+            return inner(f, x)
+
+        found = tf.function(reverse(run))(self.POINT)
+        np.testing.assert_allclose(found, tf.sigmoid(self.POINT), rtol=1e-12)

@@ -282,6 +282,55 @@ class TestLinearRules:
 near = on_host(lambda u: np.asarray(0.9 * u, u.dtype))  # what TensorFlow cannot transpose
 
 
+def _centred(u):
+    return u - tf.reduce_mean(u)
+
+
+_total = tf.function(lambda u: tf.reduce_sum(_centred(u)))
+
+
+class TestResultsThatCancel:
+    """To zero, up to rounding, as the gradient by a shift does in front of a normalisation."""
+
+    # The gradient by the shift, beside that by the point.
+    BY_SHIFT = {
+        "sum": lambda u: tf.reduce_sum(_centred(u)),
+        "function": _total,
+        "difference": lambda u: tf.reduce_sum(u * 0.3) - 0.3 * tf.reduce_sum(u),
+        "complex": lambda u: tf.math.real(tf.reduce_sum(tf.cast(_centred(u), tf.complex64))),
+    }
+    WAYS = {
+        "Hessian around tf.function": lambda f: derivative(derivative(traced(f))),
+        "forward around tf.function": lambda f: shared.forward_derivative(traced(f)),
+        "forward": shared.forward_derivative,
+    }
+
+    @pytest.mark.parametrize("by_shift", BY_SHIFT)
+    @pytest.mark.parametrize("way", WAYS)
+    def test_are_right(self, by_shift, way):
+        def pull(u):
+            return _centred(u), tf.cast(self.BY_SHIFT[by_shift](u), u.dtype)
+
+        form = sgtrick.custom_vjp(lambda x, shift: (_centred(tf.stop_gradient(x)), pull))
+        x = tf.constant(X.ravel(), tf.float32)
+        shifted = lambda f: lambda x: f(x, tf.reduce_sum(x)) ** 3  # noqa: E731
+        found = self.WAYS[way](shifted(form))(x)
+        expected = self.WAYS[way](shifted(lambda x, shift: _centred(x + shift)))(x)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+    def test_alone(self):
+        """In eager execution, where numbers are tested, and by what a trace tells."""
+        form = shared.with_jvp(lambda _, ts: (None, tf.reduce_sum(_centred(ts[0]))), tf.reduce_sum)
+        np.testing.assert_allclose(
+            derivative(form)(tf.constant(X.ravel())), 0 * X.ravel(), atol=1e-15
+        )
+
+    @pytest.mark.parametrize("small", [1e-30, 1e-12])
+    def test_what_is_small_is_not_rounding(self, small):
+        relu = shared.with_jvp(lambda _, ts: (None, small * tf.nn.relu(ts[0])))
+        assert is_loud(derivative(relu), tf.constant(X))
+
+
 def _first_by_host(u):
     return tf.concat([near(u[:1]), u[1:]], 0)
 
