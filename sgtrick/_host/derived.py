@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._arguments import calls, shapes
-from sgtrick._host.arguments import Given, Leaf, is_by_argument
+from sgtrick._arguments import shapes
+from sgtrick._host.arguments import Given, Leaf
 from sgtrick._host.engine import QUESTIONS, WrongUseError
-from sgtrick._host.layout import Space, value_space
-from sgtrick._types import Argnums, DTypeLike, Function, Structure
+from sgtrick._host.layout import Layout, Space, value_space
+from sgtrick._types import DTypeLike, Function, Structure
 
 Leaves = Sequence[Any]  # arrays of NumPy, or tensors of the framework
 # The leaves to map over: for each batch dimension in order, for each group of leaves, the axis.
@@ -214,18 +214,8 @@ class Derived:
     are not mapped over.
     """
 
-    def __init__(
-        self,
-        fn: Function,
-        framework: Framework,
-        event_ndims: int | Structure,
-        argnums: Argnums | None,
-        name: str,
-    ) -> None:
+    def __init__(self, fn: Function, framework: Framework, name: str) -> None:
         self._fn, self._framework, self._name = fn, framework, name
-        self._event_ndims, self._argnums = event_ndims, argnums
-        self._callee = calls.Callee(fn)
-        self._callee.form = self._answer
         self._compiled: dict[Any, Function] = {}
         self._spaces: dict[Any, Space] = {}
 
@@ -245,79 +235,49 @@ class Derived:
     def _function(self, like: Structure, places: Sequence[int]) -> Differentiable:
         return Differentiable(self._framework, self._name, self._fn, like, places)
 
-    def _answer(self, key: str, *given: Structure) -> Structure:
+    def _answer(self, key: str, layout: Layout, leaves: Leaves) -> Structure:
         """The answer to a question for all members, compiled once for each form of arguments."""
-        count = len(given) - len(QUESTIONS[key].vectors)
-        args = list(given[:count])
-        vectors = [[v for v in tf.nest.flatten(w) if v is not None] for w in given[count:]]
-        if key == "hessp":
-            vectors = [[], *vectors]  # without u
-        leaves, like = tf.nest.flatten(args), tf.nest.map_structure(lambda _: None, args)
-        selected: Sequence[int] = range(count)
-        if self._argnums is not None:
-            selected = self._callee.positions(self._argnums, self._callee.bind(args, {}))
-        of_arguments = iter(range(len(leaves)))
-        own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in args]
-        places = tuple(k for i in selected for k in own[i] if is_floating(leaves[k]))
+        xs, places, vectors = layout.of_framework(key, leaves)
         is_alone = key == "value and Jacobian" and not places
         if is_alone:
-            check_floats(self._name, leaves)
+            check_floats(self._name, xs)
             key = "value"
-        groups, dims = self._mapped(args, [leaves, *vectors])
-        form = key, places, dims, repr(like)
+        groups, dims = _mapped(layout.batch_ndims(key, leaves), [xs, *vectors])
+        form = key, places, dims, repr(layout.like)
         if form not in self._compiled:
-            f = getattr(self._function(like, places), _METHODS.get(key, key))
+            f = getattr(self._function(layout.like, places), _METHODS.get(key, key))
             self._compiled[form] = self._framework.compiled(f, dims)
         answer = advised(self._framework, self._name, self._compiled[form], *groups)
-
-        def packed(parts: Leaves) -> Structure:
-            """One part for each point, in the structure that an engine returns of a gradient."""
-            of = dict(zip(places, parts, strict=True))
-            flat = [of.get(k) for i in selected for k in own[i]]
-            found = tf.nest.pack_sequence_as([like[i] for i in selected], flat)
-            return found[0] if len(found) == 1 else tuple(found)
-
         if key == "value and Jacobian":
-            return answer[0], packed(answer[1])
+            return answer[0], layout.like_points(answer[1])
         if is_alone:
             return answer, None
-        return answer if QUESTIONS[key].like_value else packed(answer)
+        return answer if QUESTIONS[key].like_value else layout.like_points(answer)
 
-    def _mapped(self, args: Leaves, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
-        """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
-        count = self._batch_ndims(args)
-        # A number of Python belongs to all members, even if there is one.
-        alone = (0,) * count
-        fronts = [
-            [leaf.shape[:count] if isinstance(leaf, np.ndarray) else alone for leaf in group]
-            for group in groups
-        ]
-        batch = np.broadcast_shapes(*(f for group in fronts for f in group if f is not alone))
-        dims = tuple(
-            tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
-            for k, size in enumerate(batch)
+
+def _mapped(count: int, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
+    """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
+    # A number of Python belongs to all members, even if there is one.
+    alone = (0,) * count
+    fronts = [
+        [leaf.shape[:count] if isinstance(leaf, np.ndarray) else alone for leaf in group]
+        for group in groups
+    ]
+    batch = np.broadcast_shapes(*(f for group in fronts for f in group if f is not alone))
+    dims = tuple(
+        tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
+        for k, size in enumerate(batch)
+    )
+    squeezed: list[Leaves] = [
+        tuple(
+            leaf.squeeze(tuple(k for k, size in enumerate(batch) if front[k] != size))
+            if isinstance(leaf, np.ndarray)
+            else leaf
+            for leaf, front in zip(group, own, strict=True)
         )
-        squeezed: list[Leaves] = [
-            tuple(
-                leaf.squeeze(tuple(k for k, size in enumerate(batch) if front[k] != size))
-                if isinstance(leaf, np.ndarray)
-                else leaf
-                for leaf, front in zip(group, own, strict=True)
-            )
-            for group, own in zip(groups, fronts, strict=True)
-        ]
-        return squeezed, dims
-
-    def _batch_ndims(self, args: Leaves) -> int:
-        """The number of batch dimensions, of which all arrays have the same."""
-        stated = self._event_ndims
-        for i, arg in enumerate(args):
-            leaves = tf.nest.flatten(arg)
-            ndims = tf.nest.flatten(stated[i] if is_by_argument(stated) else stated)
-            for leaf, n in zip(leaves, ndims * len(leaves), strict=False):
-                if isinstance(leaf, np.ndarray):
-                    return leaf.ndim - int(n)
-        return 0
+        for group, own in zip(groups, fronts, strict=True)
+    ]
+    return squeezed, dims
 
 
 # The methods of `Differentiable` that are not called like the question.

@@ -172,7 +172,7 @@ def _form(
 
     def engine_of(name: str) -> Engine:
         takes, argnums = options["event_ndims"], options["argnums"]
-        derived = Derived(fn, framework(), takes, argnums, name)
+        derived = Derived(fn, framework(), name)
 
         def gives(given: Given, dtype: np.dtype[Any]) -> Space:
             found = derived.value_space(given, dtype)

@@ -6,6 +6,7 @@ or for a Jacobian that of a leaf of the value and then that of a leaf of the arg
 """
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ class Layout:
 
     def __init__(self, name: str, given: Given, value: Space) -> None:
         self.name, self.value, self.value_dtype = name, value, given.dtype
-        self._like = given.like
+        self.like = given.like
         pairs = zip(given.names, given.like, strict=True)
         self.lists = [key for key, like in pairs if isinstance(like, list)]
         self._constants, self._sent = list[Any](), list[int | None]()  # for each leaf
@@ -216,17 +217,41 @@ class Layout:
         n = len(self.leaves)
         given: Sequence[Structure] = leaves[:n]
         if not self._is_flat:
-            pairs = zip(self._sent, self._constants, strict=True)
-            flat = [constant if k is None else leaves[k] for k, constant in pairs]
-            given = tf.nest.pack_sequence_as(self._like, flat)
-        vectors, rest = [], iter(leaves[n:])
-        for w in QUESTIONS[key].vectors:
-            if w == "u":
-                vectors.append(self.value.pack([next(rest) for _ in self.value.shapes]))
-            else:
-                of = [next(rest) if k in self.places else None for k in self._selected]
-                vectors.append(self.point.pack(of))
+            given = tf.nest.pack_sequence_as(self.like, self._with_constants(leaves))
+        groups = self._vectors(key, leaves)
+        vectors = [
+            self.value.pack(g) if w == "u" else self.like_points(g)
+            for w, g in zip(QUESTIONS[key].vectors, groups, strict=True)
+        ]
         return [*given, *vectors]
+
+    def _with_constants(self, leaves: Sequence[Any]) -> list[Any]:
+        pairs = zip(self._sent, self._constants, strict=True)
+        return [constant if k is None else leaves[k] for k, constant in pairs]
+
+    def _vectors(self, key: str, leaves: Sequence[Any]) -> list[list[Any]]:
+        """The leaves of each vector."""
+        rest, n = iter(leaves[len(self.leaves) :]), len(self.value.shapes)
+        counts = [n if w == "u" else len(self.places) for w in QUESTIONS[key].vectors]
+        return [list(itertools.islice(rest, count)) for count in counts]
+
+    def like_points(self, parts: Sequence[Any]) -> Structure:
+        """Parts for the leaves that have derivatives, as gradients are structured."""
+        own: dict[int | None, Any] = dict(zip(self.places, parts, strict=True))
+        return self.point.pack([own.get(k) for k in self._selected])
+
+    def of_framework(
+        self, key: str, leaves: Sequence[Any]
+    ) -> tuple[list[Any], tuple[int, ...], list[list[Any]]]:
+        """All leaves, the indices of those that have derivatives, and the leaves of vectors."""
+        vectors = self._vectors(key, leaves)
+        vectors = [[], *vectors] if key == "hessp" else vectors  # without u
+        places = tuple(self._sent.index(k) for k in self.places)
+        return self._with_constants(leaves), places, vectors
+
+    def batch_ndims(self, key: str, leaves: Sequence[Any]) -> int:
+        """The number of batch dimensions, which all leaves have."""
+        return int(leaves[0].ndim - self.taken(key)[0][1]) if self.leaves else 0
 
     # What comes out.
 

@@ -196,7 +196,10 @@ class _Call:
         return lambda: (_own(value()), gradient())
 
     def _call(self, f: Function, leaves: Sequence[Array]) -> Callable[[], Structure]:
-        engine, arguments = self._engine, self._layout.arguments(self._key, leaves)
+        engine = self._engine
+        if engine.broadcasts:  # of a framework, which takes the leaves as they are
+            return partial(f, self._layout, leaves)
+        arguments = self._layout.arguments(self._key, leaves)
         if (id(f), len(arguments)) not in engine.callable:
             self._check_arguments(f, arguments)
             engine.callable.add((id(f), len(arguments)))
