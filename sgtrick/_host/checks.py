@@ -1,5 +1,6 @@
 """Checks of what an engine returns, whose errors say what to do."""
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ def real_array(
         ) from error
     if value is None:
         raise TypeError(f"{named} must be real numbers, got None: did you forget to return?")
-    if array.dtype.kind not in "fiu":
+    if not is_real(array.dtype):
         hint = " If there are several outputs, pass their shapes as value_shape."
         raise TypeError(
             f"{named} must be real numbers, got {show(value)}."
@@ -64,6 +65,20 @@ def real_array(
             + (cause(array.shape) if cause else "")
         )
     return array
+
+
+def is_real(dtype: np.dtype[Any]) -> bool:
+    """Whether these are integers or floating numbers, those of other packages (bfloat16) too."""
+    return dtype.kind in "fiu" or (dtype.kind == "V" and np.can_cast(dtype, np.float64))
+
+
+@functools.cache
+def eps(dtype: np.dtype[Any]) -> float:
+    """The distance of 1 from the next number of a floating dtype; 0 for integers, which are exact.
+
+    As `np.finfo` has it, which does not know bfloat16.
+    """
+    return 0.0 if dtype.kind in "iu" else float(np.spacing(np.ones((), dtype)))
 
 
 _ALONE = " With grad= or vjp=, an engine returns its value alone."

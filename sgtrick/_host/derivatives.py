@@ -92,7 +92,7 @@ class Evaluation(NamedTuple):
         batch = y.shape[: y.shape.rank - n]
         for t, y in zip(self.told.wide, self.values, strict=False):
             t.set_shape(y.shape)
-        for t in self.told.failed:
+        for t in [*self.told.failed, *self.told.wide[len(self.values) :]]:
             t.set_shape(batch)
         for t in self.told.unknown:
             t.set_shape(batch.concatenate([None]))

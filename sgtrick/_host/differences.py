@@ -2,7 +2,8 @@
 
 The names and the steps are those of `scipy.optimize.approx_fprime` and its relatives: the step of
 an entry `x` is `eps**(1/2) * max(1, |x|)` to one side for "2-point", away from zero, and
-`eps**(1/3) * max(1, |x|)` to both for "3-point".
+`eps**(1/3) * max(1, |x|)` to both for "3-point". `eps` is that of the narrowest dtype in play, of
+the arguments or of any value: values in float32 do not change along a step for float64.
 """
 
 import itertools
@@ -10,7 +11,7 @@ import math
 
 import numpy as np
 
-from sgtrick._host import members
+from sgtrick._host import checks, members
 from sgtrick._host.engine import Engine
 from sgtrick._host.layout import Layout, cast_copy
 from sgtrick._types import Array
@@ -22,10 +23,12 @@ SCHEMES = {"2-point": (1 / 2, (1,)), "3-point": (1 / 3, (1, -1))}
 def ask(engine: Engine, layout: Layout, *arrays: Array | bytes) -> list[Array]:
     """The Jacobians of an engine that gives values, zero where it failed.
 
-    `arrays` are the leaves of the arguments, the values in float64, and where it failed if told.
+    `arrays` are the leaves of the arguments, the values in float64, their precision, and where it
+    failed if told.
     """
     (power, signs), places = SCHEMES[engine.scheme or ""], layout.places
-    n = len(layout.leaves)
+    n, m = len(layout.leaves), len(layout.leaves) + len(layout.value.shapes)
+    eps = float(np.max(arrays[m], initial=checks.eps(engine.dtype)))
     axis = np.ndim(arrays[0]) - len(layout.leaves[0].event)  # of the points, after the batch
     points = [  # [batch..., points, event...]
         np.expand_dims(np.array(a, object if isinstance(a, bytes) else None), axis)
@@ -40,7 +43,7 @@ def ask(engine: Engine, layout: Layout, *arrays: Array | bytes) -> list[Array]:
         x = points[k].astype(engine.dtype).reshape((*points[k].shape[: axis + 1], size))
         around = np.repeat(x, len(signs) * count, axis)
         x, entries = x[..., 0, :], np.arange(size)
-        step = np.finfo(engine.dtype).eps ** power * np.maximum(1, np.abs(x))
+        step = eps**power * np.maximum(1, np.abs(x))
         step = np.where(x < 0, -step, step) if len(signs) == 1 else step
         for side, sign in enumerate(signs):
             around[..., side * count + first + entries, entries] += sign * step
@@ -49,13 +52,12 @@ def ask(engine: Engine, layout: Layout, *arrays: Array | bytes) -> list[Array]:
         distances.append(moved - other)  # as far as they really are, after rounding
         points[k] = around.reshape((*around.shape[:-1], *event))
 
-    m = n + len(layout.value.shapes)
     ys = [np.expand_dims(y, axis) for y in arrays[n:m]]
     if count:
         step_of = f"\nThis is a step of grad={engine.scheme!r}, not a point that was passed."
         # Rounded, they would give noise.
         found = members.ask(engine, layout.wide(), "value", *points, step=step_of)
-        values, told = found[: len(ys)], found[len(ys) :]
+        values, told = found[: len(ys)], found[len(ys) : -1]
     else:
         values, told = [y[(slice(None),) * axis + (slice(0),)] for y in ys], []
     jacobians = []
@@ -68,7 +70,7 @@ def ask(engine: Engine, layout: Layout, *arrays: Array | bytes) -> list[Array]:
             other = np.moveaxis(y, axis, 0) if len(signs) == 1 else moved[count + first :][:size]
             with np.errstate(invalid="ignore"):
                 slopes = (one - other) / _behind(np.moveaxis(far, -1, 0), moved)
-            for where in arrays[m:]:
+            for where in arrays[m + 1 :]:
                 slopes = np.where(_behind(np.asarray(where), moved[0]), 0, slopes)
             jacobians.append(np.moveaxis(slopes, 0, -1).reshape((*moved.shape[1:], *event)))
     batch = np.shape(arrays[n])[: np.ndim(arrays[n]) - len(layout.value.shapes[0])]

@@ -82,7 +82,8 @@ def from_numpy(
             `"2-point"`, which takes as many more evaluations as there are entries, or `"3-point"`,
             which takes twice as many and has about two thirds of the digits instead of a half. They
             are taken when a gradient is requested, as a batch: one call if vectorized, else spread
-            over the executor. Or False: `fn` returns only the value, and there is no gradient;
+            over the executor. The step is that of the narrowest dtype in play, which may be that
+            of the value that `fn` returns. Or False: `fn` returns only the value, and there is no gradient;
             requesting one is an error.
         vjp: Instead of a Jacobian, `vjp(*arrays, u)`, which for `u` like the value returns the
             gradients of the sum of `u * value`, in the form of gradients. `fn` then returns only

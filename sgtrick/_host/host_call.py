@@ -21,7 +21,7 @@ class Told(NamedTuple):
         jacobians: Those of each value by each point, if they come with the values.
         unknown: Which of them are not known, if some may be.
         failed: Where a number has replaced the value, if one is stated.
-        wide: The values in float64, if differences are taken of them.
+        wide: The values in float64, if differences are taken of them, and their precision.
     """
 
     jacobians: list[Tensor]
@@ -50,9 +50,9 @@ class HostCall(NamedTuple):
         dtypes = [part.dtype for part in of.answer(key)]
         n, m = len(layout.value.shapes), len(dtypes)
         k = m + layout.may_be_unknown(key)
-        outputs = self._call(
-            ask, xs, [*dtypes, *[np.bool_] * (k - m + (engine.instead is not None))]
-        )
+        end = k + (engine.instead is not None)
+        bools: list[DTypeLike] = [np.bool_] * (end - m)
+        outputs = self._call(ask, xs, [*dtypes, *bools, *[np.float64] * is_apart])
         # Second derivatives come with a value, and forward mode over forward mode traces them where
         # TensorFlow allows no new captures.
         if not tf.executing_eagerly():
@@ -60,14 +60,15 @@ class HostCall(NamedTuple):
             # Whatever these are inputs of does not call the host with what has derivatives.
             outputs = list(map(tf.stop_gradient, outputs))
         values = outputs[:n]
-        told = Told(outputs[n:m], outputs[m:k], outputs[k:], values if is_apart else [])
+        wide = [*values, *outputs[end:]] if is_apart else []
+        told = Told(outputs[n:m], outputs[m:k], outputs[k:end], wide)
         return [tf.cast(y, layout.value_dtype) for y in values] if is_apart else values, told
 
     def differences(self, at: Sequence[Tensor], told: Told) -> list[Tensor]:
         """The Jacobians by finite differences, zero where the engine failed."""
         layout = self.layout
         ask = functools.partial(differences.ask, self.engine, layout)
-        dtypes = [layout.leaves[k].dtype for k in layout.places] * len(told.wide)
+        dtypes = [layout.leaves[k].dtype for k in layout.places] * len(layout.value.shapes)
         return self._call(ask, [*at, *told.wide, *told.failed], dtypes)
 
     def product(

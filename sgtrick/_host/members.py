@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, structures
-from sgtrick._host import reticulate
+from sgtrick._host import checks, reticulate
 from sgtrick._host.engine import QUESTIONS, Engine, WrongUseError
 from sgtrick._host.layout import Layout, Parts, Shape, cast_copy
 from sgtrick._types import Args, Array, Function, Structure
@@ -39,7 +39,8 @@ def ask(
 
     Returns:
         The parts of the answer; if gradients may be unknown, which of them are, `[batch..., n]`;
-        and where a number has replaced the answer, if it is a value and one is stated.
+        for a value, where a number has replaced it, if one is stated, and for differences the
+        precision in which it came.
     """
     call = _Call(engine, layout, key, step)
     with engine.turn():
@@ -72,8 +73,11 @@ class _Call:
         self._numbers = [(instead or 0.0) if p.failed is None else p.failed for p in answer]
         self._may_be_unknown = layout.may_be_unknown(key)
         self._tells_failures = question.is_first and instead is not None
+        self._tells_precision = question.is_first and engine.scheme is not None
         told = [np.dtype(bool)] * (self._may_be_unknown + self._tells_failures)
+        told += [np.dtype(float)] * self._tells_precision
         self.dtypes = [*(part.dtype for part in answer), *told]
+        self._eps = 0.0
         self.running: list[futures.Future[Structure]] = []
         self.calls, self.failures = 0, 0
 
@@ -94,6 +98,7 @@ class _Call:
         answer = self._answered(self._started(leaves))
         if not isinstance(answer, _Failure):
             parts, unknown = layout.parts(key, answer, batch, events)
+            self._note_precision(parts)
             return self._told(parts, arrays, batch, unknown={(): unknown})
         if self._replaces(answer) and math.prod(batch) > 1:
             # One bad member must not reject the others. The failed call may have modified
@@ -136,6 +141,7 @@ class _Call:
                 failed.append(i)
                 continue
             parts, none = layout.parts(key, answer, one, events)
+            self._note_precision(parts)
             if none:
                 unknown[i] = none
             if not columns:
@@ -177,11 +183,18 @@ class _Call:
             told.append(np.zeros(batch, bool))
             for i in failed:
                 told[-1][i] = True
+        if self._tells_precision:
+            told.append(np.full(batch, self._eps))
         if not self._step:
             all_unknown = set(itertools.chain(*unknown.values()))
             known = [part for k, part in enumerate(parts) if k not in all_unknown]
             note_nonfinite(self._engine, self._layout, self._key, known, arrays, batch, failed)
         return parts + told
+
+    def _note_precision(self, parts: Parts) -> None:
+        """Notes the precision of values, as the coarsest of all."""
+        if self._tells_precision:
+            self._eps = max(self._eps, *(checks.eps(part.dtype) for part in parts))
 
     def _started(self, leaves: Sequence[Array]) -> Callable[[], Structure]:
         """Starts a call if there is an executor; returns a function that returns its result."""
@@ -357,7 +370,7 @@ def _own(returned: Structure) -> Structure:
         return tf.nest.map_structure(_own, returned)
     with contextlib.suppress(Exception):  # what is no array will be refused
         array = np.array(returned)
-        return array if array.dtype.kind in "fiu" else returned
+        return array if checks.is_real(array.dtype) else returned
     return returned
 
 
