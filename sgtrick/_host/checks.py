@@ -32,8 +32,8 @@ def real_array(
         ValueError: It has another shape.
     """
     named = f"{what} with respect to {by}" if by else what
-    if isinstance(value, (list, tuple)) and any(map(np.ma.isMaskedArray, value)):
-        value = np.ma.array(value)  # np.asarray would drop the masks
+    if _is_masked(value):
+        value = _unmasked(value)  # np.asarray drops masks
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -52,8 +52,6 @@ def real_array(
             f"{named} must be real numbers, got {show(value)}."
             + (hint if isinstance(value, Mapping) and by is None else "")
         )
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        array = np.where(np.ma.getmaskarray(value), np.nan, array)
     if array.shape != shape and not _fits(array.shape, shape):
         # A number in R is a vector of length one; solvers return [value] or [[value]].
         is_number = type(value) in (int, float) or (by is None and array.ndim > len(shape))
@@ -65,6 +63,22 @@ def real_array(
             + (cause(array.shape) if cause else "")
         )
     return array
+
+
+def _is_masked(value: object) -> bool:
+    """Whether an entry of an array, or of nested lists of arrays, is masked."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_masked, value))
+    return isinstance(value, np.ma.MaskedArray) and bool(np.ma.is_masked(value))
+
+
+def _unmasked(value: object) -> Structure:
+    """The value with NaN for masked entries."""
+    if isinstance(value, (list, tuple)):
+        return list(map(_unmasked, value))
+    if not isinstance(value, np.ma.MaskedArray):
+        return value
+    return np.where(np.ma.getmaskarray(value), np.nan, value.data)
 
 
 def is_real(dtype: np.dtype[Any]) -> bool:

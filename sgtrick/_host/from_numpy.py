@@ -83,8 +83,8 @@ def from_numpy(
             which takes twice as many and has about two thirds of the digits instead of a half. They
             are taken when a gradient is requested, as a batch: one call if vectorized, else spread
             over the executor. The step is that of the narrowest dtype in play, which may be that
-            of the value that `fn` returns. Or False: `fn` returns only the value, and there is no gradient;
-            requesting one is an error.
+            of the value that `fn` returns. Or False: `fn` returns only the value, and there is no
+            gradient; requesting one is an error.
         vjp: Instead of a Jacobian, `vjp(*arrays, u)`, which for `u` like the value returns the
             gradients of the sum of `u * value`, in the form of gradients. `fn` then returns only
             the value. It is called only when a gradient is requested.

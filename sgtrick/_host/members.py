@@ -74,7 +74,7 @@ class _Call:
         self._may_be_unknown = layout.may_be_unknown(key)
         self._tells_failures = question.is_first and instead is not None
         self._tells_precision = question.is_first and engine.scheme is not None
-        told = [np.dtype(bool)] * (self._may_be_unknown + self._tells_failures)
+        told: list[np.dtype[Any]] = [np.dtype(bool)] * (self._may_be_unknown + self._tells_failures)
         told += [np.dtype(float)] * self._tells_precision
         self.dtypes = [*(part.dtype for part in answer), *told]
         self._eps = 0.0

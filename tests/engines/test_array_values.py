@@ -3,6 +3,7 @@
 The oracles are autodiff of the same model in TensorFlow and, for finite differences, SciPy's steps.
 """
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -187,6 +188,25 @@ class TestDifferences:
         check(gradients(h, (X[:, :0], A), None), [A**2, X[:, :0], 2 * A], scheme)
         h = sgtrick.from_numpy(lambda x: 1.0 + np.sum(x), grad=scheme)
         check(gradients(h, (X[:, :0],), None), [np.ones(4), X[:, :0]], scheme)
+
+    @SCHEMES
+    @pytest.mark.parametrize("x", [[np.inf, 1.0], [np.nan, 1.0], [1e308, -1e308], [0.0, 0.0]])
+    @pytest.mark.parametrize("dtype", ["float64", "float32"])
+    def test_where_numpy_is_told_to_raise(self, scheme, x, dtype):
+        """The engine may, and it is all that does."""
+        h = sgtrick.from_numpy(lambda x: x[1], grad=scheme, dtype=dtype)
+        found = []
+        for mode in ("ignore", "raise"):
+            with np.errstate(all=mode), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                found.append(gradients(h, (np.array(x),), None))
+        check(*found)
+        h = sgtrick.from_numpy(lambda x: np.log(0 * x[0]), grad=scheme)
+        with (
+            np.errstate(all="raise"),
+            pytest.raises(RuntimeError, match="<lambda> raised FloatingPointError"),
+        ):
+            h(np.ones(2))
 
     @SCHEMES
     @VECTORIZED
