@@ -96,14 +96,18 @@ def given(
         default: The dtype of the value if no argument is floating.
     """
     call = function.bind(args, kwargs)
-    by_keyword = [key for key in call.keywords if key not in call.left_out]
+    usual = function.defaulted(call)  # other forms pass all defaults on
+    by_keyword = [key for key in call.keywords if key not in usual]
     if by_keyword:
         raise TypeError(
             f"{name} has keyword-only arguments {by_keyword}, but engines are called by position. "
             "Make them positional, or bind them with functools.partial."
         )
     names = function.names(call)[: call.positional]
-    while names and names[-1] in call.left_out:
+    while names and (
+        names[-1] in call.left_out
+        or (names[-1] in usual and call.values[len(names) - 1] is None)  # out=None of NumPy
+    ):
         names.pop()
     for key, value in zip(names, call.values, strict=False):
         if key in call.left_out and type(value) not in _OF_PYTHON:

@@ -25,10 +25,12 @@ class Framework(Protocol):
     Attributes:
         title: What its users call it.
         recipe: Its gradient of a function, for `from_numpy`.
+        takes_text: Whether text of Python may be an argument.
     """
 
     title: str
     recipe: str
+    takes_text: bool
 
     def vjp(self, f: Function, points: Leaves) -> Any:
         """`(f(points), pullback)`, as `jax.vjp` returns them."""
@@ -274,10 +276,22 @@ class Derived:
     def value_space(self, given: Given, dtype: np.dtype[Any]) -> Space:
         """The value for these arguments, if floating ones have this dtype."""
         leaves = specs_of(given.leaves, dtype)
+        self._refuse_text(leaves)
         key = *(s if isinstance(s, tuple) else type(s) for s in leaves), repr(given.like)
         if key not in self._spaces:
             self._spaces[key] = value_space(shapes_of(self._function(given.like, ()), leaves))
         return self._spaces[key]
+
+    def _refuse_text(self, leaves: Sequence[Any]) -> None:
+        """Raises for text, in leaves or in their specs."""
+        for x in leaves:
+            dtype = x[1] if isinstance(x, tuple) else getattr(x, "dtype", None)
+            is_refused = isinstance(x, (str, bytes)) and not self._framework.takes_text
+            if is_refused or (dtype is not None and np.dtype(dtype).kind == "O"):
+                raise WrongUseError(
+                    f"{self._name} has an argument that is text, which {self._framework.title} "
+                    "does not take. Bind it with functools.partial, or encode it as numbers."
+                )
 
     def _function(self, like: Structure, places: Sequence[int]) -> Differentiable:
         return Differentiable(self._framework, self._name, self._fn, like, places)
@@ -285,6 +299,7 @@ class Derived:
     def _answer(self, key: str, layout: Layout, leaves: Leaves) -> Structure:
         """The answer to a question for all members, compiled once for each form of arguments."""
         xs, places, vectors = layout.of_framework(key, leaves)
+        self._refuse_text(xs)
         is_alone = key == "value and Jacobian" and not places
         if is_alone:
             check_floats(self._name, xs)

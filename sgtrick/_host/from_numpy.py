@@ -227,11 +227,20 @@ def _check_executor(executor: futures.Executor | None, functions: Sequence[Funct
             f"None, got {executor!r}."
         )
     if isinstance(executor, futures.ProcessPoolExecutor):
-        try:
-            pickle.dumps(functions)
-        except Exception as error:
-            raise TypeError(
-                f"executor is a process pool, to which the engine cannot be sent: {said(error)}. "
-                "Define it at the top level of a module, not as a lambda or closure; or use a "
-                "ThreadPoolExecutor."
-            ) from error
+        for f in functions:
+            try:
+                pickle.dumps(f)
+            except Exception as error:
+                is_at_top = getattr(f, "__qualname__", "<lambda>").isidentifier()
+                advice = _UNDER_ITS_NAME.format(calls.name_of(f)) if is_at_top else _AT_TOP
+                raise TypeError(
+                    "executor is a process pool, to which the engine cannot be sent: "
+                    f"{said(error)}. {advice} Or use a ThreadPoolExecutor."
+                ) from error
+
+
+_AT_TOP = "Define it at the top level of a module, not as a lambda or closure."
+_UNDER_ITS_NAME = (
+    "Processes look for {0} under its name, where its module must have the function itself: define "
+    "it without the decorator, and write another name = from_numpy({0}, executor=...)."
+)

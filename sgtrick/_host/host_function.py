@@ -129,7 +129,7 @@ class HostFunction:
         """The name, the options that differ from their defaults, and the counters."""
         usual = inspect.signature(self._form).parameters
         shown = [self._name]
-        for key, value in self._options.items():
+        for key, value in (self._options | {"dtype": self._engine.dtype.name}).items():
             if callable(value):
                 shown.append(key)
             elif value is not None and value != usual[key].default:

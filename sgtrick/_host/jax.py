@@ -20,7 +20,7 @@ _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x
 class Jax:
     """The `Framework` of functions of arrays of JAX."""
 
-    title, recipe = "JAX", "jax.value_and_grad(f)"
+    title, recipe, takes_text = "JAX", "jax.value_and_grad(f)", False
     vjp = staticmethod(jax.vjp)
     jvp = staticmethod(jax.jvp)
 

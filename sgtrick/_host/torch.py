@@ -19,7 +19,7 @@ from sgtrick._types import Function, Structure
 class Torch:
     """The `Framework` of functions of tensors of PyTorch."""
 
-    title, recipe = "PyTorch", "one by torch.autograd.grad"
+    title, recipe, takes_text = "PyTorch", "one by torch.autograd.grad", True
 
     # PyTorch has one forward mode for all threads, and an end of it in one ends it in the others.
     # Engines without an executor are called one at a time.
