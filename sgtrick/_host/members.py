@@ -43,7 +43,7 @@ def ask(
         precision in which it came.
     """
     call = _Call(engine, layout, key, step)
-    with engine.turn():
+    with engine.turn:
         begin = time.perf_counter()
         try:
             parts = call.of_batch(arrays)
