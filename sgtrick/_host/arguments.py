@@ -52,6 +52,12 @@ class Leaf(NamedTuple):
         return int(self.x.shape.rank - self.ndims) if self.is_tensor else 0
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What there is to know without the numbers of the tensor."""
+        of = (self.x.dtype, self.event) if self.is_tensor else (type(self.x), repr(self.x))
+        return self.path, *of, *self[2:]
+
+    @property
     def event(self) -> shapes.Shape:
         """Its event shape, as far as it is known."""
         return tuple(self.x.shape[self.batch_ndims :].as_list()) if self.is_tensor else ()
@@ -135,7 +141,8 @@ def given(
     for leaf in flat:
         _refuse_foreign(name, leaf)
     # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.
-    like = tf.nest.map_structure(lambda _: None, values)
+    is_flat = not any(map(tf.nest.is_nested, values))
+    like = (None,) * len(values) if is_flat else tf.nest.map_structure(lambda _: None, values)
     leaves, dtype = _read(flat, default)
     return Given(names, like, leaves, selected, dtype)
 

@@ -31,25 +31,29 @@ def real_array(
         TypeError: It is not an array of real numbers.
         ValueError: It has another shape.
     """
-    named = f"{what} with respect to {by}" if by else what
-    if _is_masked(value):
-        value = _unmasked(value)  # np.asarray drops masks
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{named} must be an array of real numbers, got {show(value)}: "
-            + str(error).removesuffix(".")
-            + "."
-            + (cause(()) if cause and by else "")
-            + _ALONE * (isinstance(value, tuple) and not by)
-        ) from error
-    if value is None:
-        raise TypeError(f"{named} must be real numbers, got None: did you forget to return?")
+    if type(value) is np.ndarray:
+        array = value
+    else:
+        if _is_masked(value):
+            value = _unmasked(value)  # np.asarray drops masks
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{_named(what, by)} must be an array of real numbers, got {show(value)}: "
+                + str(error).removesuffix(".")
+                + "."
+                + (cause(()) if cause and by else "")
+                + _ALONE * (isinstance(value, tuple) and not by)
+            ) from error
+        if value is None:
+            raise TypeError(
+                f"{_named(what, by)} must be real numbers, got None: did you forget to return?"
+            )
     if not is_real(array.dtype):
         hint = " If there are several outputs, pass their shapes as value_shape."
         raise TypeError(
-            f"{named} must be real numbers, got {show(value)}."
+            f"{_named(what, by)} must be real numbers, got {show(value)}."
             + (hint if isinstance(value, Mapping) and by is None else "")
         )
     if array.shape != shape and not _fits(array.shape, shape):
@@ -59,10 +63,14 @@ def real_array(
         if is_number and array.size == math.prod(known) == 1:
             return array.reshape(known)
         raise ValueError(
-            f"{named} must have the shape {shapes.show(shape)}, got {shapes.show(array.shape)}."
-            + (cause(array.shape) if cause else "")
+            f"{_named(what, by)} must have the shape {shapes.show(shape)}, got "
+            f"{shapes.show(array.shape)}." + (cause(array.shape) if cause else "")
         )
     return array
+
+
+def _named(what: str, by: str | None) -> str:
+    return f"{what} with respect to {by}" if by else what
 
 
 def _is_masked(value: object) -> bool:
@@ -98,14 +106,14 @@ def eps(dtype: np.dtype[Any]) -> float:
 _ALONE = " With grad= or vjp=, an engine returns its value alone."
 
 
-def cause_of_shape(came: Shape, batch: Shape, value: shapes.Shape, events: Sequence[Shape]) -> str:
+def cause_of_shape(batch: Shape, value: shapes.Shape, events: Sequence[Shape], came: Shape) -> str:
     """The most likely cause of a wrong shape of a value that is one array.
 
     Args:
-        came: The shape that came.
         batch: The batch shape of the call.
         value: The shape of the value, without batch.
         events: Those of the arguments.
+        came: The shape that came.
     """
     if batch and _fits(came, value):
         return (

@@ -22,12 +22,15 @@ from sgtrick._types import Array
 SCHEMES = {"2-point": (1 / 2, (1,)), "3-point": (1 / 3, (1, -1))}
 
 
-def ask(engine: Engine, layout: Layout, *arrays: Array | bytes) -> list[Array]:
+def ask(at_steps: members.Asking, *arrays: Array | bytes) -> list[Array]:
     """The Jacobians of an engine that gives values, zero where it failed.
 
-    `arrays` are the leaves of the arguments, the values in float64, their precision, and where it
-    failed if told.
+    Args:
+        at_steps: Asks for values in float64: rounded, they would give noise.
+        arrays: The leaves of the arguments, the values in float64, their precision, and where it
+            failed if told.
     """
+    engine, layout = at_steps.engine, at_steps.layout
     n, m = len(layout.leaves), len(layout.leaves) + len(layout.value.shapes)
     axis = np.ndim(arrays[0]) - len(layout.leaves[0].event)  # of the points, after the batch
     # The engine alone may raise where NumPy is told to raise, and not these computations.
@@ -36,9 +39,7 @@ def ask(engine: Engine, layout: Layout, *arrays: Array | bytes) -> list[Array]:
         points, steps = _around(engine, layout, arrays[:n], axis, eps)
     ys = [np.expand_dims(y, axis) for y in arrays[n:m]]
     if steps.total:
-        step_of = f"\nThis is a step of grad={engine.scheme!r}, not a point that was passed."
-        # Rounded, they would give noise.
-        found = members.ask(engine, layout.wide(), "value", *points, step=step_of)
+        found = at_steps(*points)
         values, told = found[: len(ys)], found[len(ys) : -1]
     else:
         values, told = [y[(slice(None),) * axis + (slice(0),)] for y in ys], []
