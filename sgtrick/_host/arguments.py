@@ -155,7 +155,7 @@ def _event_ndims_of(
     stated: Structure, names: Sequence[str], args: Args, count: int
 ) -> Sequence[Structure]:
     """`event_ndims`, one for each argument; `count` includes those that the call leaves out."""
-    if not is_by_argument(stated):
+    if not _is_by_argument(stated):
         if tf.nest.is_nested(stated) and len(names) > 1:
             raise ValueError(
                 f"event_ndims={stated} is the structure of one argument, but there are "
@@ -178,7 +178,7 @@ def _event_ndims_of(
     return stated[: len(names)]
 
 
-def is_by_argument(event_ndims: Structure) -> TypeGuard[tuple[Structure, ...]]:
+def _is_by_argument(event_ndims: Structure) -> TypeGuard[tuple[Structure, ...]]:
     """Whether there is an entry for each argument; a list or a dict is the structure of one."""
     return isinstance(event_ndims, tuple) and not hasattr(event_ndims, "_fields")
 

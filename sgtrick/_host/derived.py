@@ -265,7 +265,7 @@ class Derived:
     def __init__(self, fn: Function, framework: Framework, name: str) -> None:
         self._fn, self._framework, self._name = fn, framework, name
         self._compiled: dict[Any, list[Function]] = {}
-        self._raised: dict[Any, Exception | None] = {}  # for tensors without values
+        self._raised: dict[Any, type] = {}  # what is raised for tensors without values
         self._spaces: dict[Any, Space] = {}
 
     @property
@@ -318,8 +318,8 @@ class Derived:
         except Exception as error:
             if self._framework.advice(error) is None:
                 if form not in self._raised:
-                    self._raised[form] = self._framework.raised(fs[0], dims, groups)
-                if type(self._raised[form]) is not type(error):
+                    self._raised[form] = type(self._framework.raised(fs[0], dims, groups))
+                if self._raised[form] is not type(error):
                     raise
             events = [x.shape[batch_ndims:] for x in xs if isinstance(x, np.ndarray)]
             raise of_every_point(self._framework, self._name, error, events) from error
@@ -328,7 +328,7 @@ class Derived:
         if key == "jvp":
             answer, holds = answer
             if not np.all(holds):
-                raise WrongUseError(NOT_LINEAR.format(self._name))
+                raise WrongUseError(_NOT_LINEAR.format(self._name))
         if is_alone:
             return answer, None
         return answer if QUESTIONS[key].like_value else layout.like_points(answer)
@@ -372,7 +372,7 @@ def _first(fs: list[Function], groups: Sequence[Leaves]) -> Structure:
         raise
 
 
-NOT_LINEAR = (
+_NOT_LINEAR = (
     "{0} has a rule for reverse mode alone, which is not linear in the upstream gradient. So there "
     "is no derivative in forward mode, nor a second derivative that needs one. Use reverse mode; "
     "or from_numpy, with jvp=."

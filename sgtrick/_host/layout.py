@@ -312,6 +312,8 @@ class Layout:
             found = self._like_value(key, value, expected, batch, events)
             if jacobian is None:  # no argument has derivatives
                 return found
+            if self.value.like is None:
+                return found + self._like_point(jacobian, found[0].shape, events, expected[1:])
             n, m = len(found), len(self.places)
             rows = self.value.split(jacobian, f"the gradient of {self.name}")
             for k, (row, y) in enumerate(zip(rows, tuple(found), strict=True)):
@@ -381,7 +383,7 @@ class Layout:
         question = QUESTIONS[key]
         cause: Any = None
         if self.value.like is None:
-            if question.is_first:
+            if question.argument is None:
                 cause = partial(checks.cause_of_shape, batch, self.value.shapes[0], events)
             return [
                 checks.real_array(
@@ -412,7 +414,7 @@ class Layout:
             cause = partial(_OF_ONE.format, self.name, *self.point.paths)
         found: Parts = []
         what = expected[0].what if expected else f"the gradient of {self.name}"
-        leaves = self.point.split(gradient, what)
+        leaves = [gradient] if is_of_one else self.point.split(gradient, what)
         for k, leaf, path in zip(self._selected, leaves, self.point.paths, strict=True):
             if k in self.places:
                 if leaf is not None or is_known:

@@ -138,6 +138,7 @@ class _Call:
             return self._started([_of(i, a, is_shared, one) for a, is_shared in pairs])
 
         varies = QUESTIONS[key].like_value and not layout.value.is_known
+        is_noted = self._asked.may_be_unknown or self._asked.tells_precision
         places = list(itertools.product(*map(range, batch)))
         results = map(start, places)
         columns: list[Array] = []
@@ -151,7 +152,8 @@ class _Call:
                 failed.append(i)
                 continue
             parts = layout.parts(key, answer, one, events)
-            unknown[i] = self._noted(parts, one, events)
+            if is_noted:
+                unknown[i] = self._noted(parts, one, events)
             if not columns:
                 columns = [_column(batch, part.shape[len(one) :], part.dtype) for part in parts]
             elif varies:

@@ -161,7 +161,8 @@ def test_host_part(take_turns, chains, monkeypatch):
     tf.function(sgtrick.from_numpy(engine_of_one)).get_concrete_function(tf.constant(x))
     many = one_by_one(engine_of_one) if chains > 1 else lambda x: list(map(np.array, ANSWER))
     rivals = {"by hand": lambda: many(x), "from_numpy": lambda: asked[0](x)}
-    take_turns(f"host part of a call, {chains} chains", rivals, (), 500)
+    of = f"{chains} chains" if chains > 1 else "one chain"
+    take_turns(f"host part of a call, {of}", rivals, (), 500)
 
 
 ANSWER = 1.0, np.ones(DIMENSIONS)
