@@ -52,6 +52,12 @@ class Leaf(NamedTuple):
         return int(self.x.shape.rank - self.ndims) if self.is_tensor else 0
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What there is to know without the numbers of the tensor."""
+        of = (self.x.dtype, self.event) if self.is_tensor else (type(self.x), repr(self.x))
+        return self.path, *of, *self[2:]
+
+    @property
     def event(self) -> shapes.Shape:
         """Its event shape, as far as it is known."""
         return tuple(self.x.shape[self.batch_ndims :].as_list()) if self.is_tensor else ()
@@ -96,14 +102,18 @@ def given(
         default: The dtype of the value if no argument is floating.
     """
     call = function.bind(args, kwargs)
-    by_keyword = [key for key in call.keywords if key not in call.left_out]
+    usual = function.defaulted(call)  # other forms pass all defaults on
+    by_keyword = [key for key in call.keywords if key not in usual]
     if by_keyword:
         raise TypeError(
             f"{name} has keyword-only arguments {by_keyword}, but engines are called by position. "
             "Make them positional, or bind them with functools.partial."
         )
     names = function.names(call)[: call.positional]
-    while names and names[-1] in call.left_out:
+    while names and (
+        names[-1] in call.left_out
+        or (names[-1] in usual and call.values[len(names) - 1] is None)  # out=None of NumPy
+    ):
         names.pop()
     for key, value in zip(names, call.values, strict=False):
         if key in call.left_out and type(value) not in _OF_PYTHON:
@@ -131,7 +141,8 @@ def given(
     for leaf in flat:
         _refuse_foreign(name, leaf)
     # Only the structure: TensorFlow keeps callbacks alive, and tensors keep their graph alive.
-    like = _emptied(values, names)
+    is_flat = not any(map(tf.nest.is_nested, values))
+    like = (None,) * len(values) if is_flat else _emptied(values, names)
     leaves, dtype = _read(flat, default)
     return Given(names, like, leaves, selected, dtype)
 
@@ -156,7 +167,7 @@ def _event_ndims_of(
     stated: Structure, names: Sequence[str], args: Args, count: int
 ) -> Sequence[Structure]:
     """`event_ndims`, one for each argument; `count` includes those that the call leaves out."""
-    if not is_by_argument(stated):
+    if not _is_by_argument(stated):
         if tf.nest.is_nested(stated) and len(names) > 1:
             raise ValueError(
                 f"event_ndims={stated} is the structure of one argument, but there are "
@@ -179,7 +190,7 @@ def _event_ndims_of(
     return stated[: len(names)]
 
 
-def is_by_argument(event_ndims: Structure) -> TypeGuard[tuple[Structure, ...]]:
+def _is_by_argument(event_ndims: Structure) -> TypeGuard[tuple[Structure, ...]]:
     """Whether there is an entry for each argument; a list or a dict is the structure of one."""
     return isinstance(event_ndims, tuple) and not hasattr(event_ndims, "_fields")
 

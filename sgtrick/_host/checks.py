@@ -1,5 +1,6 @@
 """Checks of what an engine returns, whose errors say what to do."""
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,29 +31,31 @@ def real_array(
         TypeError: It is not an array of real numbers.
         ValueError: It has another shape.
     """
-    named = f"{what} with respect to {by}" if by else what
-    if isinstance(value, (list, tuple)) and any(map(np.ma.isMaskedArray, value)):
-        value = np.ma.array(value)  # np.asarray would drop the masks
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{named} must be an array of real numbers, got {show(value)}: "
-            + str(error).removesuffix(".")
-            + "."
-            + (cause(()) if cause and by else "")
-            + _ALONE * (isinstance(value, tuple) and not by)
-        ) from error
-    if value is None:
-        raise TypeError(f"{named} must be real numbers, got None: did you forget to return?")
-    if array.dtype.kind not in "fiu":
+    if type(value) is np.ndarray:
+        array = value
+    else:
+        if _is_masked(value):
+            value = _unmasked(value)  # np.asarray drops masks
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{_named(what, by)} must be an array of real numbers, got {show(value)}: "
+                + str(error).removesuffix(".")
+                + "."
+                + (cause(()) if cause and by else "")
+                + _ALONE * (isinstance(value, tuple) and not by)
+            ) from error
+        if value is None:
+            raise TypeError(
+                f"{_named(what, by)} must be real numbers, got None: did you forget to return?"
+            )
+    if not is_real(array.dtype):
         hint = " If there are several outputs, pass their shapes as value_shape."
         raise TypeError(
-            f"{named} must be real numbers, got {show(value)}."
+            f"{_named(what, by)} must be real numbers, got {show(value)}."
             + (hint if isinstance(value, Mapping) and by is None else "")
         )
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        array = np.where(np.ma.getmaskarray(value), np.nan, array)
     if array.shape != shape and not _fits(array.shape, shape):
         # A number in R is a vector of length one; solvers return [value] or [[value]].
         is_number = type(value) in (int, float) or (by is None and array.ndim > len(shape))
@@ -60,23 +63,57 @@ def real_array(
         if is_number and array.size == math.prod(known) == 1:
             return array.reshape(known)
         raise ValueError(
-            f"{named} must have the shape {shapes.show(shape)}, got {shapes.show(array.shape)}."
-            + (cause(array.shape) if cause else "")
+            f"{_named(what, by)} must have the shape {shapes.show(shape)}, got "
+            f"{shapes.show(array.shape)}." + (cause(array.shape) if cause else "")
         )
     return array
+
+
+def _named(what: str, by: str | None) -> str:
+    return f"{what} with respect to {by}" if by else what
+
+
+def _is_masked(value: object) -> bool:
+    """Whether an entry of an array, or of nested lists of arrays, is masked."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_masked, value))
+    return isinstance(value, np.ma.MaskedArray) and bool(np.ma.is_masked(value))
+
+
+def _unmasked(value: object) -> Structure:
+    """The value with NaN for masked entries."""
+    if isinstance(value, (list, tuple)):
+        return list(map(_unmasked, value))
+    if not isinstance(value, np.ma.MaskedArray):
+        return value
+    return np.where(np.ma.getmaskarray(value), np.nan, value.data)
+
+
+def is_real(dtype: np.dtype[Any]) -> bool:
+    """Whether these are integers or floating numbers, those of other packages (bfloat16) too."""
+    return dtype.kind in "fiu" or (dtype.kind == "V" and np.can_cast(dtype, np.float64))
+
+
+@functools.cache
+def eps(dtype: np.dtype[Any]) -> float:
+    """The distance of 1 from the next number of a floating dtype; 0 for integers, which are exact.
+
+    As `np.finfo` has it, which does not know bfloat16.
+    """
+    return 0.0 if dtype.kind in "iu" else float(np.spacing(np.ones((), dtype)))
 
 
 _ALONE = " With grad= or vjp=, an engine returns its value alone."
 
 
-def cause_of_shape(came: Shape, batch: Shape, value: shapes.Shape, events: Sequence[Shape]) -> str:
+def cause_of_shape(batch: Shape, value: shapes.Shape, events: Sequence[Shape], came: Shape) -> str:
     """The most likely cause of a wrong shape of a value that is one array.
 
     Args:
-        came: The shape that came.
         batch: The batch shape of the call.
         value: The shape of the value, without batch.
         events: Those of the arguments.
+        came: The shape that came.
     """
     if batch and _fits(came, value):
         return (

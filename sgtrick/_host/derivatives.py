@@ -92,7 +92,7 @@ class Evaluation(NamedTuple):
         batch = y.shape[: y.shape.rank - n]
         for t, y in zip(self.told.wide, self.values, strict=False):
             t.set_shape(y.shape)
-        for t in self.told.failed:
+        for t in [*self.told.failed, *self.told.wide[len(self.values) :]]:
             t.set_shape(batch)
         for t in self.told.unknown:
             t.set_shape(batch.concatenate([None]))
@@ -181,7 +181,11 @@ def _pulled(e: Evaluation, us: Sequence[Tensor], is_first: bool) -> list[Tensor]
     def pull(*zs: Tensor) -> list[Gradient]:
         now, vs, zs = e.here(), list(map(here, us)), zs[: len(products)]
         by_points = _by_points(now, no_second, zs, vs, zs)
-        return [*_jvp(now, zs, is_first=False), *by_points, *data.gradients(zs)]
+        if e.gives("jvp"):
+            by_us: Sequence[Gradient] = _jvp(now, zs, is_first=False)
+        else:
+            by_us = unknown.failures(vs, _no_jvp(e, is_first), zs)
+        return [*by_us, *by_points, *data.gradients(zs)]
 
     def push(*ts: Tensor) -> list[Tangent]:
         now, vs = e.here(), list(map(here, us))
@@ -398,7 +402,13 @@ def _no_second(e: Evaluation, is_first: bool) -> str | None:
     if e.hessp:
         return None if is_first else _NO_THIRD.format(e.name)
     way = _HESSP if e.call.layout.value.is_number else _HESSP_OF_SUM
-    return _NO_SECOND.format(e.name, way)
+    return (_NO_SECOND if e.gives("jvp") else _NO_SECOND_NOR_JVP).format(e.name, way)
+
+
+def _no_jvp(e: Evaluation, is_first: bool) -> str:
+    """The error for the derivative of a product by the upstream gradient."""
+    no_second = None if e.hessp or not is_first else _no_second(e, is_first)
+    return no_second or _NO_JVP.format(e.name)
 
 
 def _no_gradient(e: Evaluation) -> str:
@@ -425,12 +435,20 @@ _NO_VJP = (
 _NO_JVP = (
     "{0} was asked for a derivative in forward mode, or for a second derivative that needs one, "
     "but its engine has no jvp=. Pass jvp=, a function of (*arrays, t) that returns the tangent of "
-    "the value."
+    "the value; or tf.stop_gradient of the arguments, if what the engine returns needs no "
+    "derivative, as a root of implicit_root or an fx of custom_gradient."
 )
 
 _NO_SECOND = (
     "{0} was asked for a second derivative, but its engine gives only a value and its first "
     "derivatives. Pass {1}; from_jax and from_torch compute it themselves."
+)
+# Of an engine with vjp= alone.
+_NO_SECOND_NOR_JVP = (
+    "{0} was asked for a second derivative, but its engine gives only a value and its VJP. By an "
+    "upstream gradient, as in a loss of gradients, it needs jvp=, a function of (*arrays, t) that "
+    "returns the tangent of the value; by the point, {1}; and both if the value is used in a "
+    "nonlinear function."
 )
 _HESSP = (
     "hessp=, a function of (*arrays, v) that returns the Hessian times v, such as "

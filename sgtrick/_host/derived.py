@@ -1,5 +1,6 @@
 """Functions that another framework differentiates, and engines made of them."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,11 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._arguments import calls, shapes
-from sgtrick._host.arguments import Given, Leaf, is_by_argument
+from sgtrick._arguments import shapes
+from sgtrick._host.arguments import Given, Leaf
 from sgtrick._host.engine import QUESTIONS, WrongUseError
-from sgtrick._host.layout import Space, value_space
-from sgtrick._types import Argnums, DTypeLike, Function, Structure
+from sgtrick._host.layout import Layout, Space, value_space
+from sgtrick._types import DTypeLike, Function, Structure
 
 Leaves = Sequence[Any]  # arrays of NumPy, or tensors of the framework
 # The leaves to map over: for each batch dimension in order, for each group of leaves, the axis.
@@ -19,7 +20,17 @@ Dims = tuple[tuple[tuple[int | None, ...], ...], ...]
 
 
 class Framework(Protocol):
-    """What a framework must provide: its arrays, here called tensors, are leaves of structures."""
+    """What a framework must provide: its arrays, here called tensors, are leaves of structures.
+
+    Attributes:
+        title: What its users call it.
+        recipe: Its gradient of a function, for `from_numpy`.
+        takes_text: Whether text of Python may be an argument.
+    """
+
+    title: str
+    recipe: str
+    takes_text: bool
 
     def vjp(self, f: Function, points: Leaves) -> Any:
         """`(f(points), pullback)`, as `jax.vjp` returns them."""
@@ -33,8 +44,14 @@ class Framework(Protocol):
     def like(self, u: Any, y: Any) -> Any:
         """A tensor, or a number for all entries, as a tensor of the shape and dtype of `y`."""
 
+    def probe(self, y: Any) -> Any:
+        """A tensor of generic numbers of order 1, of the shape and dtype of `y`."""
+
     def compiled(self, f: Function, dims: Dims) -> Function:
         """A function of groups of tensors, mapped over these axes, as one of arrays."""
+
+    def raised(self, f: Function, dims: Dims, groups: Sequence[Leaves]) -> Exception | None:
+        """What the mapped function raises if its tensors have no values, and so at every point."""
 
     def shapes(self, f: Function, leaves: Sequence[Any]) -> Structure:
         """The shapes that `f` returns for a list of leaves as `specs_of` returns them."""
@@ -46,7 +63,7 @@ class Framework(Protocol):
         """Whether a value depends on the points with respect to which it is differentiated."""
 
     def advice(self, error: Exception) -> str | None:
-        """What to do about an error that the function raises at every point; None if unknown."""
+        """What to do about an error that is known to be raised at every point; None of others."""
 
 
 class Differentiable(NamedTuple):
@@ -90,17 +107,42 @@ class Differentiable(NamedTuple):
         """The gradients of the sum of `u * value`."""
         return self._gradient(xs, us)(self._points(xs))
 
-    def jvp(self, xs: Leaves, ts: Leaves) -> Structure:
-        """The tangent of the value."""
+    def jvp(self, xs: Leaves, ts: Leaves) -> tuple[Structure, Any]:
+        """The tangent of the value, and nothing else."""
         points = self._points(xs)
         ts = list(map(self.framework.like, ts, points))
-        return self.framework.jvp(self._of_points(xs), (points,), (ts,))[1]
+        return self.framework.jvp(self._of_points(xs), (points,), (ts,))[1], ()
+
+    def jvp_by_reverse_mode(self, xs: Leaves, ts: Leaves) -> tuple[Structure, Any]:
+        """The tangent of what has a rule for reverse mode alone, and whether this is linear.
+
+        That is the transpose of the pullback, by reverse mode again, with the dot-product test.
+        """
+        points = self._points(xs)
+        ts = list(map(self.framework.like, ts, points))
+        value, pull = self.framework.vjp(self._of_points(xs), points)
+        us = tf.nest.map_structure(self.framework.probe, value)
+        # A rule that is not linear differs there: all signs do, and the order.
+        far = tf.nest.map_structure(lambda u: -1e3 * u * abs(u), us)
+        tangent = self.framework.vjp(lambda us: pull(us)[0], far)[1](ts)[0]
+        terms = [y * u for y, u in zip(*map(tf.nest.flatten, (tangent, us)), strict=True)]
+        terms += [-t * g for t, g in zip(ts, pull(us)[0], strict=True)]
+        difference, size = sum(t.sum() for t in terms), sum(abs(t).sum() for t in terms)
+        # Adaptive solvers are linear up to their tolerance. What is not finite passes.
+        return tangent, ~(abs(difference) > 1e-3 * size)
 
     def hessian(self, xs: Leaves, us: Leaves, vs: Leaves) -> Leaves:
         """The Hessian of the sum of `u * value`, or of a number without `us`, times `v`."""
         points = self._points(xs)
         vs = list(map(self.framework.like, vs, points))
         return self.framework.symmetric(self._gradient(xs, us or [1.0]), points, vs)
+
+    def hessian_by_reverse_mode(self, xs: Leaves, us: Leaves, vs: Leaves) -> Leaves:
+        """The same of what has a rule for reverse mode alone."""
+        points = self._points(xs)
+        vs = list(map(self.framework.like, vs, points))
+        pull = self.framework.vjp(self._gradient(xs, us or [1.0]), points)[1]
+        return pull(vs)[0]  # type: ignore[no-any-return]
 
     def _points(self, xs: Leaves) -> Leaves:
         return [xs[k] for k in self.places]
@@ -163,7 +205,7 @@ def shapes_of(f: Differentiable, leaves: Sequence[Any]) -> Structure:
         for size in (12, 24)  # which many numbers divide: x.reshape(-1, 3), x[::2]
     )
     try:
-        found = advised(f.framework, f.name, f.framework.shapes, f.value, first)
+        found = f.framework.shapes(f.value, first)
         if first == second:
             return found
         return tf.nest.map_structure(_common, found, f.framework.shapes(f.value, second))
@@ -172,12 +214,8 @@ def shapes_of(f: Differentiable, leaves: Sequence[Any]) -> Structure:
     except Exception as error:
         if first != second and isinstance(error, (TypeError, ValueError)):
             return ()  # it takes neither size: one number, unless the caller states a shape
-        shown = ", ".join(shapes.show(leaf[0]) for leaf in leaves if isinstance(leaf, tuple))
-        raise WrongUseError(
-            f"{f.name} raised {type(error).__name__}: {error}\n"
-            f"It was traced for arguments of the shapes {shown}, those of one member. If that is "
-            "not what it takes, check event_ndims."
-        ) from error
+        of_leaves = [leaf[0] for leaf in leaves if isinstance(leaf, tuple)]
+        raise of_every_point(f.framework, f.name, error, of_leaves) from error
 
 
 def _common(a: tf.TensorShape, b: tf.TensorShape) -> tf.TensorShape:
@@ -194,17 +232,27 @@ def check_floats(name: str, leaves: Sequence[Any]) -> None:
         )
 
 
-def advised(framework: Framework, name: str, f: Function, *args: Any) -> Structure:
-    """`f(*args)`, with advice added to the framework's errors."""
-    try:
-        return f(*args)
-    except WrongUseError:
-        raise
-    except Exception as error:
-        advice = framework.advice(error)
-        if advice is None:
-            raise
-        raise WrongUseError(f"{name} {advice}\n{type(error).__name__}: {error}") from error
+def of_every_point(
+    framework: Framework, name: str, error: Exception, events: Sequence[shapes.Shape]
+) -> WrongUseError:
+    """The error for a function that raises whatever the values of its arguments are.
+
+    Args:
+        framework: What differentiates it.
+        name: Its name.
+        error: What it raises.
+        events: The shapes of its arguments.
+    """
+    raised, advice = f"{type(error).__name__}: {error}", framework.advice(error)
+    if advice is not None:
+        return WrongUseError(f"{name} {advice}\n{raised}")
+    shown = ", ".join(map(shapes.show, events))
+    return WrongUseError(
+        f"{name} raised {raised}\n"
+        f"It raises this for all arguments of the shapes {shown}, those of one member. If that is "
+        f"not what it takes, check event_ndims. If {framework.title} cannot trace, map or "
+        f"differentiate it, use from_numpy with a gradient of its own, such as {framework.recipe}."
+    )
 
 
 class Derived:
@@ -214,19 +262,10 @@ class Derived:
     are not mapped over.
     """
 
-    def __init__(
-        self,
-        fn: Function,
-        framework: Framework,
-        event_ndims: int | Structure,
-        argnums: Argnums | None,
-        name: str,
-    ) -> None:
+    def __init__(self, fn: Function, framework: Framework, name: str) -> None:
         self._fn, self._framework, self._name = fn, framework, name
-        self._event_ndims, self._argnums = event_ndims, argnums
-        self._callee = calls.Callee(fn)
-        self._callee.form = self._answer
-        self._compiled: dict[Any, Function] = {}
+        self._compiled: dict[Any, list[Function]] = {}
+        self._raised: dict[Any, type] = {}  # what is raised for tensors without values
         self._spaces: dict[Any, Space] = {}
 
     @property
@@ -237,92 +276,114 @@ class Derived:
     def value_space(self, given: Given, dtype: np.dtype[Any]) -> Space:
         """The value for these arguments, if floating ones have this dtype."""
         leaves = specs_of(given.leaves, dtype)
+        self._refuse_text(leaves)
         key = *(s if isinstance(s, tuple) else type(s) for s in leaves), repr(given.like)
         if key not in self._spaces:
             self._spaces[key] = value_space(shapes_of(self._function(given.like, ()), leaves))
         return self._spaces[key]
 
+    def _refuse_text(self, leaves: Sequence[Any]) -> None:
+        """Raises for text, in leaves or in their specs."""
+        for x in leaves:
+            dtype = x[1] if isinstance(x, tuple) else getattr(x, "dtype", None)
+            is_refused = isinstance(x, (str, bytes)) and not self._framework.takes_text
+            if is_refused or (dtype is not None and np.dtype(dtype).kind == "O"):
+                raise WrongUseError(
+                    f"{self._name} has an argument that is text, which {self._framework.title} "
+                    "does not take. Bind it with functools.partial, or encode it as numbers."
+                )
+
     def _function(self, like: Structure, places: Sequence[int]) -> Differentiable:
         return Differentiable(self._framework, self._name, self._fn, like, places)
 
-    def _answer(self, key: str, *given: Structure) -> Structure:
+    def _answer(self, key: str, layout: Layout, leaves: Leaves) -> Structure:
         """The answer to a question for all members, compiled once for each form of arguments."""
-        count = len(given) - len(QUESTIONS[key].vectors)
-        args = list(given[:count])
-        vectors = [[v for v in tf.nest.flatten(w) if v is not None] for w in given[count:]]
-        if key == "hessp":
-            vectors = [[], *vectors]  # without u
-        leaves, like = tf.nest.flatten(args), tf.nest.map_structure(lambda _: None, args)
-        selected: Sequence[int] = range(count)
-        if self._argnums is not None:
-            selected = self._callee.positions(self._argnums, self._callee.bind(args, {}))
-        of_arguments = iter(range(len(leaves)))
-        own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in args]
-        places = tuple(k for i in selected for k in own[i] if is_floating(leaves[k]))
+        xs, places, vectors = layout.of_framework(key, leaves)
+        self._refuse_text(xs)
         is_alone = key == "value and Jacobian" and not places
         if is_alone:
-            check_floats(self._name, leaves)
+            check_floats(self._name, xs)
             key = "value"
-        groups, dims = self._mapped(args, [leaves, *vectors])
-        form = key, places, dims, repr(like)
+        batch_ndims = layout.batch_ndims(key, leaves)
+        groups, dims = _mapped(batch_ndims, [xs, *vectors])
+        form = key, places, dims, repr(layout.like)
+        member = self._function(layout.like, places)
+        fs = [getattr(member, method) for method in _METHODS[key]]
         if form not in self._compiled:
-            f = getattr(self._function(like, places), _METHODS.get(key, key))
-            self._compiled[form] = self._framework.compiled(f, dims)
-        answer = advised(self._framework, self._name, self._compiled[form], *groups)
-
-        def packed(parts: Leaves) -> Structure:
-            """One part for each point, in the structure that an engine returns of a gradient."""
-            of = dict(zip(places, parts, strict=True))
-            flat = [of.get(k) for i in selected for k in own[i]]
-            found = tf.nest.pack_sequence_as([like[i] for i in selected], flat)
-            return found[0] if len(found) == 1 else tuple(found)
-
+            self._compiled[form] = [self._framework.compiled(f, dims) for f in fs]
+        try:
+            answer = _first(self._compiled[form], groups)
+        except WrongUseError:
+            raise
+        except Exception as error:
+            if self._framework.advice(error) is None:
+                if form not in self._raised:
+                    self._raised[form] = type(self._framework.raised(fs[0], dims, groups))
+                if self._raised[form] is not type(error):
+                    raise
+            events = [x.shape[batch_ndims:] for x in xs if isinstance(x, np.ndarray)]
+            raise of_every_point(self._framework, self._name, error, events) from error
         if key == "value and Jacobian":
-            return answer[0], packed(answer[1])
+            return answer[0], layout.like_points(answer[1])
+        if key == "jvp":
+            answer, holds = answer
+            if not np.all(holds):
+                raise WrongUseError(_NOT_LINEAR.format(self._name))
         if is_alone:
             return answer, None
-        return answer if QUESTIONS[key].like_value else packed(answer)
+        return answer if QUESTIONS[key].like_value else layout.like_points(answer)
 
-    def _mapped(self, args: Leaves, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
-        """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
-        count = self._batch_ndims(args)
-        # A number of Python belongs to all members, even if there is one.
-        alone = (0,) * count
-        fronts = [
-            [leaf.shape[:count] if isinstance(leaf, np.ndarray) else alone for leaf in group]
-            for group in groups
-        ]
-        batch = np.broadcast_shapes(*(f for group in fronts for f in group if f is not alone))
-        dims = tuple(
-            tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
-            for k, size in enumerate(batch)
+
+def _mapped(count: int, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
+    """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
+    # A number of Python belongs to all members, even if there is one.
+    alone = (0,) * count
+    fronts = [
+        [leaf.shape[:count] if isinstance(leaf, np.ndarray) else alone for leaf in group]
+        for group in groups
+    ]
+    batch = np.broadcast_shapes(*(f for group in fronts for f in group if f is not alone))
+    dims = tuple(
+        tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
+        for k, size in enumerate(batch)
+    )
+    squeezed: list[Leaves] = [
+        tuple(
+            leaf.squeeze(tuple(k for k, size in enumerate(batch) if front[k] != size))
+            if isinstance(leaf, np.ndarray)
+            else leaf
+            for leaf, front in zip(group, own, strict=True)
         )
-        squeezed: list[Leaves] = [
-            tuple(
-                leaf.squeeze(tuple(k for k, size in enumerate(batch) if front[k] != size))
-                if isinstance(leaf, np.ndarray)
-                else leaf
-                for leaf, front in zip(group, own, strict=True)
-            )
-            for group, own in zip(groups, fronts, strict=True)
-        ]
-        return squeezed, dims
-
-    def _batch_ndims(self, args: Leaves) -> int:
-        """The number of batch dimensions, of which all arrays have the same."""
-        stated = self._event_ndims
-        for i, arg in enumerate(args):
-            leaves = tf.nest.flatten(arg)
-            ndims = tf.nest.flatten(stated[i] if is_by_argument(stated) else stated)
-            for leaf, n in zip(leaves, ndims * len(leaves), strict=False):
-                if isinstance(leaf, np.ndarray):
-                    return leaf.ndim - int(n)
-        return 0
+        for group, own in zip(groups, fronts, strict=True)
+    ]
+    return squeezed, dims
 
 
-# The methods of `Differentiable` that are not called like the question.
+def _first(fs: list[Function], groups: Sequence[Leaves]) -> Structure:
+    """The result of the first function that does not raise, with which it begins the next time."""
+    try:
+        return fs[0](*groups)
+    except Exception:
+        for k, f in enumerate(fs[1:], 1):
+            with contextlib.suppress(Exception):
+                result = f(*groups)
+                del fs[:k]
+                return result
+        raise
+
+
+_NOT_LINEAR = (
+    "{0} has a rule for reverse mode alone, which is not linear in the upstream gradient. So there "
+    "is no derivative in forward mode, nor a second derivative that needs one. Use reverse mode; "
+    "or from_numpy, with jvp=."
+)
+
+# The methods of `Differentiable` that answer a question, the first that works.
 _METHODS = {
-    "value and Jacobian": "value_and_gradient",
-    "hessp": "hessian",
-    "hessp of a sum": "hessian",
+    "value": ["value"],
+    "value and Jacobian": ["value_and_gradient"],
+    "vjp": ["vjp"],
+    "jvp": ["jvp", "jvp_by_reverse_mode"],
+    "hessp": ["hessian", "hessian_by_reverse_mode"],
+    "hessp of a sum": ["hessian", "hessian_by_reverse_mode"],
 }

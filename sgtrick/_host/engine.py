@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import sys
 import threading
+import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -96,8 +97,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         # An executor sets its own limit.
-        self.turn: Callable[[], contextlib.AbstractContextManager[None]] = (
-            one_at_a_time if self.executor is None else contextlib.nullcontext
+        self.turn: contextlib.AbstractContextManager[None] = (
+            OneAtATime(self) if self.executor is None else contextlib.nullcontext()
         )
         # A serial executor gets one call at a time: after a failure, the rest is not wanted.
         self.is_concurrent = not isinstance(self.executor, (MainThreadExecutor, type(None)))
@@ -134,40 +135,54 @@ class Engine:
 # TensorFlow calls from any thread, and most engines expect one call at a time; so do several that
 # share a solver. Reentrant, because an engine may call itself or another one.
 _TURN = threading.RLock()
-_HOLDERS: list[int] = []  # the thread that has the turn, once for each time
+_HOLDERS: list[tuple[str, int]] = []  # the engine and the thread that have it, for each time
 _PATIENCE = 60.0  # seconds between two looks at it: one operation may take long
 
 
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """A scope that only one thread is in at a time.
+class OneAtATime:
+    """A scope for the calls of an engine, that only one thread is in at a time.
 
     Raises:
         RuntimeError: The engine that is in it waits for TensorFlow, which may wait for this one.
     """
-    if not _TURN.acquire(blocking=False):
-        _wait()
-    _HOLDERS.append(threading.get_ident())
-    try:
-        yield
-    finally:
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        if not _TURN.acquire(blocking=False):
+            self._wait()
+        _HOLDERS.append((self._engine.name, threading.get_ident()))
+
+    def __exit__(self, *_: object) -> None:
         _HOLDERS.pop()
         _TURN.release()
 
+    def _wait(self) -> None:
+        before = None
+        while not _TURN.acquire(timeout=_PATIENCE):
+            name, thread = (_HOLDERS or [("", 0)])[-1]
+            frame = sys._current_frames().get(thread)
+            now = (id(frame), frame.f_lasti) if frame and _is_of_tensorflow(frame) else None
+            if now and now == before:
+                raise RuntimeError(
+                    "An engine waits for its turn, since engines are called one at a time, and the "
+                    "one that is being called waits for TensorFlow, which may be waiting for this "
+                    "one. If an engine runs a tf.function that calls another engine, give that one "
+                    "an executor, such as concurrent.futures.ThreadPoolExecutor(1)."
+                )
+            if frame and not now:
+                where = "".join(traceback.format_stack(frame, 5))
+                message = _WAITS.format(self._engine.name, _PATIENCE, name)
+                self._engine.warn_once("waiting", f"{message}\n{where}")
+            before = now
 
-def _wait() -> None:
-    before = None
-    while not _TURN.acquire(timeout=_PATIENCE):
-        frame = sys._current_frames().get(_HOLDERS[-1]) if _HOLDERS else None
-        now = (id(frame), frame.f_lasti) if frame and _is_of_tensorflow(frame) else None
-        if now and now == before:
-            raise RuntimeError(
-                "An engine waits for its turn, since engines are called one at a time, and the one "
-                "that is being called waits for TensorFlow, which may be waiting for this one. If "
-                "an engine runs a tf.function that calls another engine, give that one an "
-                "executor, such as concurrent.futures.ThreadPoolExecutor(1)."
-            )
-        before = now
+
+_WAITS = (
+    "{0} has waited for {1:g} seconds, since engines are called one at a time, and {2} is being "
+    "called. If {2} waits for this call, in a thread or a process of its own, both wait for ever: "
+    "give {0} an executor, such as concurrent.futures.ThreadPoolExecutor(1). This is where {2} is:"
+)
 
 
 def _is_of_tensorflow(frame: types.FrameType) -> bool:

@@ -59,10 +59,10 @@ def from_torch(
         ImportError: PyTorch is not installed; the message contains the command that installs it.
 
     All errors of `from_numpy` apply. Functions that cannot work at any point raise a `TypeError`
-    whatever `on_error` is: those that do not return floating tensors, and those that cut the value
-    off from all arguments (`.item()`, `.detach()`, `torch.no_grad()`). What is detached beside
-    other parts is a constant. Value and gradient come from one pass of `torch.func.vjp`; only
-    arrays cross the boundary.
+    whatever `on_error` is: those that PyTorch cannot map or differentiate, those that do not return
+    floating tensors, and those that cut the value off from all arguments (`.item()`, `.detach()`,
+    `torch.no_grad()`). What is detached beside other parts is a constant. Value and gradient come
+    from one pass of `torch.func.vjp`; only arrays cross the boundary.
     """
     checks.refuse_options("from_torch", gone)
     packages.check("torch", "from_torch", "PyTorch")
@@ -109,8 +109,8 @@ def from_jax(
             runs with a 64-bit argument, integers included; otherwise it is left unchanged.
         native: Whether `fn` becomes operations of the graph, by `jax.experimental.jax2tf`, instead
             of a call of the host. They compile under XLA, run on the device of the graph, can be
-            stored in SavedModels, and have derivatives of every order. `value_shape` and `on_error`
-            do not apply. An argument without batch dimensions is shared by all members.
+            stored in SavedModels, and have all derivatives that JAX can compute. `value_shape` and
+            `on_error` do not apply. An argument without batch dimensions is shared by all members.
         on_error: As in `from_numpy`.
         name: As in `from_numpy`.
         **gone: Refused, with what to do instead.
@@ -126,9 +126,9 @@ def from_jax(
             `native`, it has no `jax2tf`.
         TypeError: `value_shape` or `on_error` was given with `native`.
 
-    All errors of `from_numpy` apply. Functions that cannot be traced or do not return floating
-    arrays raise a `TypeError`. Value and gradient come from one pass of
-    `jax.vjp`; only arrays cross the boundary.
+    All errors of `from_numpy` apply. Functions that JAX cannot trace, map or differentiate, or that
+    do not return floating arrays, raise a `TypeError` whatever `on_error` is. Value and gradient
+    come from one pass of `jax.vjp`; only arrays cross the boundary.
     """
     checks.refuse_options("from_jax", gone)
     packages.check("jax", "from_jax", "JAX")
@@ -172,7 +172,7 @@ def _form(
 
     def engine_of(name: str) -> Engine:
         takes, argnums = options["event_ndims"], options["argnums"]
-        derived = Derived(fn, framework(), takes, argnums, name)
+        derived = Derived(fn, framework(), name)
 
         def gives(given: Given, dtype: np.dtype[Any]) -> Space:
             found = derived.value_space(given, dtype)

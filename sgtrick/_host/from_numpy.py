@@ -82,8 +82,9 @@ def from_numpy(
             `"2-point"`, which takes as many more evaluations as there are entries, or `"3-point"`,
             which takes twice as many and has about two thirds of the digits instead of a half. They
             are taken when a gradient is requested, as a batch: one call if vectorized, else spread
-            over the executor. Or False: `fn` returns only the value, and there is no gradient;
-            requesting one is an error.
+            over the executor. The step is that of the narrowest dtype in play, which may be that
+            of the value that `fn` returns. Or False: `fn` returns only the value, and there is no
+            gradient; requesting one is an error.
         vjp: Instead of a Jacobian, `vjp(*arrays, u)`, which for `u` like the value returns the
             gradients of the sum of `u * value`, in the form of gradients. `fn` then returns only
             the value. It is called only when a gradient is requested.
@@ -226,11 +227,20 @@ def _check_executor(executor: futures.Executor | None, functions: Sequence[Funct
             f"None, got {executor!r}."
         )
     if isinstance(executor, futures.ProcessPoolExecutor):
-        try:
-            pickle.dumps(functions)
-        except Exception as error:
-            raise TypeError(
-                f"executor is a process pool, to which the engine cannot be sent: {said(error)}. "
-                "Define it at the top level of a module, not as a lambda or closure; or use a "
-                "ThreadPoolExecutor."
-            ) from error
+        for f in functions:
+            try:
+                pickle.dumps(f)
+            except Exception as error:
+                is_at_top = getattr(f, "__qualname__", "<lambda>").isidentifier()
+                advice = _UNDER_ITS_NAME.format(calls.name_of(f)) if is_at_top else _AT_TOP
+                raise TypeError(
+                    "executor is a process pool, to which the engine cannot be sent: "
+                    f"{said(error)}. {advice} Or use a ThreadPoolExecutor."
+                ) from error
+
+
+_AT_TOP = "Define it at the top level of a module, not as a lambda or closure."
+_UNDER_ITS_NAME = (
+    "Processes look for {0} under its name, where its module must have the function itself: define "
+    "it without the decorator, and write another name = from_numpy({0}, executor=...)."
+)

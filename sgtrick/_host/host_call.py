@@ -4,11 +4,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from sgtrick._host import differences, members
-from sgtrick._host.engine import Engine
+from sgtrick._host.engine import QUESTIONS, Engine
 from sgtrick._host.layout import Layout, Parts
 from sgtrick._tensorflow import graphs, host_calls
 from sgtrick._types import Array, DTypeLike, Tensor
@@ -21,7 +20,7 @@ class Told(NamedTuple):
         jacobians: Those of each value by each point, if they come with the values.
         unknown: Which of them are not known, if some may be.
         failed: Where a number has replaced the value, if one is stated.
-        wide: The values in float64, if differences are taken of them.
+        wide: The values in float64, if differences are taken of them, and their precision.
     """
 
     jacobians: list[Tensor]
@@ -30,29 +29,39 @@ class Told(NamedTuple):
     wide: list[Tensor]
 
 
-class HostCall(NamedTuple):
+class HostCall:
     """An engine with the layout of a call.
 
     The tensors are the leaves of the arguments in order. All have the same number of batch
     dimensions, which are broadcast against each other.
+
+    Attributes:
+        engine: The engine.
+        layout: The layout.
     """
 
-    engine: Engine
-    layout: Layout
+    def __init__(self, engine: Engine, layout: Layout) -> None:
+        self.engine, self.layout = engine, layout
+        # Differences are taken of values in float64.
+        self._of_values = layout.wide() if engine.scheme else layout
+        self._asked: dict[str, members.Asking] = {}
+
+    def asking(self, key: str, step: str = "") -> members.Asking:
+        """A question, which is made once; `step` is for points beside the one that was passed."""
+        if key + step not in self._asked:
+            layout = self._of_values if QUESTIONS[key].is_first else self.layout
+            self._asked[key + step] = members.Asking(self.engine, layout, key, step)
+        return self._asked[key + step]
 
     def value(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], Told]:
         """The values, and what the engine told with them."""
         engine, layout = self.engine, self.layout
         is_apart = bool(engine.scheme)
-        of = layout.wide() if is_apart else layout
-        key = engine.first(layout.value.is_number)
-        ask = functools.partial(members.ask, engine, of, key)
-        dtypes = [part.dtype for part in of.answer(key)]
-        n, m = len(layout.value.shapes), len(dtypes)
-        k = m + layout.may_be_unknown(key)
-        outputs = self._call(
-            ask, xs, [*dtypes, *[np.bool_] * (k - m + (engine.instead is not None))]
-        )
+        asked = self.asking(engine.first(layout.value.is_number))
+        n, m = len(layout.value.shapes), len(asked.numbers)
+        k = m + asked.may_be_unknown
+        end = k + asked.tells_failures
+        outputs = self._call(asked, xs, asked.dtypes)
         # Second derivatives come with a value, and forward mode over forward mode traces them where
         # TensorFlow allows no new captures.
         if not tf.executing_eagerly():
@@ -60,14 +69,16 @@ class HostCall(NamedTuple):
             # Whatever these are inputs of does not call the host with what has derivatives.
             outputs = list(map(tf.stop_gradient, outputs))
         values = outputs[:n]
-        told = Told(outputs[n:m], outputs[m:k], outputs[k:], values if is_apart else [])
+        wide = [*values, *outputs[end:]] if is_apart else []
+        told = Told(outputs[n:m], outputs[m:k], outputs[k:end], wide)
         return [tf.cast(y, layout.value_dtype) for y in values] if is_apart else values, told
 
     def differences(self, at: Sequence[Tensor], told: Told) -> list[Tensor]:
         """The Jacobians by finite differences, zero where the engine failed."""
         layout = self.layout
-        ask = functools.partial(differences.ask, self.engine, layout)
-        dtypes = [layout.leaves[k].dtype for k in layout.places] * len(told.wide)
+        step = f"\nThis is a step of grad={self.engine.scheme!r}, not a point that was passed."
+        ask = functools.partial(differences.ask, self.asking("value", step))
+        dtypes = [layout.leaves[k].dtype for k in layout.places] * len(layout.value.shapes)
         return self._call(ask, [*at, *told.wide, *told.failed], dtypes)
 
     def product(
@@ -90,9 +101,9 @@ class HostCall(NamedTuple):
             ws: The leaves of the vectors.
             likes: Tensors of the shapes and dtypes of the product.
         """
-        ask = functools.partial(members.ask, self.engine, self.layout, key)
-        dtypes = [like.dtype for like in likes] + [tf.bool] * self.layout.may_be_unknown(key)
-        outputs = self._call(ask, [*at, *ws], dtypes)
+        asked = self.asking(key)
+        dtypes = [like.dtype for like in likes] + [tf.bool] * asked.may_be_unknown
+        outputs = self._call(asked, [*at, *ws], dtypes)
         outputs, unknown = outputs[: len(likes)], outputs[len(likes) :]
         number = float("nan") if key.startswith("hessp") else 0
         for failed in told.failed:

@@ -47,6 +47,7 @@ class HostFunction:
         self._callee, self._name = calls.Callee(fn), options["name"] or calls.name_of(fn)
         self._callee.form = self
         self._engine = engine_of(self._name)
+        self._last: tuple[Any, HostCall | None] = None, None
         calls.imitate(self, fn)
 
     def __get__(self, instance: object, owner: type | None = None) -> "HostFunction":
@@ -129,7 +130,7 @@ class HostFunction:
         """The name, the options that differ from their defaults, and the counters."""
         usual = inspect.signature(self._form).parameters
         shown = [self._name]
-        for key, value in self._options.items():
+        for key, value in (self._options | {"dtype": self._engine.dtype.name}).items():
             if callable(value):
                 shown.append(key)
             elif value is not None and value != usual[key].default:
@@ -156,12 +157,12 @@ class HostFunction:
             # branch of tf.cond, gradients reach only tensors that belong to the branch.
             padded_ones = [padded(leaf, batch.rank) for leaf in sent]
             at = list(map(here, padded_ones))
-            layout = Layout(self._name, called, self._value(called))
+            call = self._host_call(called)
+            layout = call.layout
             points = [
                 at[k] if broadcast[k] is padded_ones[k] else here(broadcast[k])
                 for k in layout.places
             ]
-            call = HostCall(engine, layout)
             values, told = call.value(at)
             for value, shape in zip(values, layout.value.shapes, strict=True):
                 value.set_shape(batch.concatenate(shape))
@@ -173,10 +174,16 @@ class HostFunction:
                 e.set_shapes()
             return layout.value.pack(derivatives.embedded(e))
 
-    def _value(self, called: Given) -> Space:
-        """The value for these arguments."""
-        gives = self._engine.gives
-        return gives if isinstance(gives, Space) else gives(called, self._engine.dtype)
+    def _host_call(self, called: Given) -> HostCall:
+        """The call for these arguments, which is that of the last ones if these are like them."""
+        engine, gives = self._engine, self._engine.gives
+        value = gives if isinstance(gives, Space) else gives(called, engine.dtype)
+        key = *called[:2], *called[3:], id(value), [leaf.kind for leaf in called.leaves]
+        last, call = self._last
+        if call is None or last != key:
+            call = HostCall(engine, Layout(self._name, called, value))
+            self._last = key, call
+        return call
 
     def get_config(self) -> NoReturn:
         """Raises: Keras calls it when it stores a model, and could not load what it stored."""

@@ -20,6 +20,7 @@ _enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x
 class Jax:
     """The `Framework` of functions of arrays of JAX."""
 
+    title, recipe, takes_text = "JAX", "jax.value_and_grad(f)", False
     vjp = staticmethod(jax.vjp)
     jvp = staticmethod(jax.jvp)
 
@@ -34,6 +35,20 @@ class Jax:
             if n is not m and str(n) != str(m):  # a symbolic size may have another name
                 u = jnp.take(u, jnp.arange(m), axis)
         return jnp.broadcast_to(u, shape)
+
+    def probe(self, y: Any) -> Any:
+        """See `Framework`."""
+        angles = jnp.arange(jnp.size(y), dtype=jnp.result_type(y))
+        return jnp.cos(2.4 * angles + 1).reshape(jnp.shape(y))
+
+    def raised(self, f: Function, dims: Dims, groups: Sequence[Leaves]) -> Exception | None:
+        """See `Framework`."""
+        try:
+            with wide(a for group in groups for a in group):
+                _mapped(f, dims).lower(*groups)
+        except Exception as error:
+            return error
+        return None
 
     def shapes(self, f: Function, leaves: Sequence[Any]) -> Structure:
         """See `Framework`."""
@@ -78,15 +93,19 @@ class Jax:
 
     def compiled(self, f: Function, dims: Dims) -> Function:
         """See `Framework`."""
-        for in_axes in reversed(dims):
-            f = jax.vmap(f, in_axes=in_axes)
-        f = jax.jit(f)
+        f = _mapped(f, dims)
 
         def of_arrays(*groups: Leaves) -> Structure:
             with wide(a for group in groups for a in group):
                 return tf.nest.map_structure(np.asarray, f(*groups))
 
         return of_arrays
+
+
+def _mapped(f: Function, dims: Dims) -> Any:
+    for in_axes in reversed(dims):
+        f = jax.vmap(f, in_axes=in_axes)
+    return jax.jit(f)
 
 
 def wide(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[None]:

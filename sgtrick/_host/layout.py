@@ -6,7 +6,9 @@ or for a Jacobian that of a leaf of the value and then that of a leaf of the arg
 """
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,12 +91,14 @@ class Part(NamedTuple):
         column: The index of the leaf that was sent, whose shape is behind; None without.
         dtype: The dtype for TensorFlow.
         failed: What fills it where the engine failed; None for the number that `on_error` states.
+        what: What errors call it.
     """
 
     row: int | None
     column: int | None
     dtype: np.dtype[Any]
     failed: float | None
+    what: str
 
 
 class Sent(NamedTuple):
@@ -135,7 +139,7 @@ class Layout:
 
     def __init__(self, name: str, given: Given, value: Space) -> None:
         self.name, self.value, self.value_dtype = name, value, given.dtype
-        self._like = given.like
+        self.like = given.like
         pairs = zip(given.names, given.like, strict=True)
         self.lists = [key for key, like in pairs if isinstance(like, list)]
         self._constants, self._sent = list[Any](), list[int | None]()  # for each leaf
@@ -207,7 +211,7 @@ class Layout:
         for a, (_, n, _, _) in zip(leaves, self.taken(key), strict=True):
             fronts.append(a.shape[: a.ndim - n])
             events.append(a.shape[a.ndim - n :])
-        if not fronts or all(shape == fronts[0] for shape in fronts[1:]):
+        if not fronts or fronts.count(fronts[0]) == len(fronts):
             return fronts[0] if fronts else (), events
         return np.broadcast_shapes(*fronts), events
 
@@ -216,17 +220,43 @@ class Layout:
         n = len(self.leaves)
         given: Sequence[Structure] = leaves[:n]
         if not self._is_flat:
-            pairs = zip(self._sent, self._constants, strict=True)
-            flat = [constant if k is None else leaves[k] for k, constant in pairs]
-            given = tf.nest.pack_sequence_as(self._like, flat)
-        vectors, rest = [], iter(leaves[n:])
-        for w in QUESTIONS[key].vectors:
-            if w == "u":
-                vectors.append(self.value.pack([next(rest) for _ in self.value.shapes]))
-            else:
-                of = [next(rest) if k in self.places else None for k in self._selected]
-                vectors.append(self.point.pack(of))
+            given = tf.nest.pack_sequence_as(self.like, self._with_constants(leaves))
+        if len(leaves) == n:
+            return given
+        groups = self._vectors(key, leaves)
+        vectors = [
+            self.value.pack(g) if w == "u" else self.like_points(g)
+            for w, g in zip(QUESTIONS[key].vectors, groups, strict=True)
+        ]
         return [*given, *vectors]
+
+    def _with_constants(self, leaves: Sequence[Any]) -> list[Any]:
+        pairs = zip(self._sent, self._constants, strict=True)
+        return [constant if k is None else leaves[k] for k, constant in pairs]
+
+    def _vectors(self, key: str, leaves: Sequence[Any]) -> list[list[Any]]:
+        """The leaves of each vector."""
+        rest, n = iter(leaves[len(self.leaves) :]), len(self.value.shapes)
+        counts = [n if w == "u" else len(self.places) for w in QUESTIONS[key].vectors]
+        return [list(itertools.islice(rest, count)) for count in counts]
+
+    def like_points(self, parts: Sequence[Any]) -> Structure:
+        """Parts for the leaves that have derivatives, as gradients are structured."""
+        own: dict[int | None, Any] = dict(zip(self.places, parts, strict=True))
+        return self.point.pack([own.get(k) for k in self._selected])
+
+    def of_framework(
+        self, key: str, leaves: Sequence[Any]
+    ) -> tuple[list[Any], tuple[int, ...], list[list[Any]]]:
+        """All leaves, the indices of those that have derivatives, and the leaves of vectors."""
+        vectors = self._vectors(key, leaves)
+        vectors = [[], *vectors] if key == "hessp" else vectors  # without u
+        places = tuple(self._sent.index(k) for k in self.places)
+        return self._with_constants(leaves), places, vectors
+
+    def batch_ndims(self, key: str, leaves: Sequence[Any]) -> int:
+        """The number of batch dimensions, which all leaves have."""
+        return int(leaves[0].ndim - self.taken(key)[0][1]) if self.leaves else 0
 
     # What comes out.
 
@@ -237,15 +267,25 @@ class Layout:
         return self._answers[key]
 
     def _answer(self, key: str) -> list[Part]:
-        points = [Part(None, k, np.dtype(self.leaves[k].dtype), np.nan) for k in self.places]
-        if not QUESTIONS[key].like_value:
+        question = QUESTIONS[key]
+        points = [
+            Part(None, k, np.dtype(self.leaves[k].dtype), np.nan, f"{question.what} of {self.name}")
+            for k in self.places
+        ]
+        if not question.like_value:
             return points
         # A product alone may fail where the value is valid and has a slope, so it is NaN.
-        rows, failed = range(len(self.value.shapes)), None if QUESTIONS[key].is_first else np.nan
-        values = [Part(row, None, np.dtype(self.value_dtype), failed) for row in rows]
+        failed, dtype = None if question.is_first else np.nan, np.dtype(self.value_dtype)
+        values = [
+            Part(row, None, dtype, failed, f"{question.what}{path} of {self.name}")
+            for row, path in enumerate(self.value.paths)
+        ]
         if key != "value and Jacobian":
             return values
-        return values + [p._replace(row=row, failed=0.0) for row in rows for p in points]
+        for row, path in enumerate(self.value.paths):
+            what = f"the gradient of {f'value{path} of ' if path else ''}{self.name}"
+            values += [p._replace(row=row, failed=0.0, what=what) for p in points]
+        return values
 
     def may_be_unknown(self, key: str) -> bool:
         """Whether the answer has several gradients, of which some may be unknown."""
@@ -259,46 +299,46 @@ class Layout:
             for p in self.answer(key)
         ]
 
-    def parts(
-        self, key: str, answer: Structure, batch: Shape, events: Sequence[Shape]
-    ) -> tuple[Parts, list[int]]:
-        """The parts of an answer, checked, and the indices of unknown ones, which are NaN.
+    def parts(self, key: str, answer: Structure, batch: Shape, events: Sequence[Shape]) -> Parts:
+        """The parts of an answer, checked; None for unknown ones.
 
         Raises:
             TypeError: It is not made of real numbers, or there is no gradient.
             ValueError: The shape or structure is wrong.
         """
-        found = self._parts(key, answer, batch, events)
-        unknown = [k for k, part in enumerate(found) if part is None]
+        expected = self.answer(key)
+        if key == "value and Jacobian":
+            value, jacobian = self._pair(answer)
+            found = self._like_value(key, value, expected, batch, events)
+            if jacobian is None:  # no argument has derivatives
+                return found
+            if self.value.like is None:
+                return found + self._like_point(jacobian, found[0].shape, events, expected[1:])
+            n, m = len(found), len(self.places)
+            rows = self.value.split(jacobian, f"the gradient of {self.name}")
+            for k, (row, y) in enumerate(zip(rows, tuple(found), strict=True)):
+                found += self._like_point(row, y.shape, events, expected[n + k * m :][:m])
+            return found
+        if QUESTIONS[key].like_value:
+            return self._like_value(key, answer, expected, batch, events)
+        if answer is None:
+            raise TypeError(
+                f"{QUESTIONS[key].what} of {self.name} must be like the arguments, got None: did "
+                "you forget to return?"
+            )
+        return self._like_point(answer, batch, events, expected)
+
+    def fill_unknown(
+        self, key: str, parts: Parts, batch: Shape, events: Sequence[Shape]
+    ) -> list[int]:
+        """Makes unknown parts NaN, and returns their indices."""
+        unknown = [k for k, part in enumerate(parts) if part is None]
         for k in unknown:
             row, column, *_ = self.answer(key)[k]
             assert column is not None
-            front = batch if row is None else found[row].shape
-            found[k] = np.full(front + events[column], np.nan)
-        return found, unknown
-
-    def _parts(self, key: str, answer: Structure, batch: Shape, events: Sequence[Shape]) -> Parts:
-        question = QUESTIONS[key]
-        if key == "value and Jacobian":
-            value, jacobian = self._pair(answer)
-            values = self._like_value(value, batch, events, question.what)
-            rows = [None] * len(values)
-            if jacobian is not None:  # else no argument has derivatives
-                rows = list(self.value.split(jacobian, f"the gradient of {self.name}"))
-            gradients: Parts = []
-            for path, row, y in zip(self.value.paths, rows, values, strict=True):
-                what = f"the gradient of value{path}" if path else "the gradient"
-                gradients += self._like_point(row, y.shape, events, what)
-            return values + gradients
-        if question.like_value:
-            events = events if question.is_first else ()
-            return self._like_value(answer, batch, events, question.what)
-        if answer is None:
-            raise TypeError(
-                f"{question.what} of {self.name} must be like the arguments, got None: did you "
-                "forget to return?"
-            )
-        return self._like_point(answer, batch, events, question.what)
+            front = batch if row is None else parts[row].shape
+            parts[k] = np.full(front + events[column], np.nan)
+        return unknown
 
     def check_same(self, parts: Parts, ndims: int, columns: Parts, batch: Shape, what: str) -> None:
         """Raises a ValueError if values of a member are not shaped like those in columns."""
@@ -312,7 +352,8 @@ class Layout:
 
     def _pair(self, answer: Structure) -> tuple[Structure, Structure]:
         """The value and its gradient, from what an engine returned."""
-        if structures.is_pair(answer) and (answer[1] is not None or not self.places):
+        is_pair = isinstance(answer, (tuple, list)) and len(answer) == 2
+        if is_pair and (answer[1] is not None or not self.places):
             return answer[0], answer[1]
         must = f"{self.name} must return (value, gradient), got {checks.show(answer)}"
         if answer is None:
@@ -331,23 +372,32 @@ class Layout:
         )
 
     def _like_value(
-        self, value: Structure, batch: Shape, events: Sequence[Shape], what: str
+        self,
+        key: str,
+        value: Structure,
+        expected: Sequence[Part],
+        batch: Shape,
+        events: Sequence[Shape],
     ) -> Parts:
-        """The leaves of a value or tangent; `events` are for errors that name a likely cause."""
-        leaves = self.value.split(value, f"{what} of {self.name}")
-
-        def cause(came: Shape) -> str:
-            if not events or len(leaves) > 1:
-                return ""
-            return checks.cause_of_shape(came, batch, self.value.shapes[0], events)
-
+        """The leaves of a value or tangent."""
+        question = QUESTIONS[key]
+        cause: Any = None
+        if self.value.like is None:
+            if question.argument is None:
+                cause = partial(checks.cause_of_shape, batch, self.value.shapes[0], events)
+            return [
+                checks.real_array(
+                    value, batch + self.value.shapes[0], expected[0].what, cause=cause
+                )
+            ]
+        leaves = self.value.split(value, f"{question.what} of {self.name}")
         return [
-            checks.real_array(leaf, batch + shape, f"{what}{path} of {self.name}", cause=cause)
-            for leaf, path, shape in zip(leaves, self.value.paths, self.value.shapes, strict=True)
+            checks.real_array(leaf, batch + shape, part.what)
+            for leaf, part, shape in zip(leaves, expected, self.value.shapes, strict=False)
         ]
 
     def _like_point(
-        self, gradient: Structure, front: Shape, events: Sequence[Shape], what: str
+        self, gradient: Structure, front: Shape, events: Sequence[Shape], expected: Sequence[Part]
     ) -> Parts:
         """The gradients of the leaves that have derivatives, None for unknown ones.
 
@@ -356,16 +406,15 @@ class Layout:
         is_known = len(self.places) == len(self.value.shapes) == 1
         if gradient is None and not is_known:
             return [None] * len(self.places)
-        what, is_of_one = f"{what} of {self.name}", self.point.like is None
+        is_of_one = self.point.like is None
         if is_of_one and isinstance(gradient, tuple) and len(gradient) == 1:
             (gradient,) = gradient
-
-        def cause(_: Shape) -> str:
-            is_tuple = is_of_one and isinstance(gradient, tuple)
-            return _OF_ONE.format(self.name, *self.point.paths) if is_tuple else ""
-
+        cause: Any = None
+        if is_of_one and isinstance(gradient, tuple):
+            cause = partial(_OF_ONE.format, self.name, *self.point.paths)
         found: Parts = []
-        leaves = self.point.split(gradient, what)
+        what = expected[0].what if expected else f"the gradient of {self.name}"
+        leaves = [gradient] if is_of_one else self.point.split(gradient, what)
         for k, leaf, path in zip(self._selected, leaves, self.point.paths, strict=True):
             if k in self.places:
                 if leaf is not None or is_known:
@@ -413,6 +462,11 @@ def _copy(array: Any, is_text: bool) -> Array:
         for i, text in np.ndenumerate(a):
             a[i] = text.decode()
     return a
+
+
+def cast(array: Array, dtype: DTypeLike) -> Array:
+    """The array in this dtype."""
+    return array if array.dtype == dtype else cast_copy(array, dtype)
 
 
 def cast_copy(array: Any, dtype: DTypeLike) -> Array:

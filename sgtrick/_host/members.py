@@ -15,44 +15,67 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, structures
-from sgtrick._host import reticulate
+from sgtrick._host import checks, reticulate
 from sgtrick._host.engine import QUESTIONS, Engine, WrongUseError
-from sgtrick._host.layout import Layout, Parts, Shape, cast_copy
-from sgtrick._types import Args, Array, Function, Structure
+from sgtrick._host.layout import Layout, Parts, Shape, cast, cast_copy
+from sgtrick._types import Args, Array, DTypeLike, Function, Structure
 
 # Mistakes in the code of an engine, to which `on_error` does not apply.
 _MISTAKES = (NameError, AttributeError, ImportError, SyntaxError)
 
 
-def ask(
-    engine: Engine, layout: Layout, key: str, *arrays: Array | bytes, step: str = ""
-) -> list[Array]:
-    """The answer of an engine to a question for all members of a batch, for TensorFlow.
+class Asking:
+    """A question to an engine for all members of a batch, as TensorFlow asks it.
 
-    Args:
+    Attributes:
         engine: The engine.
-        layout: How the arrays form its arguments, and what it must return.
+        layout: How arrays form its arguments, and what it must return.
         key: The question.
-        arrays: The leaves of the arguments and then those of vectors, with equally many batch
-            dimensions, which are broadcast.
         step: For points around the one that was asked for, what errors say of them.
-
-    Returns:
-        The parts of the answer; if gradients may be unknown, which of them are, `[batch..., n]`;
-        and where a number has replaced the answer, if it is a value and one is stated.
+        what: Whose answer it is, in errors.
+        numbers: What fills the parts of the answer where the engine fails.
+        may_be_unknown: Whether it is told which gradients are unknown.
+        tells_failures: Whether it is told where a number has replaced the value.
+        tells_precision: Whether it is told in which precision values came.
+        dtypes: Those of the parts, and of what is told.
     """
-    call = _Call(engine, layout, key, step)
-    with engine.turn():
-        begin = time.perf_counter()
-        try:
-            parts = call.of_batch(arrays)
-            # Copies, as engines may return the same buffer each time.
-            return list(map(cast_copy, parts, call.dtypes))
-        finally:
-            for future in call.running:
-                future.cancel()
-            counts = {QUESTIONS[key].counter: call.calls, "seconds": time.perf_counter() - begin}
-            engine.count(failures=call.failures, **counts)
+
+    def __init__(self, engine: Engine, layout: Layout, key: str, step: str = "") -> None:
+        question, answer = QUESTIONS[key], layout.answer(key)
+        self.engine, self.layout, self.key, self.step = engine, layout, key, step
+        self.functions, self._counter = engine.functions[key], question.counter
+        self.what = f"{question.argument} of {layout.name}" if question.argument else layout.name
+        instead = engine.instead or 0.0
+        self.numbers = [instead if part.failed is None else part.failed for part in answer]
+        self.may_be_unknown = layout.may_be_unknown(key)
+        self.tells_failures = question.is_first and engine.instead is not None
+        self.tells_precision = question.is_first and engine.scheme is not None
+        told: list[np.dtype[Any]] = [np.dtype(bool)] * (self.may_be_unknown + self.tells_failures)
+        told += [np.dtype(float)] * self.tells_precision
+        self.dtypes = [*(part.dtype for part in answer), *told]
+
+    def __call__(self, *arrays: Array | bytes) -> list[Array]:
+        """The answer for all members.
+
+        Args:
+            arrays: The leaves of the arguments and then those of vectors, with equally many batch
+                dimensions, which are broadcast.
+
+        Returns:
+            The parts of the answer; if gradients may be unknown, which of them are,
+            `[batch..., n]`; for a value, where a number has replaced it, if one is stated, and for
+            differences the precision in which it came.
+        """
+        engine, call = self.engine, _Call(self, arrays)
+        with engine.turn:
+            begin = time.perf_counter()
+            try:
+                return call.answer()
+            finally:
+                for future in call.running:
+                    future.cancel()
+                counts = {self._counter: call.calls, "seconds": time.perf_counter() - begin}
+                engine.count(failures=call.failures, **counts)
 
 
 class _Failure(NamedTuple):
@@ -64,53 +87,44 @@ class _Failure(NamedTuple):
 class _Call:
     """The calls that answer one question."""
 
-    def __init__(self, engine: Engine, layout: Layout, key: str, step: str) -> None:
-        self._engine, self._layout, self._key, self._step = engine, layout, key, step
-        self._functions, question = engine.functions[key], QUESTIONS[key]
-        self._what = f"{question.argument} of {layout.name}" if question.argument else layout.name
-        answer, instead = layout.answer(key), engine.instead
-        self._numbers = [(instead or 0.0) if p.failed is None else p.failed for p in answer]
-        self._may_be_unknown = layout.may_be_unknown(key)
-        self._tells_failures = question.is_first and instead is not None
-        told = [np.dtype(bool)] * (self._may_be_unknown + self._tells_failures)
-        self.dtypes = [*(part.dtype for part in answer), *told]
+    def __init__(self, asked: Asking, arrays: Sequence[Array | bytes]) -> None:
+        self._asked, self._arrays = asked, arrays
+        self._engine, self._layout, self._key = asked.engine, asked.layout, asked.key
         self.running: list[futures.Future[Structure]] = []
-        self.calls, self.failures = 0, 0
+        self.calls, self.failures, self._eps = 0, 0, 0.0
 
-    def of_batch(self, arrays: Sequence[Array | bytes]) -> Parts:
+    def answer(self) -> list[Array]:
         """The answer for all members."""
         engine, layout, key = self._engine, self._layout, self._key
-        leaves = layout.copies(key, arrays, engine.dtype)
+        leaves = layout.copies(key, self._arrays, engine.dtype)
         batch, events = layout.batch_and_events(key, leaves)
-        if not engine.vectorized or 0 in batch:
-            return self._of_members(arrays, leaves, batch, events)
+        if 0 in batch or (batch and not engine.vectorized):
+            return self._of_members(leaves, batch, events)
         if not engine.broadcasts:
-            whole = [batch + event for event in events]
-            leaves = [
-                a if a.shape == shape else np.broadcast_to(a, shape)  # a view takes no memory
-                for a, shape in zip(leaves, whole, strict=True)
-            ]
-            leaves = leaves if batch else [a[()] for a in leaves]  # numbers, not arrays
+            if batch:
+                whole = [batch + event for event in events]
+                leaves = [
+                    a if a.shape == shape else np.broadcast_to(a, shape)  # takes no memory
+                    for a, shape in zip(leaves, whole, strict=True)
+                ]
+            else:
+                leaves = [a[()] for a in leaves]  # numbers, not arrays
         answer = self._answered(self._started(leaves))
         if not isinstance(answer, _Failure):
-            parts, unknown = layout.parts(key, answer, batch, events)
-            return self._told(parts, arrays, batch, unknown={(): unknown})
+            parts = layout.parts(key, answer, batch, events)
+            unknown = self._noted(parts, batch, events)
+            # Copies, as engines may return the same buffer each time.
+            return self._told(parts, cast_copy, batch, unknown={(): unknown})
         if self._replaces(answer) and math.prod(batch) > 1:
             # One bad member must not reject the others. The failed call may have modified
             # `leaves`, so copy them again.
-            leaves = layout.copies(key, arrays, engine.dtype)
-            return self._of_members(arrays, leaves, batch, events)
-        self._fail(answer, arrays)
-        columns = self._columns(batch, layout.shapes(key, events))
-        return self._told(columns, arrays, batch, failed=[()])
+            return self._of_members(layout.copies(key, self._arrays, engine.dtype), batch, events)
+        self._fail(answer)
+        return self._told(self._columns(batch, events), cast, batch, failed=[()])
 
     def _of_members(
-        self,
-        arrays: Sequence[Array | bytes],
-        leaves: Sequence[Array],
-        batch: Shape,
-        events: Sequence[Shape],
-    ) -> Parts:
+        self, leaves: Sequence[Array], batch: Shape, events: Sequence[Shape]
+    ) -> list[Array]:
         """The answers for each member, joined. A vectorized engine gets batches of one."""
         layout, key = self._layout, self._key
         one = (1,) * len(batch) if self._engine.vectorized else ()
@@ -123,80 +137,106 @@ class _Call:
             pairs = zip(leaves, shared, strict=True)
             return self._started([_of(i, a, is_shared, one) for a, is_shared in pairs])
 
+        varies = QUESTIONS[key].like_value and not layout.value.is_known
+        is_noted = self._asked.may_be_unknown or self._asked.tells_precision
         places = list(itertools.product(*map(range, batch)))
         results = map(start, places)
-        columns: Parts = []
+        columns: list[Array] = []
         failed, unknown = list[Shape](), dict[Shape, list[int]]()
         for i, result in zip(
             places, list(results) if self._engine.is_concurrent else results, strict=True
         ):
             answer = self._answered(result)
             if isinstance(answer, _Failure):
-                self._fail(answer, arrays, i)
+                self._fail(answer, i)
                 failed.append(i)
                 continue
-            parts, none = layout.parts(key, answer, one, events)
-            if none:
-                unknown[i] = none
+            parts = layout.parts(key, answer, one, events)
+            if is_noted:
+                unknown[i] = self._noted(parts, one, events)
             if not columns:
-                columns = self._columns(batch, [part.shape[len(one) :] for part in parts])
-            elif QUESTIONS[key].like_value and not layout.value.is_known:
+                columns = [_column(batch, part.shape[len(one) :], part.dtype) for part in parts]
+            elif varies:
                 layout.check_same(parts, len(one), columns, batch, QUESTIONS[key].what)
+            place: Any = (*i, ...)
             for column, part in zip(columns, parts, strict=True):
-                column[(*i, ...)] = part
-        columns = columns or self._columns(batch, layout.shapes(key, events))
-        return self._told(columns, arrays, batch, failed, unknown)
+                column[place] = part
+        columns = columns or self._columns(batch, events)
+        for i in failed:
+            for column, number in zip(columns, self._asked.numbers, strict=True):
+                column[i] = number
+        return self._told(columns, cast, batch, failed, unknown)
 
-    def _columns(self, batch: Shape, shapes: Sequence[Shape]) -> Parts:
-        """The parts if all calls fail. float64 holds results of any dtype until all have come."""
-        return [np.full(batch + s, number) for s, number in zip(shapes, self._numbers, strict=True)]
+    def _columns(self, batch: Shape, events: Sequence[Shape]) -> list[Array]:
+        """The parts if all calls fail."""
+        shapes = self._layout.shapes(self._key, events)
+        pairs = zip(shapes, self._asked.numbers, strict=True)
+        return [np.full(batch + shape, number) for shape, number in pairs]
+
+    def _noted(self, parts: Parts, batch: Shape, events: Sequence[Shape]) -> list[int]:
+        """Which parts are unknown, which become NaN; and notes the precision of values."""
+        if self._asked.tells_precision:
+            self._eps = max(self._eps, *(checks.eps(part.dtype) for part in parts))
+        if not self._asked.may_be_unknown:
+            return []
+        return self._layout.fill_unknown(self._key, parts, batch, events)
 
     def _told(
         self,
         parts: Parts,
-        arrays: Sequence[Array | bytes],
+        owned: Callable[[Array, DTypeLike], Array],
         batch: Shape,
         failed: Sequence[Shape] = (),
         unknown: Mapping[Shape, Sequence[int]] = MappingProxyType({}),
-    ) -> Parts:
+    ) -> list[Array]:
         """The parts, and what is told of them.
 
         Args:
             parts: The parts.
-            arrays: What the engine was asked with, for warnings.
+            owned: Makes one of them an array of a dtype which nobody else has.
             batch: The batch shape.
             failed: The members for which it failed.
             unknown: For members the indices of parts that it does not know.
         """
-        told: Parts = []
-        if self._may_be_unknown:
-            told.append(np.zeros((*batch, len(parts)), bool))
+        asked, known = self._asked, parts
+        found = list(map(owned, parts, asked.dtypes))
+        if asked.may_be_unknown:
+            flags: Any = np.zeros((*batch, len(parts)), bool)
             for i, ks in unknown.items():
-                told[0][(*i, ..., ks)] = True
-        if self._tells_failures:
-            told.append(np.zeros(batch, bool))
-            for i in failed:
-                told[-1][i] = True
-        if not self._step:
+                flags[(*i, ..., ks)] = True
+            found.append(flags)
             all_unknown = set(itertools.chain(*unknown.values()))
             known = [part for k, part in enumerate(parts) if k not in all_unknown]
-            note_nonfinite(self._engine, self._layout, self._key, known, arrays, batch, failed)
-        return parts + told
+        if asked.tells_failures:
+            found.append(np.zeros(batch, bool))
+            for i in failed:
+                found[-1][i] = True
+        if asked.tells_precision:
+            found.append(np.full(batch, self._eps))
+        if not asked.step:
+            note_nonfinite(
+                self._engine, self._layout, self._key, known, self._arrays, batch, failed
+            )
+        return found
 
     def _started(self, leaves: Sequence[Array]) -> Callable[[], Structure]:
         """Starts a call if there is an executor; returns a function that returns its result."""
-        if len(self._functions) == 1:
-            return self._call(self._functions[0], leaves)
+        functions = self._asked.functions
+        if len(functions) == 1:
+            return self._call(functions[0], leaves)
         # Neither function sees how the other modifies its arguments.
         copies = [
             a.copy() if isinstance(a, np.ndarray) and a.flags.writeable else a for a in leaves
         ]
-        f, grad = self._functions
+        f, grad = functions
         value, gradient = self._call(f, leaves), self._call(grad, copies)
         return lambda: (_own(value()), gradient())
 
     def _call(self, f: Function, leaves: Sequence[Array]) -> Callable[[], Structure]:
-        engine, arguments = self._engine, self._layout.arguments(self._key, leaves)
+        engine = self._engine
+        if engine.broadcasts:  # of a framework, which takes the leaves as they are
+            return partial(f, self._layout, leaves)
+        arguments = self._layout.arguments(self._key, leaves)
         if (id(f), len(arguments)) not in engine.callable:
             self._check_arguments(f, arguments)
             engine.callable.add((id(f), len(arguments)))
@@ -232,13 +272,13 @@ class _Call:
         """Whether `on_error` replaces what the engine would have returned."""
         return self._engine.instead is not None and not isinstance(failure.error, _MISTAKES)
 
-    def _fail(self, failure: _Failure, arrays: Sequence[Array | bytes], i: Shape = ()) -> None:
+    def _fail(self, failure: _Failure, i: Shape = ()) -> None:
         """Counts a failed call; raises unless a number replaces its value."""
         self.failures += 1
         is_of_type = isinstance(failure.error, TypeError)
         hint = "".join(map(_LIST.format, self._layout.lists if is_of_type else ()))
-        given = shown(self._layout, self._key, arrays, i)
-        message = f"{self._what} raised {said(failure.error)}{given}{self._step}{hint}"
+        given, asked = shown(self._layout, self._key, self._arrays, i), self._asked
+        message = f"{asked.what} raised {said(failure.error)}{given}{asked.step}{hint}"
         if not self._replaces(failure):
             raise RuntimeError(message) from failure.error
         self._engine.warn_once("failure", f"{_REPLACES} {message}")
@@ -254,7 +294,7 @@ class _Call:
             is_several = len(self._layout.point.paths) > 1
             like_arguments = is_several and set(QUESTIONS[self._key].vectors) & {"t", "v"}
             raise WrongUseError(
-                f"{self._what} is called with {len(arguments)} arguments by position, but "
+                f"{self._asked.what} is called with {len(arguments)} arguments by position, but "
                 f"{calls.name_of(f)}{signature} does not take them: {error}."
                 + " Vectors like several arguments are one tuple."
                 * bool(like_arguments)
@@ -292,7 +332,7 @@ def note_nonfinite(
         finite = np.isfinite(part)
         if not finite.all():
             wrong = np.zeros(batch, bool) if wrong is None else wrong
-            wrong |= ~finite.reshape((*batch, -1)).all(-1)
+            wrong |= ~np.reshape(finite, (*batch, -1)).all(-1)
     if wrong is None:
         return
     for i in but:
@@ -322,6 +362,11 @@ def shown(layout: Layout, key: str, arrays: Sequence[Array | bytes], i: Shape) -
         for (path, *_), a in zip(layout.taken(key), arrays, strict=False)
     ]
     return "".join(lines)
+
+
+def _column(batch: Shape, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """An array for a part of all members; at least in float64, until all have come."""
+    return np.empty(batch + shape, np.promote_types(dtype, np.float64))
 
 
 class _Owning:
@@ -355,7 +400,7 @@ def _own(returned: Structure) -> Structure:
         return tf.nest.map_structure(_own, returned)
     with contextlib.suppress(Exception):  # what is no array will be refused
         array = np.array(returned)
-        return array if array.dtype.kind in "fiu" else returned
+        return array if checks.is_real(array.dtype) else returned
     return returned
 
 

@@ -1,11 +1,13 @@
 """JAX functions as operations of the graph: they compile under XLA, and can be stored."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
@@ -15,7 +17,7 @@ from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule
 from sgtrick._host.arguments import Leaf, broadcast_batches, given, standing_for
 from sgtrick._host.checks import DATA
-from sgtrick._host.derived import Differentiable, check_floats, shapes_of
+from sgtrick._host.derived import Differentiable, check_floats, of_every_point, shapes_of
 from sgtrick._host.engine import WrongUseError, floating
 from sgtrick._host.jax import Jax, wide
 from sgtrick._tensorflow import autograph, tapes, tracing
@@ -85,14 +87,22 @@ class Operation:
 
         def pull(*upstream: Tensor) -> list[Gradient]:
             us = map(_shaped, upstream, ys)
-            pulled = dict(zip(self._places, self._vjp(*xs, *us), strict=True))
+            try:
+                found: Sequence[Gradient] = self._vjp(*xs, *us)
+            except WrongUseError as error:
+                points = [here(xs[i]) for i in self._places]
+                found = unknown.failures(points, self._unknown(error), upstream)
+            pulled = dict(zip(self._places, found, strict=True))
             for i, message in self._refused.items():
                 pulled[i] = unknown.failure(here(xs[i]), message, upstream)
             return [pulled.get(i) for i in range(len(xs))]
 
         def push(*tangents: Tangent) -> list[Tangent]:
             ts = [_shaped(tangents[i], xs[i]) for i in self._places]
-            along: list[Tangent] = list(self._jvp(*xs, *ts))
+            try:
+                along: list[Tangent] = list(self._pushed(*xs, *ts))
+            except WrongUseError as error:
+                along = list(unknown.failures(list(map(here, ys)), self._unknown(error), ts))
             for i, message in self._refused.items():
                 moved = [_shaped(tangents[i], xs[i])]
                 along = unknown.unless_moving(message, along, moved, [here(xs[i])])
@@ -111,23 +121,54 @@ class Operation:
         """From the arguments and upstream gradients to the gradients of floating arguments."""
         return self._product("vjp", self._outs, [self._ins[i] for i in self._places])
 
+    def _pushed(self, *xs: Tensor) -> list[Tensor]:
+        """From the arguments and tangents of the floating ones to the tangents of the results."""
+        try:
+            return self._jvp(*xs)
+        except WrongUseError as error:
+            with contextlib.suppress(WrongUseError):
+                return self._jvp_by_reverse_mode(*xs)
+            raise error from None
+
     @functools.cached_property
     def _jvp(self) -> "Operation":
-        """From the arguments and tangents of the floating ones to the tangents of the results."""
         return self._product("jvp", [self._ins[i] for i in self._places], self._outs)
+
+    @functools.cached_property
+    def _jvp_by_reverse_mode(self) -> "Operation":
+        ins = [self._ins[i] for i in self._places]
+        return self._product("jvp_by_reverse_mode", ins, self._outs)
 
     def _product(self, method: str, vectors: Sequence[Names], outs: Sequence[Names]) -> "Operation":
         """The operation of a method of `Differentiable`, whose vectors are arguments too."""
         n, like = len(self._ins), [None] * len(self._ins)
         multiply = getattr(Differentiable(_JAX, self._name, self._f, like, self._places), method)
         ins = [*self._ins, *vectors]
+
+        def product(*args: Any) -> tuple[Any, ...]:
+            found = multiply(args[:n], args[n:])
+            if method == "vjp":
+                return tuple(found)
+            tangents, holds = found
+            # Nothing can raise here.
+            return tuple(
+                t if isinstance(holds, tuple) else jnp.where(holds, t, jnp.nan) for t in tangents
+            )
+
         return Operation(
             self._name,
-            lambda *args: tuple(multiply(args[:n], args[n:])),
+            product,
             [*self._places, *range(n, len(ins))],
             self._refused,
             ins,
             outs,
+        )
+
+    def _unknown(self, error: WrongUseError) -> str:
+        raised = error.__cause__ or error
+        return (
+            f"{self._name} was asked for a derivative that JAX cannot compute: "
+            f"{type(raised).__name__}: {raised}\nUse from_numpy with a function for it."
         )
 
     def _traced(self, *xs: Tensor) -> Sequence[Tensor]:
@@ -143,13 +184,20 @@ class Operation:
     def _lowered(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """The operations, in the graph of a function of their own."""
         likes = [np.empty(0, x.dtype.as_numpy_dtype) for x in xs]
+        f = jax2tf.convert(
+            self._f,
+            with_gradient=False,
+            polymorphic_shapes=[self._shape(i, x) for i, x in enumerate(xs)],
+            native_serialization_platforms=_platforms(),
+        )
         with wide(likes), tapes.not_recording():
-            ys = jax2tf.convert(
-                self._f,
-                with_gradient=False,
-                polymorphic_shapes=[self._shape(i, x) for i, x in enumerate(xs)],
-                native_serialization_platforms=_platforms(),
-            )(*xs)
+            try:
+                ys = f(*xs)
+            except WrongUseError:
+                raise
+            except Exception as error:
+                events = [tuple(x.shape[len(own) :]) for x, own in zip(xs, self._ins, strict=True)]
+                raise of_every_point(_JAX, self._name, error, events) from error
         map_jax_by(tf.compat.v1.get_default_graph(), self._of_batch)
         return tuple(ys)
 

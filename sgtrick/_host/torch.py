@@ -1,5 +1,6 @@
 """PyTorch as a framework that differentiates functions, by `torch.func`."""
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +9,17 @@ import numpy as np
 import tensorflow as tf
 import torch
 
+# Tensors without values, by which torch.compile and torch.export trace. There is no public name.
+from torch._subclasses import fake_tensor
+
 from sgtrick._host.derived import Dims, Leaves
 from sgtrick._types import Function, Structure
 
 
 class Torch:
     """The `Framework` of functions of tensors of PyTorch."""
+
+    title, recipe, takes_text = "PyTorch", "one by torch.autograd.grad", True
 
     # PyTorch has one forward mode for all threads, and an end of it in one ends it in the others.
     # Engines without an executor are called one at a time.
@@ -28,6 +34,28 @@ class Torch:
     def like(self, u: Any, y: Any) -> Any:
         """See `Framework`."""
         return torch.as_tensor(u, dtype=y.dtype, device=y.device).expand(y.shape)
+
+    def probe(self, y: torch.Tensor) -> torch.Tensor:
+        """See `Framework`."""
+        angles = torch.arange(y.numel(), dtype=y.dtype, device=y.device)
+        return torch.cos(2.4 * angles + 1).reshape(y.shape)
+
+    def raised(self, f: Function, dims: Dims, groups: Sequence[Leaves]) -> Exception | None:
+        """See `Framework`."""
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [
+                tuple(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in group)
+                for group in map(_tensors, groups)
+            ]
+            log = logging.getLogger(fake_tensor.__name__)  # would print what is returned here
+            was_disabled, log.disabled = log.disabled, True
+            try:
+                _mapped(f, dims)(*fakes)
+            except Exception as error:
+                return error
+            finally:
+                log.disabled = was_disabled
+        return None
 
     def shapes(self, f: Function, leaves: Sequence[Any]) -> Structure:
         """Never called: the caller states the shape."""
@@ -51,12 +79,11 @@ class Torch:
 
     def compiled(self, f: Function, dims: Dims) -> Function:
         """See `Framework`."""
-        for in_dims in reversed(dims):
-            f = torch.func.vmap(f, in_dims=in_dims)
+        f = _mapped(f, dims)
 
         def of_arrays(*groups: Leaves) -> Structure:
             returned = f(*map(_tensors, groups))
-            return tf.nest.map_structure(lambda t: t.detach().cpu().numpy(), returned)
+            return tf.nest.map_structure(_array, returned)
 
         return of_arrays
 
@@ -86,6 +113,17 @@ _ADVICE = [
         "from_numpy with a gradient that you supply.",
     ),
 ]
+
+
+def _mapped(f: Function, dims: Dims) -> Function:
+    for in_dims in reversed(dims):
+        f = torch.func.vmap(f, in_dims=in_dims)
+    return f
+
+
+def _array(t: torch.Tensor) -> Any:
+    t = t.detach().cpu()
+    return (t.float() if t.dtype == torch.bfloat16 else t).numpy()  # NumPy has no bfloat16
 
 
 def _tensors(leaves: Leaves) -> tuple[Any, ...]:

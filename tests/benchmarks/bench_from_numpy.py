@@ -16,6 +16,7 @@ import tensorflow_probability as tfp
 
 import engine_functions as engines
 import sgtrick
+from sgtrick._tensorflow import host_calls
 
 CHAINS, DIMENSIONS = 8, 10
 LEAPFROGS = 50
@@ -140,6 +141,31 @@ def test_one_call(take_turns):
         "tf.function": (lambda graph: lambda: graph(X))(tf.function(h)),
     }
     take_turns("one call", rivals, (), 500)
+
+
+@pytest.mark.parametrize("chains", [1, CHAINS])
+def test_host_part(take_turns, chains, monkeypatch):
+    """What TensorFlow calls in a graph, with an engine that costs nothing: one call for each chain.
+
+    Beside what one writes by hand, which checks nothing.
+    """
+    engine_of_one, asked = (lambda x: ANSWER), []
+    x = X.numpy() if chains > 1 else X.numpy()[0]
+    host_call = host_calls.host_call
+
+    def noting(callback, xs, dtypes):
+        asked.append(callback)
+        return host_call(callback, xs, dtypes)
+
+    monkeypatch.setattr(host_calls, "host_call", noting)
+    tf.function(sgtrick.from_numpy(engine_of_one)).get_concrete_function(tf.constant(x))
+    many = one_by_one(engine_of_one) if chains > 1 else lambda x: list(map(np.array, ANSWER))
+    rivals = {"by hand": lambda: many(x), "from_numpy": lambda: asked[0](x)}
+    of = f"{chains} chains" if chains > 1 else "one chain"
+    take_turns(f"host part of a call, {of}", rivals, (), 500)
+
+
+ANSWER = 1.0, np.ones(DIMENSIONS)
 
 
 def test_mapped(take_turns):

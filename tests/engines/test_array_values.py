@@ -3,6 +3,7 @@
 The oracles are autodiff of the same model in TensorFlow and, for finite differences, SciPy's steps.
 """
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -138,6 +139,38 @@ class TestDifferences:
         np.testing.assert_allclose(came, approx_derivative(f, x, scheme), rtol=1e-12)
 
     @SCHEMES
+    @pytest.mark.parametrize("dtype", ["float64", "float32"])
+    @pytest.mark.parametrize("narrow", ["float16", "float32", "float64"])
+    def test_steps_are_those_of_the_narrowest_dtype(self, scheme, narrow, dtype):
+        """Which is that of the value, as PyTorch or ONNX returns it, or that of the arguments."""
+        x = np.array([0.3, -0.7, 2.0], dtype)
+        f = lambda x: (np.sum(np.sin(x)) + 1).astype(narrow)  # noqa: E731
+        _, came = gradients(sgtrick.from_numpy(f, grad=scheme, dtype=dtype), (x,), None)
+        np.testing.assert_allclose(came, approx_derivative(f, x, scheme), rtol=1e-3)
+        np.testing.assert_allclose(came, np.cos(x), atol=0.1)
+
+    @pytest.mark.parametrize(
+        ("scheme", "vectorized", "narrow", "way"),
+        spread(WITHIN, [True, False], ["float32", "bfloat16"], WAYS),
+    )
+    def test_one_value_of_several_is_narrow(self, scheme, vectorized, narrow, way):
+        narrow = tf.as_dtype(narrow).as_numpy_dtype
+
+        def sines(x):
+            y = np.sin(x).sum(-1) + 1
+            return {"wide": y, "narrow": y.astype(narrow), "count": np.ones(y.shape, int)}
+
+        h = sgtrick.from_numpy(
+            sines,
+            grad=scheme,
+            vectorized=vectorized,
+            value_shape={"wide": (), "narrow": (), "count": ()},
+        )
+        came = WAYS[way](lambda f: gradients(f, (X,), None), lambda x: tf.nest.flatten(h(x)))
+        within = 0.5 if narrow.__name__ == "bfloat16" else 1e-2
+        np.testing.assert_allclose(came[-1], 2 * np.cos(X), atol=within)
+
+    @SCHEMES
     def test_beside_arguments_without_derivatives(self, scheme):
         def engine(data, n, x):
             return n * np.sum(x**2 * data["scale"])
@@ -155,6 +188,25 @@ class TestDifferences:
         check(gradients(h, (X[:, :0], A), None), [A**2, X[:, :0], 2 * A], scheme)
         h = sgtrick.from_numpy(lambda x: 1.0 + np.sum(x), grad=scheme)
         check(gradients(h, (X[:, :0],), None), [np.ones(4), X[:, :0]], scheme)
+
+    @SCHEMES
+    @pytest.mark.parametrize("x", [[np.inf, 1.0], [np.nan, 1.0], [1e308, -1e308], [0.0, 0.0]])
+    @pytest.mark.parametrize("dtype", ["float64", "float32"])
+    def test_where_numpy_is_told_to_raise(self, scheme, x, dtype):
+        """The engine may, and it is all that does."""
+        h = sgtrick.from_numpy(lambda x: x[1], grad=scheme, dtype=dtype)
+        found = []
+        for mode in ("ignore", "raise"):
+            with np.errstate(all=mode), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                found.append(gradients(h, (np.array(x),), None))
+        check(*found)
+        h = sgtrick.from_numpy(lambda x: np.log(0 * x[0]), grad=scheme)
+        with (
+            np.errstate(all="raise"),
+            pytest.raises(RuntimeError, match="<lambda> raised FloatingPointError"),
+        ):
+            h(np.ones(2))
 
     @SCHEMES
     @VECTORIZED

@@ -1,6 +1,7 @@
 """The arguments of engines: shapes, structures, dtypes, defaults, and how they are passed."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import keras
@@ -458,6 +459,23 @@ class TestDtypes:
         assert h(x.astype("float32"), np.float64(0.1)).dtype == tf.float64
         assert h(x.astype("float32"), np.float64(0.1)).numpy() == (1 + 2) * 0.1
         assert sgtrick.from_numpy(lambda a: (a, 1.0), event_ndims=0)(0.1).numpy() == 0.1
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+    @pytest.mark.parametrize("options", [{}, {"vectorized": True}, {"executor": True}], ids=str)
+    def test_of_what_is_returned(self, dtype, options):
+        dtype = tf.as_dtype(dtype).as_numpy_dtype
+
+        def f(x):
+            buffer[:] = 2 * x
+            return np.sum(x**2, -1).astype(dtype), buffer
+
+        x, buffer = np.array([[1.0, 2.0], [0.5, 0.0]]), np.zeros([2, 2], dtype)
+        with ThreadPoolExecutor(1) as executor:
+            options = {"executor": executor} if "executor" in options else options
+            buffer = buffer if "vectorized" in options else buffer[0]
+            y, (g,) = value_and_gradients(sgtrick.from_numpy(f, **options), tf.constant(x))
+        np.testing.assert_array_equal(y, [5, 0.25])
+        np.testing.assert_array_equal(g, 2 * x)
 
     def test_casts_whatever_numpy_raises(self):
         h = sgtrick.from_numpy(lambda x: (1e-300, np.full(1, 1e300)), dtype="float32")

@@ -236,6 +236,9 @@ class TestWrongReplies:
             h(tf.ones([1, 2]))
 
 
+ROW = np.ma.array([1.0, 2.0], mask=[False, True])
+
+
 class TestFailures:
     @WRAPS
     def test_the_message_of_the_engine_and_its_input(self, wrap):
@@ -448,8 +451,22 @@ class TestNonfinite:
         y, (g,) = value_and_gradients(sgtrick.from_numpy(lambda x: (value, gradient)), tf.ones([2]))
         np.testing.assert_array_equal([y, *g], want)
 
-    def test_masked_rows(self):
-        rows = [np.ma.array([1.0, 2.0], mask=[False, True]), np.array([3.0, 4.0])]
-        h = sgtrick.from_numpy(lambda x: (3.0, rows), event_ndims=2)
-        _, (g,) = value_and_gradients(h, tf.ones([2, 2]))
-        np.testing.assert_array_equal(g, [[1, np.nan], [3, 4]])
+    @pytest.mark.parametrize(
+        ("rows", "want"),
+        [
+            ([ROW, np.array([3.0, 4.0])], [[1, np.nan], [3, 4]]),
+            ([[ROW, [3, 4]], ([5, 6], ROW)], [[[1, np.nan], [3, 4]], [[5, 6], [1, np.nan]]]),
+            (((1.0, np.ma.masked), [3.0, 4.0]), [[1, np.nan], [3, 4]]),
+            ([[[[1, np.ma.array(2, mask=True)]]]], [[[[1, np.nan]]]]),
+            ([[np.ma.array([1.0, 2.0])]], [[[1, 2]]]),
+        ],
+    )
+    @pytest.mark.parametrize("of", ["the gradient", "the value"])
+    def test_masked_entries_of_nested_lists(self, rows, want, of):
+        x = np.ones(np.shape(want))
+        if of == "the gradient":
+            h = sgtrick.from_numpy(lambda x: (3.0, rows), event_ndims=x.ndim)
+            _, (came,) = value_and_gradients(h, tf.constant(x))
+        else:
+            came = sgtrick.from_numpy(lambda x: rows, grad=False, value_shape=x.shape)(x[0])
+        np.testing.assert_array_equal(came, np.broadcast_to(want, came.shape))

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import gradient, value_and_gradients
+from shared import forward_derivative, gradient, value_and_gradients
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]], tf.float64)
 
@@ -155,6 +155,116 @@ class TestJax:
         assert seen == [("float32", on)] * 2 + [("float64", True)] * 2
 
 
+def without_setup_context(torch):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x**2
+
+        @staticmethod
+        def backward(ctx, u):
+            raise AssertionError
+
+    return lambda x: Square.apply(x).sum()
+
+
+def in_place(torch):
+    def f(x):
+        y = torch.zeros(2, dtype=x.dtype)
+        y[0] = x[1]
+        return y.sum()
+
+    return f
+
+
+def iterated(jax):
+    def f(x):
+        return jax.lax.while_loop(lambda i: i[0] < 3, lambda i: (i[0] + 1, i[1] * x[0]), (0, x[1]))
+
+    return lambda x: f(x)[1]
+
+
+def with_wrong_jvp(jax):
+    @jax.custom_jvp
+    def f(x):
+        return x.sum()
+
+    f.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+    return f
+
+
+AT_NO_POINT = {
+    "torch": {
+        "shapes": lambda torch: lambda x: (x.reshape(3) ** 2).sum(),
+        "shapes of weights": lambda torch: lambda x: torch.nn.Linear(3, 1).double()(x).sum(),
+        "dropout": lambda torch: lambda x: torch.nn.functional.dropout(x).sum(),
+        "a recurrent layer": lambda torch: lambda x: torch.nn.GRU(2, 2).double()(x[None])[0].sum(),
+        "in place": in_place,
+        "no setup_context": without_setup_context,
+        "an argument": lambda torch: lambda x: x.sum(axes=0),
+    },
+    "jax": {
+        "shapes": lambda jax: lambda x: (x.reshape(3) ** 2).sum(),
+        "a loop": iterated,
+        "a callback": lambda jax: (
+            lambda x: jax.pure_callback(np.sum, jax.ShapeDtypeStruct((), x.dtype), x)
+        ),
+        "a wrong JVP": with_wrong_jvp,
+        "an argument": lambda jax: lambda x: x.sum(axes=0),
+    },
+}
+
+
+@pytest.mark.parametrize("on_error", ["raise", -np.inf])
+@pytest.mark.parametrize(
+    ("package", "kind"), [(package, kind) for package, fs in AT_NO_POINT.items() for kind in fs]
+)
+def test_what_raises_at_every_point_is_no_failure_of_one(package, kind, on_error):
+    """Which `on_error` would replace. PyTorch and JAX cannot trace, map or differentiate it."""
+    f = AT_NO_POINT[package][kind](pytest.importorskip(package))
+    h = getattr(sgtrick, f"from_{package}")(f, on_error=on_error, name="f")
+    message = r"(?s)^f raised .*for all arguments of the shapes \[2\].*use from_numpy with"
+    with pytest.raises(TypeError, match=message):
+        h(X)
+    assert h.failures == 0
+
+
+class TestFailuresOfAPoint:
+    """Of functions that can be differentiated elsewhere."""
+
+    @staticmethod
+    def check(h):
+        y, (g,) = value_and_gradients(h, X)
+        np.testing.assert_allclose(y, [np.log(2) / 2, -np.inf])
+        np.testing.assert_allclose(g, [[0, 0.25], [0, 0]], atol=1e-12)
+        assert h.failures == 1
+
+    def test_torch(self):
+        torch = pytest.importorskip("torch")
+
+        def f(x):  # positive definite for x[0] < 2 alone
+            matrix = torch.diag(torch.stack([2 - x[0], x[1]]))
+            return torch.linalg.cholesky(matrix)[1, 1].log()
+
+        self.check(sgtrick.from_torch(f, on_error=-np.inf))
+
+    def test_jax(self):
+        jax = pytest.importorskip("jax")
+
+        def on_host(x):
+            if np.any(x[..., 0] > 2):
+                raise ArithmeticError
+            return np.log(x[..., 1]) / 2
+
+        @jax.custom_jvp
+        def f(x):
+            shape = jax.ShapeDtypeStruct((), x.dtype)
+            return jax.pure_callback(on_host, shape, x, vmap_method="broadcast_all")
+
+        f.defjvp(lambda x, t: (f(*x), t[0][1] / x[0][1] / 2))
+        self.check(sgtrick.from_jax(f, on_error=-np.inf))
+
+
 @pytest.mark.parametrize("package", ["torch", "jax"])
 class TestBoth:
     @pytest.fixture(autouse=True)
@@ -170,6 +280,20 @@ class TestBoth:
         for option in ("vmap", "jit", "executor", "has_aux", "static_argnums"):
             with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'. [A-Z]"):
                 self.form(lambda x: x.sum(), **{option: None})
+
+    def test_results_in_bfloat16(self, package):
+        xp = pytest.importorskip(package if package == "torch" else "jax.numpy")
+
+        def squares(x):
+            x = x.to(xp.bfloat16) if package == "torch" else x.astype(xp.bfloat16)
+            return x**2
+
+        _, (g,) = value_and_gradients(self.form(lambda x: squares(x).sum()), X)
+        np.testing.assert_array_equal(g, 2 * X)
+        h = self.form(squares, value_shape=(2,))
+        y, (g,) = value_and_gradients(h, X)
+        np.testing.assert_array_equal([y, g], [X**2, 2 * X])
+        np.testing.assert_array_equal(forward_derivative(h)(X), 2 * X)
 
     @pytest.mark.parametrize("shape", [[], [2]])
     def test_dicts_with_floats_and_integers(self, shape):
@@ -228,10 +352,10 @@ class TestBoth:
         engine = h._engine
         (evaluate,) = engine.functions["value and Jacobian"]
 
-        def flaky(x):
-            if np.any(x > 3):
+        def flaky(layout, leaves):
+            if np.any(leaves[0] > 3):
                 raise ArithmeticError
-            return evaluate(x)
+            return evaluate(layout, leaves)
 
         engine.functions = {"value and Jacobian": [flaky]}
         y, (g,) = value_and_gradients(h, X)

@@ -1,10 +1,12 @@
 """The contract of `from_numpy`."""
 
+import contextlib
 import gc
 import math
 import threading
 import time
 import weakref
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -293,6 +295,36 @@ class TestOneAtATime:
         ):
             run(tf.ones([2]))
         np.testing.assert_array_equal(inner(tf.ones([2])), -1)
+
+    @WRAPS
+    @pytest.mark.parametrize("start", ["a pool", "a thread"])
+    def test_an_engine_that_waits_for_its_own_threads(self, monkeypatch, wrap, start):
+        """Which call another engine. A warning says who holds the turn, and where."""
+        monkeypatch.setattr(engine_record, "_PATIENCE", 0.05)
+        inner, done = sgtrick.from_numpy(engines.normal), threading.Event()
+
+        def ask():
+            inner(tf.ones([2]))
+            done.set()
+
+        def outer(x):
+            if start == "a pool":
+                pool.submit(ask)
+            else:
+                threading.Thread(target=ask, daemon=True).start()
+            with contextlib.suppress(futures.TimeoutError):
+                patience.result(0.5)  # not for ever
+            return 0.0, x
+
+        pool, patience = futures.ThreadPoolExecutor(1), futures.Future()
+        message = (
+            r"(?s)normal has waited for 0\.05 seconds, .* outer is being called\. If outer waits .*"
+            r"give normal an executor.*test_from_numpy.py.*patience\.result"
+        )
+        with pool, pytest.warns(RuntimeWarning, match=message):
+            wrap(sgtrick.from_numpy(outer))(tf.ones([2]))
+        assert done.wait(10)
+        sgtrick.from_numpy(engines.normal)(tf.ones([2]))  # nobody holds it
 
 
 STEP = tf.constant(0.3, tf.float64)
