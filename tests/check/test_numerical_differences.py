@@ -184,9 +184,10 @@ class TestPrecision:
                 u = rate * (x + t) + shift
                 return np.array([np.sin(u) + noise * np.sin(1e12 * u)]), t
 
-            steps = finite_differences.sweep(abs(x), abs(x), None)
+            steps, finest = finite_differences.sweep(abs(x), abs(x), None)
             value = f(0.0)[0]
-            quotients = finite_differences.quotients(f, value, steps, 2e-16 * np.abs(value))
+            rounding = 2e-16 * np.abs(value)
+            quotients = finite_differences.quotients(f, value, steps, rounding, finest)
             found = finite_differences.estimated(quotients, quotients.jumps)
             truth = rate * np.cos(rate * x + shift)
             assert abs(found.derivative[0] - truth) < found.error[0]
