@@ -86,7 +86,9 @@ def entry_lines(point: Point, *, forward: bool = False) -> Iterator[Line]:
             answers.append(_pushed(point, direction, None))
         yield Line(
             point=point,
-            names=[names[i]] if len(values) == 1 else [f"{value} by {names[i]}" for value in values],
+            names=[names[i]]
+            if len(values) == 1
+            else [f"{value} by {names[i]}" for value in values],
             direction=direction,
             weights=None,
             answers=answers,
@@ -164,7 +166,8 @@ def compared(
     # What computes in a lower precision along one line does so along all.
     jump = np.max([quotients.jumps / _sizes(line) for line, quotients in swept], axis=0)
     # What moves along no line and has no gradient, beside what moves, is a constant.
-    moves = np.any([np.any(q.central, axis=0, where=np.isfinite(q.central)) for _, q in swept], 0)
+    central = np.concatenate([quotients.central for _, quotients in swept])
+    moves = np.any(central, axis=0, where=np.isfinite(central)) | np.all(np.isnan(central), axis=0)
     moves |= np.any([a.narrow.any(0) for line, _ in swept for a in line.answers], axis=0)
     is_constant = ~moves & np.any(moves)
     entries: list[Entry] = []

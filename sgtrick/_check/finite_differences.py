@@ -96,9 +96,7 @@ def sweep(size: float, position: float, bounds: Array | None) -> tuple[Array, fl
     return steps, steps[-1] if is_stated else FINEST * smallest
 
 
-def quotients(
-    move: Move, value: Array, steps: Array, rounding: Array, finest: float
-) -> Quotients:
+def quotients(move: Move, value: Array, steps: Array, rounding: Array, finest: float) -> Quotients:
     """The difference quotients of `value` along a line.
 
     Args:

@@ -96,13 +96,12 @@ class Point:
 
     def units(self, direction: Array, weights: Array | None) -> Array:
         """The rounding units of the derivatives of each value, or of one projection."""
-        units = np.array(list(map(unit_roundoff, self.recorded.xs)))
-        least = units[np.unique(self.leaf_of[direction != 0])].max()
-        ys = self.recorded.ys
-        units = leaves.repeated(list(map(unit_roundoff, ys)), ys)
+        xs, ys = (list(map(unit_roundoff, ts)) for ts in (self.recorded.xs, self.recorded.ys))
+        units = leaves.repeated(ys, self.recorded.ys)
         if weights is not None:
             units = np.max(units, where=weights != 0, initial=0.0, keepdims=True)
-        return np.fmax(units, least)
+        moving: Array = np.max([xs[leaf] for leaf in np.unique(self.leaf_of[direction != 0])])
+        return np.fmax(units, moving)
 
     def sizes_of_values(self, weights: Array | None, *, around: bool = False) -> Array:
         """The size of each value, or of one projection, at `x` or from `x` to zero."""
@@ -111,9 +110,11 @@ class Point:
 
     @functools.cached_property
     def _sizes_around(self) -> Array:
-        at = [self._beside(leaves.split(c * self.widened.x, self.widened.xs)) for c in TOWARDS_ZERO]
-        sizes: Array = np.abs([self.value, *at])
-        return np.max(sizes, axis=0, where=np.isfinite(sizes), initial=0.0)
+        x, xs = self.widened.x, self.widened.xs
+        values = [self._beside(leaves.split(c * x, xs))[0] for c in TOWARDS_ZERO]
+        sizes = np.abs([self.value, *values])
+        largest: Array = np.max(sizes, axis=0, where=np.isfinite(sizes), initial=0.0)
+        return largest
 
     def quotients(
         self, direction: Array, weights: Array | None, bounds: Array | None
@@ -128,8 +129,10 @@ class Point:
         def move(step: float) -> tuple[Array, float]:
             moved = leaves.split(self.widened.x + step * direction, self.widened.xs)
             taken = concatenate(moved) - self.widened.x  # rounded to the dtype
+            value, why = self._beside(moved)
+            self.beyond = self.beyond or why
             # No matrix product, whose threads and those of TensorFlow wait for each other.
-            return seen(self._beside(moved)), float(np.sum(taken * direction) / squared)
+            return seen(value), float(np.sum(taken * direction) / squared)
 
         rounding = self._units() * np.abs(self.value)
         if weights is not None:
@@ -152,13 +155,13 @@ class Point:
                 "(tf.random.stateless_*), or keep its state constant."
             )
 
-    def _beside(self, xs: Sequence[Tensor]) -> Array:
-        """The value at another point than `x`, which may be outside the domain."""
+    def _beside(self, xs: Sequence[Tensor]) -> tuple[Array, str]:
+        """The value at another point, NaN where `f` raises, and what it raises."""
         try:
-            return self._at(xs)
-        except Exception as error:  # functions may raise anything
-            self.beyond = self.beyond or f"{type(error).__name__}: {error}".partition("\n")[0]
-            return np.full_like(self.value, np.nan)
+            return self._at(xs), ""
+        except Exception as error:  # functions may raise anything outside their domain
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return np.full_like(self.value, np.nan), why
 
     def _at(self, xs: Sequence[Tensor]) -> Array:
         return concatenate([y for _, y in self._call(xs)])

@@ -29,7 +29,7 @@ UNEXPLAINED = (
 # Rules have to be linear in what they get, upstream gradients or tangents. They are asked with
 # these multiples of it, since one that forgets it, squares it, clips it or takes its absolute value
 # may be right at 1. If an answer overflows, it is asked for with the second pair.
-MULTIPLES = ((128.0, -128.0), (1.0, -1.0))
+MULTIPLES = ((128.0, -64.0), (1.0, -0.5))
 # In a second derivative the same is true of the upstream gradient of the first.
 INNER_MULTIPLE = -2.0
 
@@ -60,16 +60,15 @@ class Recorded:
     def pulled(self, upstream: Array) -> tuple[Array, str]:
         """The gradient of a projection of the value, NaN if it is refused, and why it is.
 
-        It is asked for twice, `[2, n]`, with `MULTIPLES` of the projection. Refusals are exceptions, or NaN where nothing can raise, as around a `tf.function`. Then the
-        function runs again, eagerly, where the messages of all refusals are noted.
+        It is asked for twice, `[2, n]`, with `MULTIPLES` of the projection. Refusals are
+        exceptions, or NaN where nothing can raise, as around a `tf.function`. Then the function
+        runs again, eagerly, where the messages of all refusals are noted.
         """
         gradient, why = np.full((2, len(self.x)), np.nan), ""
         try:
             with warnings.catch_warnings():  # the report says why
                 warnings.filterwarnings("ignore", tapes.NAN_WARNING, RuntimeWarning)
-                gradient = _asked(
-                    lambda u: self._gradient(self._tape, self._named, u), upstream
-                )
+                gradient = _asked(lambda u: self._gradient(self._tape, self._named, u), upstream)
         except (NotImplementedError, LookupError, tf.errors.InvalidArgumentError) as error:
             if isinstance(error, (KeyError, IndexError)):  # a mistake in the user's code
                 raise

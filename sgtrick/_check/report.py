@@ -23,8 +23,8 @@ BORDER = "at a border"
 ADVICE = {  # for verdicts and remarks
     NOT_LINEAR: (
         "not linear: a rule has to be linear in what it gets, an upstream gradient or a tangent. "
-        "Asked with 128 and -128 times the same, it gave answers that are not 128 and -128 times "
-        "the same. The table shows the worse one, divided."
+        "Asked with 128 and -64 times the same, it gave answers that are not 128 and -64 times the "
+        "same. The table shows the worse one, divided."
     ),
     BORDER: (
         "at a border: at all steps to one side of x or the other, f raises or is not finite, so no "
