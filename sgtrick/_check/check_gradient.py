@@ -9,11 +9,17 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, structures
-from sgtrick._check.comparison import compared, entry_lines, forward_line, random_lines
+from sgtrick._check.comparison import (
+    DIRECTIONS,
+    compared,
+    entry_lines,
+    random_line,
+    random_weights,
+)
 from sgtrick._check.leaves import Named, OfLeaves, concatenate
 from sgtrick._check.point import Point
 from sgtrick._check.recorded import gradient_of
-from sgtrick._check.report import Entry, GradientCheckError, GradientReport
+from sgtrick._check.report import GradientCheckError, GradientReport
 from sgtrick._types import Array, Function, Structure, Tensor
 
 # None: by the size of x. Otherwise the largest step, or the smallest and the largest.
@@ -134,25 +140,35 @@ def check_gradient(
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly: call it outside tf.function and graphs.")
     function, inputs = _of_leaves(f, x)
-    random = np.random.default_rng(seed) if mode == "random" else None
-
-    def entries_of(point: Point, order: int) -> list[Entry]:
-        lines = entry_lines(point) if random is None else random_lines(point, random, order)
-        return compared(point, lines, order, bounds, rtol, atol)
-
-    points = [Point(function, inputs)]
-    entries, notes = entries_of(points[0], 1), []
-    if getattr(f, "has_both_rules", False):
-        line = forward_line(points[0], np.random.default_rng(seed))
-        entries += compared(points[0], [line], 1, bounds, rtol, atol)
+    random, numbers = np.random.default_rng(seed), range(DIRECTIONS)
+    forward = getattr(f, "has_both_rules", False)
+    points, notes = [Point(function, inputs)], []
+    if mode == "full":
+        lines = list(entry_lines(points[0], forward=forward))
+    else:
+        lines = [
+            random_line(points[0], random, i, f"direction {i}", forward=forward) for i in numbers
+        ]
+    entries = compared(lines, 1, bounds, rtol, atol)
     if order == 2 and not all(np.isfinite(entry.embedded) for entry in entries):
         notes.append("Not every gradient is finite, so second derivatives were not checked.")
     elif order == 2:
-        gradient = gradient_of(function, points[0].leaves, random)
         # Its own rounding is not what is checked here.
-        wide = zip(points[0].leaves, points[0].widened.xs, strict=True)
-        points.append(Point(gradient, list(wide)))
-        entries += entries_of(points[1], 2)
+        names, xs = points[0].leaves, points[0].widened.xs
+        wide = list(zip(names, xs, strict=True))
+        if mode == "full":
+            points.append(Point(gradient_of(function, names), wide))
+            lines = list(entry_lines(points[1]))
+        else:
+            ys = points[0].widened.ys
+            for i in numbers:  # a projection for each direction, as errors of several may cancel
+                weights = random_weights(ys, random, i)
+                points.append(Point(gradient_of(function, names, weights), wide))
+            lines = [
+                random_line(point, random, i, f"direction of the gradient {i}")
+                for i, point in enumerate(points[1:])
+            ]
+        entries += compared(lines, 2, bounds, rtol, atol)
     for point in points:
         point.check_repeatable()  # a state may have changed since
         notes += _notes(point, rtol)
@@ -178,6 +194,8 @@ def _notes(point: Point, rtol: float | None) -> Iterator[str]:
             f"The values of f move by jumps of {point.jump:.0e} of their size, as those of a lower "
             f"precision than {dtypes or 'float64'}, or of a solver with adaptive steps {tolerance}"
         )
+    if point.beyond:
+        yield f"f raises beside x, so not all steps could be taken: {point.beyond}"
     for name, is_connected in zip(point.leaves, point.recorded.connected, strict=True):
         if not is_connected:
             yield f"No gradient with respect to {name}: the tape returns None, compared as zero."

@@ -1,18 +1,24 @@
 """Embedded derivatives of a function at one point, compared with differences along lines."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from sgtrick._check.finite_differences import Estimate, estimated
-from sgtrick._check.leaves import sizes_of_leaves
-from sgtrick._check.point import ROUNDINGS_OF_A_VALUE, Point
+from sgtrick._check.leaves import (
+    concatenate,
+    sizes_of_entries,
+    sizes_of_leaves,
+    split,
+    unit_vectors,
+)
+from sgtrick._check.point import COARSEST, ROUNDINGS_OF_A_VALUE, Point, relative_tolerance
 from sgtrick._check.recorded import Recorded
-from sgtrick._check.report import Entry
-from sgtrick._types import Array
+from sgtrick._check.report import BORDER, NOT_LINEAR, Entry
+from sgtrick._types import Array, Tensor
 
-DIRECTIONS = 10  # 2**-10 is the probability that errors cancel in all of them
+DIRECTIONS = 10  # of random lines
 # A derivative has passed through a few operations, each of which rounds it once.
 ROUNDINGS_OF_AUTODIFF = 16
 # With this error, relative to the derivative, differences still detect one that is off by 1 %.
@@ -24,92 +30,131 @@ NEGLIGIBLE = 1e-6
 FLAT = 1e-4
 
 
+class Answers(NamedTuple):
+    """The derivatives along a line in one mode of TensorFlow, each asked for twice, `[2, m]`.
+
+    They are NaN if refused, and 0 for None.
+    """
+
+    mode: str
+    narrow: Array
+    wide: Array  # the same in the dtype of the differences
+
+
 class Line(NamedTuple):
     """A line along which `m` numbers are differentiated, with the embedded derivatives.
 
     Attributes:
+        point: The function at a point.
         names: The names of the entries of the report.
         direction: How each entry of `x` moves.
         weights: Those of the entries of the value if the number is a projection of it, or None.
-        derivative: What the tape returns, `[m]` as all that follows: NaN if refused, 0 for None.
-        widened: The same in the dtype of the differences.
+        answers: What TensorFlow returns.
         refusals: The messages of functions that refused.
-        terms: The size of the terms of which the derivative is the sum: where these cancel, the
-            errors of a right gradient do not.
+        terms: The size of the terms of which the derivative is the sum, `[m]`: where these cancel,
+            the errors of a right gradient do not.
         largest: The size of the largest derivatives that autodiff computes together with these.
     """
 
+    point: Point
     names: list[str]
     direction: Array
     weights: Array | None
-    derivative: Array
-    widened: Array
+    answers: list[Answers]
     refusals: list[str]
     terms: Array
     largest: Array
 
 
-def entry_lines(point: Point) -> Iterator[Line]:
-    """For each entry of `x`, the line in which it moves alone, and a column of the Jacobian."""
+def entry_lines(point: Point, *, forward: bool = False) -> Iterator[Line]:
+    """For each entry of `x`, the line in which it moves alone, and a column of the Jacobian.
+
+    Args:
+        point: The function at a point.
+        forward: Whether to ask for derivatives in forward mode, too.
+    """
     jacobian, refusals = _jacobian(point.recorded)
-    widened = jacobian if point.widened is point.recorded else _jacobian(point.widened)[0]
-    values = point.recorded.names
-    finite = np.where(np.isfinite(jacobian), np.abs(jacobian), 0.0)
-    for i, by in enumerate(point.names):
-        together = finite[:, point.leaf_of == point.leaf_of[i]]
+    wide = jacobian if point.widened is point.recorded else _jacobian(point.widened)[0]
+    values, names = point.recorded.names, point.names
+    sizes = np.abs(jacobian).max(0)
+    finite = np.where(np.isfinite(sizes), sizes, 0.0)
+    leaves = range(len(point.leaves))
+    largest = [finite[:, point.leaf_of == leaf].max(1, initial=0.0) for leaf in leaves]
+    for i, direction in enumerate(unit_vectors(len(names))):
+        answers = [Answers("", jacobian[..., i], wide[..., i])]
+        if forward:
+            answers.append(_pushed(point, direction, None))
         yield Line(
-            names=[by] if len(values) == 1 else [f"{value} by {by}" for value in values],
-            direction=1.0 * (np.arange(len(point.names)) == i),
+            point=point,
+            names=[names[i]]
+            if len(values) == 1
+            else [f"{value} by {names[i]}" for value in values],
+            direction=direction,
             weights=None,
-            derivative=jacobian[:, i],
-            widened=widened[:, i],
+            answers=answers,
             refusals=refusals,
-            terms=np.abs(jacobian[:, i]),
-            largest=np.max(together, axis=1),
+            terms=sizes[:, i],
+            largest=largest[point.leaf_of[i]],
         )
 
 
 def _jacobian(recorded: Recorded) -> tuple[Array, list[str]]:
-    """The derivatives `[m, n]`, and the refusals of the rows."""
-    rows = np.eye(len(recorded.value))
+    """The derivatives `[2, m, n]`, and the refusals of the rows."""
+    rows = unit_vectors(len(recorded.value))
     gradients, refusals = zip(*map(recorded.pulled, rows), strict=True)
-    return np.stack(gradients), list(refusals)
+    return np.stack(gradients, 1), list(refusals)
 
 
-def random_lines(point: Point, random: np.random.Generator, order: int) -> Iterator[Line]:
-    """Random projections of the value along random directions."""
-    name = "direction" if order == 1 else "direction of the gradient"
-    for i in range(DIRECTIONS):
-        yield _random_line(point, random, f"{name} {i}")
-
-
-def forward_line(point: Point, random: np.random.Generator) -> Line:
-    """A random line with the derivative in forward mode, for functions with a rule of its own."""
-    line = _random_line(point, random, "forward mode")
-    pushed = np.sum(line.weights * point.recorded.pushed(line.direction), keepdims=True)
-    return line._replace(derivative=pushed, widened=pushed)
-
-
-def _random_line(point: Point, random: np.random.Generator, name: str) -> Line:
+def random_line(
+    point: Point, random: np.random.Generator, number: int, name: str, *, forward: bool = False
+) -> Line:
     """A random projection of the value along a random direction.
 
-    Every entry of `x` moves by its own size, up or down, so that none dominates the others. Leaves
-    of the value are weighted by their size, as their dtypes allow, for the same reason.
+    Every entry of `x` moves by about its own size, up or down, so that none dominates the others.
     """
-    direction = point.scales / point.scales.max() * random.choice([-1.0, 1.0], len(point.scales))
-    ys = point.recorded.ys
-    weights = np.minimum(1 / sizes_of_leaves(ys), min(float(y.dtype.max) for y in ys))
-    weights *= random.choice([-1.0, 1.0], len(weights))
+    direction = point.scales / point.scales.max() * _factors(random, len(point.scales))
+    weights = random_weights(point.recorded.ys, random, number)
     gradient, refusal = point.recorded.pulled(weights)
     is_wide = point.widened is point.recorded
-    widened = gradient if is_wide else point.widened.pulled(weights)[0]
-    terms = np.sqrt(np.sum((direction * gradient) ** 2, keepdims=True))
-    derivative, wide = (np.sum(direction * g, keepdims=True) for g in (gradient, widened))
-    return Line([name], direction, weights, derivative, wide, [refusal], terms, terms)
+    wide = gradient if is_wide else point.widened.pulled(weights)[0]
+    along = (np.sum(direction * g, axis=1, keepdims=True) for g in (gradient, wide))
+    answers = [Answers("", *along)]
+    if forward:
+        answers.append(_pushed(point, direction, weights))
+    terms = np.sqrt(np.sum((direction * gradient) ** 2, axis=1)).max(keepdims=True)
+    return Line(point, [name], direction, weights, answers, [refusal], terms, terms)
+
+
+def random_weights(ys: Sequence[Tensor], random: np.random.Generator, number: int) -> Array:
+    """Random weights for the entries of a value, the largest of size 1.
+
+    In every second direction, each is weighted by its own size, so that none dominates the others,
+    and in the others by that of its leaf, so that none does that happens to be almost zero.
+    """
+    sizes = (sizes_of_leaves, sizes_of_entries)[number % 2](ys)
+    weights = sizes.min() / sizes * _factors(random, len(sizes))
+    return concatenate(split(weights, ys))  # as the tape will see them
+
+
+def _factors(random: np.random.Generator, n: int) -> Array:
+    """Random factors of both signs; errors cancel by chance, but not as those of two signs do."""
+    factors: Array = random.choice([-1.0, 1.0], n) * random.uniform(0.5, 1.0, n)
+    return factors
+
+
+def _pushed(point: Point, direction: Array, weights: Array | None) -> Answers:
+    """The derivatives in forward mode."""
+
+    def along(recorded: Recorded) -> Array:
+        pushed = recorded.pushed(direction)
+        return pushed if weights is None else np.sum(weights * pushed, axis=1, keepdims=True)
+
+    narrow = along(point.recorded)
+    is_wide = point.widened is point.recorded
+    return Answers("forward mode", narrow, narrow if is_wide else along(point.widened))
 
 
 def compared(
-    point: Point,
     lines: Iterable[Line],
     order: int,
     bounds: Array | None,
@@ -117,47 +162,80 @@ def compared(
     atol: float | None,
 ) -> list[Entry]:
     """The entries of the report, of this order."""
-    swept = [(line, point.quotients(line.direction, line.weights, bounds)) for line in lines]
+    swept = [(a, a.point.quotients(a.direction, a.weights, bounds)) for a in lines]
     # What computes in a lower precision along one line does so along all.
-    jumps = np.max([quotients.jumps for _, quotients in swept], axis=0)
-    jump = np.max(jumps / np.fmax(point.sizes_of_values(swept[0][0].weights), point.least))
-    if jump > ROUNDINGS_OF_A_VALUE * point.unit:
-        point.jump = float(jump)
-    rtol = point.rtol if rtol is None else rtol
-    return [
-        entry
-        for line, quotients in swept
-        for entry in _judged(point, line, estimated(quotients, jumps), order, rtol, atol)
-    ]
+    jump = np.max([quotients.jumps / _sizes(line) for line, quotients in swept], axis=0)
+    # What moves along no line and has no gradient, beside what moves, is a constant.
+    central = np.concatenate([quotients.central for _, quotients in swept])
+    moves = np.any(central, axis=0, where=np.isfinite(central)) | np.all(np.isnan(central), axis=0)
+    moves |= np.any([a.narrow.any(0) for line, _ in swept for a in line.answers], axis=0)
+    is_constant = ~moves & np.any(moves)
+    entries: list[Entry] = []
+    for line, quotients in swept:
+        unit = line.point.units(line.direction, line.weights)
+        jumps = np.where((jump > ROUNDINGS_OF_A_VALUE * unit) & ~is_constant, jump, 0.0)
+        line.point.jump = max(line.point.jump, *jumps)
+        found = estimated(quotients, np.where(is_constant, 0.0, jump * _sizes(line)))
+        found = found._replace(error=np.where(is_constant, 0.0, found.error))
+        unit = np.fmax(unit, np.fmin(jumps, COARSEST))
+        for answers in line.answers:
+            entries += _judged(line, answers, found, unit, order, rtol, atol)
+    return entries
+
+
+def _sizes(line: Line) -> Array:
+    """The sizes of the values along a line, which are not zero."""
+    return np.fmax(line.point.sizes_of_values(line.weights), line.point.least)
 
 
 def _judged(
-    point: Point, line: Line, found: Estimate, order: int, rtol: float, atol: float | None
+    line: Line,
+    answers: Answers,
+    found: Estimate,
+    unit: Array,
+    order: int,
+    rtol: float | None,
+    atol: float | None,
 ) -> Iterator[Entry]:
-    derivative, value = line.derivative, point.sizes_of_values(line.weights)
+    point, value = line.point, line.point.sizes_of_values(line.weights)
+    with np.errstate(invalid="ignore"):  # derivatives may be infinite
+        off = np.abs(answers.narrow - found.derivative)
+        worse, column = off.argmax(0), np.arange(off.shape[1])  # NaN is the worst
+        derivative, wide = answers.narrow[worse, column], answers.wide[worse, column]
+        apart = np.abs(answers.narrow[0] - answers.narrow[1])
     x = point.sizes[line.direction != 0].max()
     size = np.fmax(np.fmax(np.abs(derivative), np.abs(found.derivative)), line.terms)
     slope = np.abs(found.differences[0])
     slope = np.where(np.isfinite(slope), slope, 0.0)
     negligible = np.fmax(NEGLIGIBLE * value / max(x, 1.0), FLAT * slope)
+    tolerance = size * (relative_tolerance(unit) if rtol is None else rtol)
     if atol is not None:
-        tolerance = rtol * size + atol
+        tolerance = tolerance + atol
     else:
-        tolerance = rtol * size + ROUNDINGS_OF_AUTODIFF * point.unit * line.largest + point.least
+        tolerance = tolerance + ROUNDINGS_OF_AUTODIFF * unit * line.largest + point.least
     visible = np.fmax(tolerance, VISIBLE * np.fmax(np.fmax(size, line.largest), negligible))
     if atol is None:  # else the tolerance is the caller's
         # Rounding explains what disappears where the same rule computes in float64.
-        agrees = np.abs(line.widened - found.derivative) <= tolerance + found.error
-        rounding = ROUNDINGS_OF_A_VALUE * point.unit * value / x
-        tolerance = np.fmax(tolerance, np.where(agrees, rounding, 0.0))
+        is_rounded = np.abs(wide - found.derivative) <= tolerance + found.error
+        is_rounded &= off[worse, column] > tolerance
+        if np.any(is_rounded):
+            around = point.sizes_of_values(line.weights, around=True)
+            rounding = ROUNDINGS_OF_A_VALUE * unit * around / min(x, 1.0)
+            tolerance = np.where(is_rounded, np.fmax(tolerance, rounding), tolerance)
     allowed = tolerance + found.error
     for i, verdict in enumerate(_verdicts(derivative, found, allowed, visible)):
-        remark = line.refusals[i] if verdict == "refused" else ""
-        if verdict == "kink":
+        remark = ""
+        if verdict == "refused":
+            remark = line.refusals[i]
+        elif verdict == "kink":
             remark = f"{found.left[i]:.3g} | {found.right[i]:.3g}"
+        elif verdict == "wrong" and apart[i] > tolerance[i]:
+            remark = NOT_LINEAR
+        elif verdict == "cannot tell" and not np.any(np.isfinite(found.differences[:, i])):
+            remark = BORDER
         yield Entry(
             order=order,
-            name=line.names[i],
+            name=f"{line.names[i]}, {answers.mode}" if answers.mode else line.names[i],
             embedded=float(derivative[i]) + 0.0,  # no minus zero
             numerical=float(found.derivative[i]),
             uncertainty=float(found.error[i]),

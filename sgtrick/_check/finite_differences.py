@@ -12,7 +12,7 @@ Nothing here depends on TensorFlow.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,14 @@ from sgtrick._types import Array
 
 RATIO = 4.0  # of each step to the next
 LARGEST = 0.1  # largest step, relative to the size of x or 1
-SMALLEST = 1e-7  # smallest step; below it, differences in float64 are rounding error
+SMALLEST = 1e-7  # smallest step, relative to the entry, of a function that is smooth on its scale
+# Steps go on to this fraction of the smallest one until the differences have settled over so many
+# of them: what varies fast beside the size of x, as functions of a date do, looks like noise.
+FINEST = 1e-5
+SETTLED_STEPS = 3
+SETTLED = 1e-3  # the change of a difference that has settled
+LOUD = 0.1  # what is noise is less than this, relative to how far the values move at any step
+SMOOTH = 12.0  # what falls by more than this from step to step is no noise
 LEVELS = 4  # of extrapolation; higher ones amplify noise and gain no digits
 NOISY_STEPS = 5  # number of smallest steps, where truncation is negligible
 # What a smooth function does that its derivative does not say falls by RATIO**3 from one step to
@@ -39,6 +46,9 @@ KINK_STEPS = 3  # over so many a gap must stay the same: over two it may do so b
 # they could doubt would not be seen as an error of the gradient.
 CLOSE = 0.01
 
+ROUNDINGS = 64  # that a value may have gone through
+
+Taken = tuple[Array, Array, Array, float]  # left, right and central quotients, and the step
 Move = Callable[[float], tuple[Array, float]]
 
 
@@ -65,8 +75,8 @@ class Quotients(NamedTuple):
     jumps: Array  # of values that do not move at smaller steps, [m]
 
 
-def sweep(size: float, position: float, bounds: Array | None) -> Array:
-    """Returns the steps, large to small.
+def sweep(size: float, position: float, bounds: Array | None) -> tuple[Array, float]:
+    """Returns the steps, large to small, and how far to go on if the differences ask for it.
 
     Args:
         size: Size of the leaf that moves.
@@ -81,10 +91,12 @@ def sweep(size: float, position: float, bounds: Array | None) -> Array:
         largest = float(bounds.max())
         smallest = float(bounds.min()) if bounds.ndim else largest * SMALLEST / LARGEST
     count = 1 + math.ceil(math.log(largest / smallest) / math.log(RATIO))
-    return largest * RATIO ** -np.arange(max(count, 3), dtype=np.float64)
+    steps = largest * RATIO ** -np.arange(max(count, 3), dtype=np.float64)
+    is_stated = bounds is not None and bounds.ndim
+    return steps, steps[-1] if is_stated else FINEST * smallest
 
 
-def quotients(move: Move, value: Array, steps: Array, rounding: Array) -> Quotients:
+def quotients(move: Move, value: Array, steps: Array, rounding: Array, finest: float) -> Quotients:
     """The difference quotients of `value` along a line.
 
     Args:
@@ -93,24 +105,34 @@ def quotients(move: Move, value: Array, steps: Array, rounding: Array) -> Quotie
         value: The values at step zero, `[m]`.
         steps: The steps from `sweep`.
         rounding: The rounding error of the values, `[m]`; their noise may be larger.
+        finest: The smallest step to go on to.
     """
 
-    def at(step: float) -> tuple[Array, Array, Array, float]:
+    def at(step: float) -> Taken:
         (f1, h1), (f2, h2) = move(step), move(-step)
         # The two steps differ only by rounding, so the third is still of second order.
         return (value - f2) / -h2, (f1 - value) / h1, (f1 - f2) / (h1 - h2), (h1 - h2) / 2
 
     with np.errstate(all="ignore"):  # values that are not finite are dropped below
-        left, right, central, h = map(np.stack, zip(*map(at, steps), strict=True))
+        taken = list(map(at, steps))
+        while steps[-1] / RATIO >= finest and not _have_settled(taken, rounding):
+            steps = np.append(steps, steps[-1] / RATIO)
+            taken.append(at(steps[-1]))
+        left, right, central, h = map(np.stack, zip(*taken, strict=True))
         # Where truncation is negligible, neighbours differ by noise alone.
         changes = np.abs(np.diff(central, axis=0)) * h[1:, None]
         changes = np.where(np.isfinite(changes), changes, 0.0)
-        noise = np.fmax(rounding, changes[-_noisy(len(h)) :].max(0))
-
         finer = np.fmax.accumulate(changes[::-1], axis=0)[::-1]
         finer = np.append(finer[1:], 0 * finer[:1], axis=0)
+        # Truncation is negligible from the last step on at which the changes still fell.
+        fell = (changes > SMOOTH * finer)[:-SETTLED_STEPS]
+        smooth = np.logical_or.accumulate(fell[::-1], axis=0)[::-1]
+        smooth = np.append(smooth, np.zeros_like(changes[-SETTLED_STEPS:], bool), axis=0)
+        noise = np.where(smooth, 0.0, changes)[-_noisy(len(h)) :].max(0)
+        noise = np.fmax(rounding, noise)
         least = 4 * np.fmax(rounding, np.spacing(np.abs(central[1:])) * h[1:, None])
         abrupt = changes > np.fmax(ABRUPT * finer, least)
+        abrupt[-1:] = False  # what still moves at the smallest steps is noise
         rows = np.arange(len(changes))[:, None]
         last = np.where(abrupt, rows, -1).max(0)
         i, k = int(last.argmax()), int(last.max())
@@ -127,6 +149,22 @@ def quotients(move: Move, value: Array, steps: Array, rounding: Array) -> Quotie
         still &= (single.astype(np.float16) != value) & (value % 1 != 0)  # others are constants
         jumps = np.where(still, np.spacing(np.abs(single)), jumps)
     return Quotients(left, right, central, h[:, None], noise, jumps)
+
+
+def _have_settled(taken: Sequence[Taken], rounding: Array) -> bool:
+    """Whether the differences no longer change at the smallest steps, but by noise."""
+    left, right, central, h = map(np.stack, zip(*taken, strict=True))
+    steps = h[:, None]
+    moved = np.fmax(np.abs(left), np.abs(right)) * steps
+    moved = np.where(np.isfinite(moved), moved, 0.0).max(0)
+    changes = np.abs(np.diff(central, axis=0)) * steps[1:]
+    changes = np.where(np.isfinite(changes), changes, 0.0)
+    bent = np.abs(right - left) * steps
+    at = slice(-SETTLED_STEPS, None)  # the smallest steps
+    is_loud = np.fmax(changes[at], bent[at]) > np.fmax(LOUD * moved, ROUNDINGS * rounding)
+    slack = np.fmax(SETTLED * np.abs(central[at]) * steps[at], ROUNDINGS * rounding)
+    is_falling = np.all(changes[at][:-1] > SMOOTH * changes[at][1:], axis=0)
+    return not np.any(is_loud | (is_falling & (changes[at] > slack)))
 
 
 def _noisy(count: Array | int) -> Array:

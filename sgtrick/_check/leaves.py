@@ -1,6 +1,6 @@
 """Tensors with names, their entries as one vector, and their rounding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,25 @@ def sizes_of_leaves(tensors: Sequence[Tensor]) -> Array:
     """For every entry the size of the largest in its leaf, or 1 if all are zero."""
     arrays = [np.abs(concatenate([t])) for t in tensors]
     return np.concatenate([np.full(a.size, a.max(initial=0.0) or 1.0) for a in arrays])
+
+
+def sizes_of_entries(tensors: Sequence[Tensor]) -> Array:
+    """The size of every entry; that of its leaf if it is zero."""
+    sizes = np.abs(concatenate(tensors))
+    return np.where(sizes == 0, sizes_of_leaves(tensors), sizes)
+
+
+def unit_vectors(n: int) -> Iterator[Array]:
+    """The rows of the identity matrix, one at a time."""
+    for i in range(n):
+        row = np.zeros(n)
+        row[i] = 1.0
+        yield row
+
+
+def repeated(numbers: Sequence[Any], tensors: Sequence[Tensor]) -> Array:
+    """One number for each tensor, repeated for its entries."""
+    return np.repeat(numbers, [t.shape.num_elements() for t in tensors])
 
 
 def names_of_entries(named: Named) -> list[str]:

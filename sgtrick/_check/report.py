@@ -18,14 +18,26 @@ FACTORS = {  # by which all entries may be wrong, and how that is said
     2.0: "is twice the numerical one",
     0.5: "is half of the numerical one",
 }
-ADVICE = {
+NOT_LINEAR = "not linear"
+BORDER = "at a border"
+ADVICE = {  # for verdicts and remarks
+    NOT_LINEAR: (
+        "not linear: a rule has to be linear in what it gets, an upstream gradient or a tangent. "
+        "Asked with 128 and -64 times the same, it gave answers that are not 128 and -64 times the "
+        "same. The table shows the worse one, divided."
+    ),
+    BORDER: (
+        "at a border: at all steps to one side of x or the other, f raises or is not finite, so no "
+        "difference can be taken. Move x away from the border of the domain."
+    ),
     "refused": (
         "refused: f does not know this derivative and raises or returns NaN; its message is above. "
         "The numerical column shows what the derivative would be."
     ),
     "cannot tell": (
-        "cannot tell: the differences are too inaccurate to detect an error of 1 %. Try a float64 "
-        "x, steps (max_step) at which f is smooth and above its noise, or a larger rtol."
+        "cannot tell: the differences are too inaccurate to detect an error of 1 %. Try steps "
+        "(max_step) at which f is smooth and above its noise, a larger rtol, or, if f computes in "
+        "float32, float64."
     ),
     "kink": (
         "kink: f has different slopes on the two sides of x (left | right), so no derivative. The "
@@ -51,7 +63,7 @@ class Entry(NamedTuple):
         uncertainty: The estimated error of `numerical`.
         allowed: The largest `absolute` that is accepted.
         verdict: `wrong`, `refused`, `cannot tell`, `kink` or `ok`.
-        remark: A comment; for `refused`, the message of the refusal.
+        remark: A comment; for `refused`, the message of the refusal; for a `kink`, the slopes.
         steps: The step sizes that were tried, array `[k]`.
         differences: The central differences at these steps, array `[k]`.
     """
@@ -141,7 +153,8 @@ class GradientReport:
             lines.append(f"... and {len(self.entries) - SHOWN} more with smaller errors")
         lines += dict.fromkeys(e.remark for e in self.entries if e.verdict == "refused")
         lines += self.notes
-        lines += [advice for verdict, advice in ADVICE.items() if self.count(verdict)]
+        said = {e.remark if e.remark in ADVICE else e.verdict for e in self.entries}
+        lines += [advice for what, advice in ADVICE.items() if what in said]
         return "\n".join(lines)
 
 
@@ -175,6 +188,8 @@ def _headline(worst: Entry) -> str:
     why = f"embedded {worst.embedded:.8g}, numerical {worst.numerical:.8g}"
     if worst.verdict == "refused":
         why = worst.remark
+    elif worst.remark:
+        why += f" ({worst.remark})"
     how = known.get(worst.verdict, "could not be checked at")
     return f"The {derivative} {how} {worst.name}: {why}"
 
@@ -182,7 +197,7 @@ def _headline(worst: Entry) -> str:
 def _in_common(entries: tuple[Entry, ...]) -> str:
     """What a person would see in all entries of the worst one's order, if that is wrong."""
     worst = entries[0]
-    if worst.verdict != "wrong":
+    if worst.verdict != "wrong" or worst.remark:
         return ""
     seen = [e for e in entries if e.order == worst.order and e.verdict in ("wrong", "ok")]
     error = max(e.relative for e in seen if e.verdict == "wrong")
@@ -209,7 +224,8 @@ def _table(entries: tuple[Entry, ...]) -> list[str]:
     for e in entries:
         derivatives = (f"{number:.8g}" for number in (e.embedded, e.numerical))
         errors = (f"{number:.1e}" for number in (e.uncertainty, e.absolute, e.relative))
-        verdict = f"{e.verdict} ({e.remark})" if e.verdict == "kink" else e.verdict
+        is_short = e.remark and e.verdict != "refused"
+        verdict = f"{e.verdict} ({e.remark})" if is_short else e.verdict
         rows.append((e.name, *derivatives, *errors, verdict))
     *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []

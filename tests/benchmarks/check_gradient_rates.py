@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/benchmarks/check_gradient_rates.py > docs/check_gradient_rates.inc
 
 Every function is random and has a gradient known from autodiff, which is embedded as it is and made
-wrong in two of six ways. Takes some minutes.
+wrong in two of ten ways. Takes half an hour.
 """
 
 import collections
@@ -64,6 +64,37 @@ def steep(rng):
     return lambda x: f(rate * x), rng.normal(size=N) / rate, 0.0
 
 
+def fast_beside_x(rng):  # as functions of dates, of metres in a country, of Hz
+    f, size = smooth(rng), 10.0 ** rng.uniform(3, 9)
+    width = size * 10.0 ** rng.uniform(-6, -5)
+    x = size + width * rng.normal(size=N)
+    return lambda x: f((x - size) / width), x, 0.0
+
+
+def flat(rng):  # the second derivative jumps, and x is there
+    w, v = rng.normal(size=(2, N))
+    x = rng.normal(size=N) * (rng.permutation(N) < N / 2)
+    return lambda x: tf.reduce_sum(w * x * tf.abs(x) + v * tf.nn.relu(x) ** 2), x, 0.0
+
+
+def saturated(rng):
+    scale, base = 10.0 ** rng.uniform(-3, 3), rng.choice([0.0, 100.0])
+    gaps = rng.uniform(8, 14, 2)
+
+    def cross_entropy(x):  # of two members and two classes
+        logits = tf.reshape(x, [2, 2])
+        return scale * tf.reduce_sum(
+            tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[0, 0], logits=logits)
+        )
+
+    def complements(x):
+        pairs = tf.reshape(x, [2, 2])
+        return scale * tf.reduce_sum(1 - tf.sigmoid(pairs[:, 0] - pairs[:, 1]))
+
+    x = (base + np.stack([gaps, rng.uniform(size=2)], 1)).ravel()
+    return (cross_entropy, complements)[rng.integers(2)], x.astype(np.float32), 0.0
+
+
 def noisy(rng):
     return smooth(rng), rng.normal(size=N), 10.0 ** rng.uniform(-9, -5)
 
@@ -115,13 +146,18 @@ def layers(rng):
     return model, rng.normal(size=N).astype(np.float32), 0.0
 
 
+BESIDE_LABELS = "beside labels in float32"
 KINDS = {
     "as drawn": as_drawn,
     "values of 1e-12 to 1e12": tiny_or_huge_values,
     "entries of 1e-4 to 1e4": entries_of_all_sizes,
     "slopes of 10 to 1000": steep,
+    "fast beside `x`": fast_beside_x,
+    "flat, and bent at once": flat,
     "noise of 1e-9 to 1e-5": noisy,
     "float32": single_precision,
+    "float32, saturated": saturated,
+    BESIDE_LABELS: as_drawn,
 }
 ROUNDED = {  # these may be too inaccurate for any verdict
     "float32 layers": layers,
@@ -145,13 +181,20 @@ WRONG = {
     "transposed": lambda gradient, x: tf.transpose(gradient(x)),
     "another point": lambda gradient, x: gradient(0.9 * x),
 }
+# What rules do to the upstream gradient instead of passing it on.
+WRONG_UPSTREAM = {
+    "forgotten": tf.ones_like,
+    "squared": tf.square,
+    "absolute": tf.abs,
+    "clipped": lambda u: tf.clip_by_value(u, -1.0, 1.0),
+}
 
 
 def draw(kind, seed):
     """Returns a random function of a [2, 2] matrix, its gradient, and a point."""
     rng = np.random.default_rng(seed)
     f, x, noise = {**KINDS, **ROUNDED}[kind](rng)
-    phases = rng.uniform(1e9, 2e9, N)
+    phases = rng.uniform(1e15, 2e15, N)  # rough at every step
 
     def value(x):
         flat = tf.reshape(x, [N])
@@ -169,9 +212,29 @@ def draw(kind, seed):
     return value, gradient, tf.constant(x.reshape(2, 2))
 
 
-def check(mode):
+def form(kind, f, name, gradient):
+    """Returns the function with a gradient that is right, or wrong by name."""
+    if name in WRONG_UPSTREAM:
+
+        def with_rule(x):
+            return f(x), lambda u: WRONG_UPSTREAM[name](u) * gradient(x)
+
+        h = sgtrick.custom_vjp(with_rule)
+    else:
+        h = sgtrick.with_gradient(f, rule(name, gradient))
+    if kind != BESIDE_LABELS:
+        return tf.function(h)
+    labels = tf.constant([0.3, 0.7])
+    return tf.function(lambda x: {"loss": h(x), "labels": labels})
+
+
+def rule(name, gradient):
+    return gradient if name == "right" else lambda x: WRONG[name](gradient, x)
+
+
+def check(mode, **options):
     def verdict(f, x):
-        report = sgtrick.check_gradient(f, x, mode=mode, raise_exception=False)
+        report = sgtrick.check_gradient(f, x, mode=mode, raise_exception=False, **options)
         return "passed" if report.passed else report.worst.verdict
 
     return verdict
@@ -179,7 +242,11 @@ def check(mode):
 
 def compute_gradient(close):
     def verdict(f, x):
-        (embedded,), (numerical,) = tf.test.compute_gradient(f, [x])
+        def loss(x):  # it takes one output
+            y = f(x)
+            return y["loss"] if isinstance(y, dict) else y
+
+        (embedded,), (numerical,) = tf.test.compute_gradient(loss, [x])
         return "passed" if close(embedded, numerical) else "wrong"
 
     return verdict
@@ -199,15 +266,13 @@ def rates(functions, kinds=tuple(KINDS), checkers=tuple(CHECKERS)):
     for kind in kinds:
         for seed in range(functions):
             f, gradient, x = draw(kind, seed)
-            embedded = {"right": lambda x, g=gradient: g(x)}
-            for name in np.random.default_rng(seed).choice(list(WRONG), 2, replace=False):
-                embedded[name] = lambda x, g=gradient, spoil=WRONG[name]: spoil(g, x)
-            truth = gradient(x).numpy()
-            for name, rule in embedded.items():
-                off = np.abs(rule(x).numpy() - truth).max()
-                if name != "right" and off < SEEN[kind] * np.abs(truth).max():
-                    continue
-                h = tf.function(sgtrick.with_gradient(f, rule))
+            truth, names = gradient(x).numpy(), [*WRONG, *WRONG_UPSTREAM]
+            for name in ["right", *np.random.default_rng(seed).choice(names, 2, replace=False)]:
+                if name in WRONG:
+                    off = np.abs(rule(name, gradient)(x).numpy() - truth).max()
+                    if off < SEEN[kind] * np.abs(truth).max():
+                        continue
+                h = form(kind, f, name, gradient)
                 for checker in checkers:
                     counts[kind, checker, name == "right"][CHECKERS[checker](h, x)] += 1
     return counts
@@ -246,6 +311,7 @@ def main(functions):
         "mode, and for {} and {} in random mode.\n".format(*undecided)
     )
     low_precision(functions)
+    several_outputs(functions)
 
 
 def low_precision(functions):
@@ -263,6 +329,78 @@ def low_precision(functions):
             f"{percent(counts[kind, mode, right], 'cannot tell')}"
             for mode in modes
             for right, verdict in ((True, "wrong"), (False, "passed"))
+        ]
+        print("|", " | ".join([kind, *cells]), "|")
+
+
+def jvp_rules(rng):
+    """A matrix, and by mistake its transpose, in forward mode."""
+    n = rng.integers(2, 5)
+    a, x = rng.normal(size=(n, n)), tf.constant(rng.normal(size=n))
+
+    def form(matrix):
+        h = sgtrick.custom_vjp(
+            lambda x: (tf.linalg.matvec(a, x), lambda u: tf.linalg.matvec(a.T, u))
+        )
+        h.defjvp(lambda primals, t: (h(*primals), tf.linalg.matvec(matrix, t[0])))
+        return h
+
+    return form(a), form(a.T), x, {}
+
+
+def hessians(rng, sizes):
+    """Two outputs, and a mistake in the derivatives of the gradients of both, or of the smaller."""
+    q, x = rng.normal(size=(2, N, N)), tf.constant(rng.normal(size=N))
+    q += np.swapaxes(q, 1, 2)
+
+    def slope(true, given):
+        return sgtrick.with_gradient(
+            lambda x: tf.linalg.matvec(true, x), lambda x: tf.constant(given)
+        )
+
+    def form(off):
+        slopes = [slope(a, a + b) for a, b in zip(q, off, strict=True)]
+
+        def f(x):
+            values = [tf.reduce_sum(x * tf.linalg.matvec(a, x)) / 2 for a in q]
+
+            def pull(u):
+                return tf.add_n([u[i] * s * slopes[i](x) for i, s in enumerate(sizes)])
+
+            return tf.stack([s * y for s, y in zip(sizes, values, strict=True)]), pull
+
+        return tf.function(sgtrick.custom_vjp(f))
+
+    off = rng.normal(size=(N, N))
+    is_shared = sizes[0] == sizes[1]
+    return form(np.zeros((2, N, N))), form([off * is_shared, off]), x, {"order": 2}
+
+
+SEVERAL = {
+    "a transposed JVP rule": jvp_rules,
+    "a wrong Hessian that two outputs share": lambda rng: hessians(rng, (1.0, 1.0)),
+    "that of an output beside one of 1e8": lambda rng: hessians(rng, (1e8, 1.0)),
+}
+
+
+def several_outputs(functions):
+    counts = collections.defaultdict(collections.Counter)
+    for kind, drawn in SEVERAL.items():
+        for seed in range(functions):
+            *forms, x, options = drawn(np.random.default_rng(seed))
+            for right, h in zip((True, False), forms, strict=True):
+                for mode in ("full", "random"):
+                    counts[kind, mode, right][check(mode, seed=seed, **options)(h, x)] += 1
+    print(
+        f"\nRules of functions with several outputs, {functions} of every kind, right and wrong. "
+        "Here the right ones that did not pass and the wrong ones that did, in percent:\n"
+    )
+    print("| wrong | full | random |\n| --- | --- | --- |")
+    for kind in SEVERAL:
+        cells = [
+            f"{100 - float(percent(counts[kind, mode, True], 'passed')):.3g}&nbsp;/&nbsp;"
+            f"{percent(counts[kind, mode, False], 'passed')}"
+            for mode in ("full", "random")
         ]
         print("|", " | ".join([kind, *cells]), "|")
 

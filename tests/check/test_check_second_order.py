@@ -108,6 +108,46 @@ class TestWrong:
         assert (found.worst.order, found.worst.verdict) == (2, "wrong")
         assert {entry.verdict for entry in found.entries if entry.order == 1} == {"ok"}
 
+    @pytest.mark.long
+    @pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e8, 1.0), (1.0, -1.0)])
+    def test_of_several_outputs_in_random_directions(self, sizes):
+        """One that outputs share may cancel, and that of a small output is small."""
+        shared = abs(sizes[0]) == abs(sizes[1])
+
+        def slope(off):
+            return sgtrick.with_gradient(
+                lambda x: tf.stack(gradient(x)),
+                lambda x: tf.stack(hessian(x)) + off * tf.eye(2, dtype=x.dtype),
+            )
+
+        slopes = slope(0.1 * shared), slope(0.1)
+
+        @sgtrick.custom_vjp
+        def f(x):
+            def pull(u):
+                return tf.add_n([u[i] * s * slopes[i](x) for i, s in enumerate(sizes)])
+
+            return value(x) * constant(sizes), pull
+
+        f = tf.function(f)
+        for seed in range(2):
+            found = check_gradient(f, X, order=2, mode="random", seed=seed, raise_exception=False)
+            assert {e.verdict for e in found.entries if e.order == 1} == {"ok"}
+            assert found.worst.verdict == "wrong"
+
+    @pytest.mark.parametrize("how", ["u forgotten", "u squared", "v absolute"])
+    def test_a_product_that_is_not_linear(self, how):
+        def hessp(x, u, v):
+            u = {"u forgotten": np.ones_like(u), "u squared": u**2}.get(how, u)
+            return -u * np.sin(x) * (np.abs(v) if how == "v absolute" else v)
+
+        f = sgtrick.from_numpy(
+            np.sin, vjp=lambda x, u: u * np.cos(x), hessp=hessp, value_shape=(2,)
+        )
+        found = check_gradient(f, X, order=2, raise_exception=False)
+        assert (found.worst.order, found.worst.verdict) == (2, "wrong")
+        assert {e.verdict for e in found.entries if e.order == 1} == {"ok"}
+
     @pytest.mark.parametrize("by", ["hx callable", "hessp"])
     def test_asymmetric(self, by):
         lower = np.tril(hessian(X.numpy()))
@@ -196,6 +236,18 @@ class TestRefused:
         found = check_gradient(slope, X, raise_exception=False)
         assert not found.passed
         assert not np.isfinite(found.worst.embedded)
+
+    @pytest.mark.parametrize("is_asserted", [False, True])
+    def test_a_gradient_that_is_nan_of_what_runs_in_a_graph_alone(self, is_asserted):
+        @tf.function(autograph=False)
+        def slope(x):
+            assert not (is_asserted and tf.executing_eagerly())
+            square = tf.gradients(x**2, x)[0] if not is_asserted else 2 * x
+            return square + tf.sqrt(x - x)
+
+        found = check_gradient(slope, X, raise_exception=False)
+        assert {e.verdict for e in found.entries} == {"ok", "refused"}
+        assert "a rule returned NaN, or autodiff computed it" in str(found)
 
     def test_functions_are_graphs_again_afterwards(self):
         check_gradient(tf.function(engine()), X, order=2, raise_exception=False)

@@ -1,11 +1,16 @@
 """Differences tell kinks from curvature and noise, and say how accurate they are."""
 
+import re
+import tracemalloc
+
 import numpy as np
 import pytest
 import tensorflow as tf
+import tensorflow_probability as tfp
 
 import sgtrick
-from checked_functions import density, report
+from checked_functions import MODES, density, report
+from matrix import spread
 from sgtrick import check_gradient
 from sgtrick._check import finite_differences
 from shared import constant
@@ -59,6 +64,22 @@ class TestKinks:
         off = sgtrick.with_gradient(lambda x: x**3, lambda x: 3 * x**2 + 1e-6)
         assert report(off, constant(0.0)).worst.verdict == "wrong"
 
+    @pytest.mark.parametrize("dtype", ["float64", "float32"])
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda x: tf.nn.relu(x) ** 2,
+            lambda x: x * tf.abs(x),
+            lambda x: 1e3 * tf.nn.relu(-x) ** 2 + 5,
+            lambda x: tf.where(x > 0, x**3, -(x**2)),
+        ],
+    )
+    def test_what_is_flat_and_bends_at_once(self, f, dtype):
+        x = tf.constant(0.0, dtype)
+        assert check_gradient(f, x).worst.verdict == "ok"
+        off = sgtrick.with_gradient(f, lambda x: x + 1e-3)
+        assert report(off, x).worst.verdict == "wrong"
+
     def test_a_jump_cannot_be_told(self):
         with pytest.raises(sgtrick.GradientCheckError, match="could not be checked") as caught:
             check_gradient(tf.sign, constant(0.0))
@@ -68,6 +89,42 @@ class TestKinks:
 def rounded(f, dtype):
     """`f` of float64, computed in another dtype."""
     return lambda x: tf.cast(f(tf.cast(x, dtype)), tf.float64)
+
+
+FAST = {  # beside the size of x
+    "years": (lambda t: tf.sin(2 * np.pi * t / 0.02), 2024.3),
+    "days": (lambda t: tf.cos(t / 5) + tf.sin(2 * np.pi * t / 3), 2460000.5),
+    "metres": (lambda x: tf.exp(-(((x - 5400010) / 30) ** 2)), 5.4e6),
+    "Hz": (lambda f: 1 / (1 + ((f - 1e9 - 300) / 1e3) ** 2), 1e9),
+    "seconds": (lambda t: tf.sin(2 * np.pi * t / 3600) + t / 1e9, 1.7e9),
+    "a step": (lambda x: x + tf.tanh(1e6 * (x - 1)), 1.0),
+    "a ripple": (lambda x: tf.sin(x) + 1e-3 * tf.sin(1e5 * x), 1.3),
+}
+
+
+class TestFastFunctions:
+    @pytest.mark.long
+    @pytest.mark.parametrize(("case", "mode"), spread(FAST, ["full", "random"], together=1))
+    def test_the_gradient_is_told_from_one_that_is_1_percent_off(self, case, mode):
+        f, x = FAST[case]
+        x = constant([x])
+        assert {e.verdict for e in check_gradient(f, x, mode=mode).entries} == {"ok"}
+
+        def off(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = f(x)
+            return 1.01 * tape.gradient(y, x)
+
+        wrong = tf.function(sgtrick.with_gradient(f, off, batch_ndims=1))
+        assert report(wrong, x, mode=mode).worst.verdict == "wrong"
+
+    def test_noise_is_no_fast_function(self):
+        f = sgtrick.with_gradient(
+            lambda x: tf.sin(x) + 1e-6 * tf.sin(1e15 * x), lambda x: tf.cos(x)
+        )
+        found = check_gradient(f, constant(0.5))
+        assert found.worst.steps.min() > 1e-8
 
 
 class TestJumps:
@@ -110,6 +167,59 @@ class TestJumps:
     def test_a_jump_of_the_function_itself_is_no_rounding(self):
         f = sgtrick.with_gradient(lambda x: tf.sin(x) + tf.floor(x), lambda x: 1.01 * tf.cos(x))
         assert report(f, constant(0.999)).worst.verdict == "wrong"
+
+
+def cross_entropy(x):
+    logits = tf.nn.softmax_cross_entropy_with_logits
+    return tf.reduce_sum(logits(tf.constant([1.0, 0.0, 0.0], x.dtype), x))
+
+
+SATURATED = {
+    "cross-entropy": (cross_entropy, np.float32([12.0, 0.0, 0.5])),
+    "of larger logits": (cross_entropy, np.float32([1015.0, 1000.0, 999.0])),
+    "1 - sigmoid": (lambda x: tf.reduce_sum(1 - tf.sigmoid(x)), np.float32([12.0, 9.0])),
+    "1 - tanh, of another size": (lambda x: 1e4 * tf.reduce_sum(1 - tf.tanh(x)), np.float32([6.0])),
+    "log of sigmoid": (lambda x: tf.reduce_sum(tf.math.log(tf.sigmoid(x))), np.float32([11.0])),
+}
+
+
+def raising(f, is_inside):
+    @sgtrick.from_numpy
+    def engine(x):
+        if not np.all(is_inside(x)):
+            raise ValueError("outside")
+        return f(x)
+
+    return engine
+
+
+DOMAINS = {
+    "not a number": (tf.math.log, [1e-3, 1e-9], ""),
+    "an assertion": (
+        lambda x: tfp.distributions.Gamma(constant(2.0), 1.0, validate_args=True).log_prob(x),
+        0.05,
+        "f raises beside x, .*: InvalidArgumentError",
+    ),
+    "an engine": (
+        raising(lambda x: (np.sum(np.log(x)), 1 / x), lambda x: x > 0),
+        [0.05],
+        "f raises beside x, .*: RuntimeError: engine raised ValueError: outside",
+    ),
+    "on the other side": (
+        raising(lambda x: (np.sum(np.arcsin(x)), 1 / np.sqrt(1 - x**2)), lambda x: abs(x) <= 1),
+        [0.97],
+        "f raises beside x",
+    ),
+}
+BORDERS = {
+    "xlogy": (lambda x: tf.math.xlogy(x, x), 0.0),
+    "x**1.5": (lambda x: tf.reduce_sum(x**1.5), [0.0, 1.0]),
+    "an engine": (
+        raising(lambda x: (np.sum(np.log1p(x)), 1 / (1 + x)), lambda x: x >= 0),
+        [0.0, 0.5],
+    ),
+    "on the other side": (lambda x: (1 - x) ** 2.5, 1.0),
+}
 
 
 class TestPrecision:
@@ -159,6 +269,42 @@ class TestPrecision:
         with_atol = report(off_by(lambda x: 0 * x, []), x, atol=0.0)
         assert with_atol.worst.verdict == "wrong"  # the caller's tolerance is not widened
 
+    @pytest.mark.parametrize("case", SATURATED)
+    def test_what_saturates_in_float32_is_rounding(self, case):
+        f, x = SATURATED[case]
+        x = tf.constant(x)
+        assert {e.verdict for e in check_gradient(f, x).entries} == {"ok"}
+
+        @sgtrick.custom_vjp
+        def wrong(x):  # in float64, too
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = f(x)
+            slope = tape.gradient(y, x)
+            return y, lambda u: 2 * u * slope
+
+        assert report(tf.function(wrong), x).worst.verdict == "wrong"
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
+    @pytest.mark.parametrize("how", ["float32", "as float64", "a mask"])
+    def test_constants_in_float32_loosen_nothing(self, how, wrap):
+        labels = tf.constant([0.3, 0.7])
+        if how == "as float64":
+            labels = tf.cast(labels, tf.float64)
+        if how == "a mask":
+            labels = tf.cast(labels > 0.5, tf.float16)
+
+        def f(factor):
+            loss = sgtrick.with_gradient(lambda x: tf.reduce_sum(x**3), lambda x: factor * 3 * x**2)
+            return wrap(lambda x: {"loss": loss(x), "labels": labels})
+
+        x = constant([0.5, 0.2])
+        assert {e.verdict for e in check_gradient(f(1.0), x).entries} == {"ok"}
+        found = report(f(1 + 1e-5), x)
+        assert {e.name for e in found.entries if e.verdict == "wrong"} == {
+            f"y['loss'] by x[{i}]" for i in range(2)
+        }
+
     @pytest.mark.parametrize(
         ("f", "why"),
         [
@@ -182,11 +328,12 @@ class TestPrecision:
 
             def f(t, rate=rate, shift=shift, noise=noise, x=x):
                 u = rate * (x + t) + shift
-                return np.array([np.sin(u) + noise * np.sin(1e12 * u)]), t
+                return np.array([np.sin(u) + noise * np.sin(1e17 * u)]), t
 
-            steps = finite_differences.sweep(abs(x), abs(x), None)
+            steps, finest = finite_differences.sweep(abs(x), abs(x), None)
             value = f(0.0)[0]
-            quotients = finite_differences.quotients(f, value, steps, 2e-16 * np.abs(value))
+            rounding = 2e-16 * np.abs(value)
+            quotients = finite_differences.quotients(f, value, steps, rounding, finest)
             found = finite_differences.estimated(quotients, quotients.jumps)
             truth = rate * np.cos(rate * x + shift)
             assert abs(found.derivative[0] - truth) < found.error[0]
@@ -201,11 +348,37 @@ class TestPrecision:
         assert steps.max() == pytest.approx(1e-2)
         assert 1e-4 / 4 < steps.min() <= 1e-4
 
-    def test_steps_outside_the_domain_are_left_out(self):
-        assert check_gradient(tf.math.log, constant([1e-3, 1e-9])).passed
+    @pytest.mark.parametrize("case", DOMAINS)
+    @MODES
+    def test_steps_outside_the_domain_are_left_out(self, case, mode):
+        f, x, message = DOMAINS[case]
+        found = check_gradient(f, constant(x), mode=mode)
+        assert {e.verdict for e in found.entries} == {"ok"}
+        assert re.search(message, str(found))
+
+    @pytest.mark.parametrize("case", BORDERS)
+    @MODES
+    def test_a_border_is_said(self, case, mode):
+        f, x = BORDERS[case]
+        with pytest.raises(sgtrick.GradientCheckError, match="at a border") as caught:
+            check_gradient(f, constant(x), mode=mode)
+        message = str(caught.value)
+        assert "Move x away from the border" in message
+        assert "float64" not in message.partition("\n")[2]
 
 
 class TestCost:
+    @pytest.mark.long
+    def test_second_derivatives_of_many_entries_take_no_matrix(self):
+        x = constant(1 + np.random.default_rng(0).uniform(size=4000))
+        tracemalloc.start()
+        try:
+            assert check_gradient(tf.sin, x, mode="random", order=2).passed
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 4000**2
+
     def test_random_mode_does_not_depend_on_dimension(self):
         def count(n):
             calls = 0
