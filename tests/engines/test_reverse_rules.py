@@ -111,6 +111,7 @@ def test_have_all_derivatives(kind, law, way):
     np.testing.assert_allclose(WAYS[way](law, MAKE[kind]()), law(true), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MAKE)
 def test_of_one_point_and_of_a_number(kind):
     for f, g in ((MAKE[kind](), true), (of_number(kind), lambda x: tf.reduce_sum(true(x), -1))):
@@ -179,12 +180,7 @@ class TestDifferentiatedOnce:
 
     @pytest.mark.parametrize(
         "way",
-        [
-            pytest.param(
-                w, marks=[pytest.mark.long] * (w not in ("in tf.function", "in while_loop"))
-            )
-            for w in WAYS
-        ],
+        [pytest.param(w, marks=[pytest.mark.long] * (w != "in tf.function")) for w in WAYS],
     )
     def test_first_derivatives_are_right_everywhere(self, way):
         h = MAKE["native"](vjp=in_a_loop)
