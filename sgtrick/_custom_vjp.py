@@ -13,7 +13,7 @@ from sgtrick._arguments.structures import numbers_of, present, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
-from sgtrick._core.override import keep, with_transpose
+from sgtrick._core.override import keep, once, with_transpose
 from sgtrick._core.point import Selection, pair_of
 from sgtrick._core.rule import Rule, is_running
 from sgtrick._core.transposition import with_values
@@ -152,7 +152,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
             return unknown.unless_moving(_OF_VARIABLES.format(name), pushed, of_variables, inputs)
 
         check, of_jvp = Check(name, explicit, ys, inputs), None
-        given = Rule(name, lambda *us: rule.gradients(grad_fn, y, us))
+        given = Rule(name, once(lambda *us: rule.gradients(grad_fn, y, us), ys))
         if jvp is not None:
             of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)

@@ -20,7 +20,7 @@ from sgtrick._core.point import (
     pair_of,
     select,
 )
-from sgtrick._tensorflow import autograph, tapes
+from sgtrick._tensorflow import autograph, graphs, tapes
 from sgtrick._types import (
     Argnums,
     Args,
@@ -177,7 +177,10 @@ def _differentiable(
     reads = read_variables() if is_differentiated else []
 
     def gradients(
-        zs: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        reads: Sequence[Tensor],
+        zs: Sequence[Tensor | None],
+        xs: Sequence[Tensor],
+        passed: Sequence[Tensor],
     ) -> list[Gradient]:
         points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -193,7 +196,9 @@ def _differentiable(
         return unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
 
     def differentiable() -> list[Leaf | None]:
-        gxs = iter(value.embed(known, gradients))
+        # In a gradient graph, what was read is out of reach for the graph that differentiates it.
+        here = list(map(graphs.here, reads))
+        gxs = iter(value.embed(known, functools.partial(gradients, here)))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable

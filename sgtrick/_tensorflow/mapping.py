@@ -48,9 +48,9 @@ def members() -> list[Tensor]:
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is control_flow_ops._pfor_impl.__code__:
-            # Not there before the function is traced, and not alone after that.
             index = frame.f_locals.get("loop_var")
-            if "new_ops" not in frame.f_locals and any(index.graph is g for g in graphs):
+            is_traced = "new_ops" in frame.f_locals  # and is being converted
+            if index is not None and not is_traced and any(index.graph is g for g in graphs):
                 found.append(index)
         frame = frame.f_back
     return found
