@@ -14,7 +14,7 @@ from sgtrick._arguments.structures import numbers_of, present, spread, with_numb
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
-from sgtrick._core.override import keep, with_transpose
+from sgtrick._core.override import keep, once, with_transpose
 from sgtrick._core.point import Selection, pair_of
 from sgtrick._core.rule import Rule, is_running
 from sgtrick._core.transposition import with_values
@@ -157,7 +157,7 @@ def _custom_vjp(function: calls.Callee) -> Function:
                 return explicit(us, inputs)
             return rule.gradients(grad_fn, y, us)
 
-        given = Rule(name, pull)
+        given = Rule(name, once(pull, ys))
         if jvp is not None:
             of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)
             given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)

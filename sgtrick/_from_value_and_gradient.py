@@ -178,7 +178,11 @@ def _differentiable(
     reads = read_variables() if is_differentiated else []
 
     def gradients(
-        zs: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+        reads: Sequence[Tensor],
+        returned: Sequence[Tensor],
+        zs: Sequence[Tensor | None],
+        xs: Sequence[Tensor],
+        passed: Sequence[Tensor],
     ) -> list[Gradient]:
         points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -192,14 +196,17 @@ def _differentiable(
             return found
         is_same = unknown.are_equal(read_variables(), reads) if reads else tf.constant(True)
         found = unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
-        pairs = zip(known, (leaf.gx for leaf in again if leaf is not None), strict=True)
+        pairs = zip(returned, (leaf.gx for leaf in again if leaf is not None), strict=True)
         is_same = ~is_same | tf.reduce_all(tf.stack(list(itertools.starmap(_are_near, pairs))))
         return unknown.known_unless(is_same, _DRAWN.format(value.name), found, xs, given)
 
     def differentiable() -> list[Leaf | None]:
         if overrides.is_storing():
             return evaluated(value.at(at, value.point.xs, value.passed.xs))
-        gxs = iter(value.embed(known, gradients))
+        # In a gradient graph, what was read and returned is out of reach for the graph that
+        # differentiates it.
+        then = [list(map(graphs.here, tensors)) for tensors in (reads, known)]
+        gxs = iter(value.embed(known, functools.partial(gradients, *then)))
         return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
 
     return differentiable

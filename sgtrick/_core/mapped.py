@@ -40,8 +40,11 @@ def of_batch(
     def trace() -> tracing.Traced:
         return tracing.Traced(of_member, live, batch.graph)
 
-    # Accumulators would add their tangents to what is traced.
-    member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
+    try:
+        # Accumulators would add their tangents to what is traced.
+        member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
+    except Exception as error:
+        return ys, xs, _failing(rule.name, error)
     try:
         taken = map(batch.take, member.captured)
         captured = [(graphs.as_used(t), is_stacked) for t, is_stacked in taken]
@@ -70,6 +73,15 @@ def of_batch(
     if callable(push):  # not mapped itself: the transpose of the pullback is the same
         push = None if rule.transposes else transpose
     return ys, xs, Rule(rule.name, pull, push, is_local=True)
+
+
+def _failing(name: str, error: Exception) -> Rule:
+    """A rule that raises the error with which it could not be traced."""
+
+    def pull(*_: Tensor | None) -> list[Gradient]:
+        raise error
+
+    return Rule(name, pull)
 
 
 def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:

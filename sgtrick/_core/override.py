@@ -8,7 +8,8 @@ The pullback runs only when a gradient is requested. It may be anything: nonline
 loop, stateful. TensorFlow differentiates what it returns like everything else.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 import tensorflow as tf
@@ -22,7 +23,7 @@ from sgtrick._core.transposition import tested, transposed
 from sgtrick._tensorflow import graphs, mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
-from sgtrick._types import Gradient, Pushforward, Tangent, Tensor
+from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
 @unconverted
@@ -58,10 +59,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        carried = rule
-        out_of_reach = tracing.is_soon_closed() or (is_for_graph() and not rule.is_local)
-        if out_of_reach and not (_DEPTH.get() == 2 or _counts_as_connected(rule)):
-            carried = _carried(rule, ys)
+        carried = rule if _counts_as_connected(rule) else _carried(rule, ys)
         outputs = _outputs(ys, xs, rule, carried, if_lost, in_graph)
     tapes.record_override(
         outputs,
@@ -70,12 +68,6 @@ def keep(
         lambda *tangents: _push(rule, ys, tangents),
     )
     return outputs
-
-
-# How many pullbacks are being carried, one called by the other. Forward mode over the gradient of a
-# function, whose rule has a rule of its own, needs two. Rules that call each other would be traced
-# for ever.
-_DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
 
 
 def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
@@ -109,24 +101,63 @@ def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
     return rule._replace(pull=pull, push=push)
 
 
+_WHEN_CALLED: ContextVar[bool] = ContextVar("_WHEN_CALLED", default=False)
+
+
+def carried_when_called() -> contextlib.AbstractContextManager[None]:
+    """A scope in which pullbacks are traced when they are called, and not before.
+
+    Rules that call each other, or themselves, would be traced for ever.
+    """
+    return scope(_WHEN_CALLED, True)
+
+
 def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
-    """The same rule, whose pullback captures nothing more when it is called."""
+    """The rule for other graphs than that of the call, where what it closes over is out of reach.
+
+    If the graph is soon closed, this is found by tracing the rule. If that raises, then so does the
+    derivative.
+    """
+    if tracing.is_soon_closed() and not _WHEN_CALLED.get():
+        try:
+            with carried_when_called(), for_later():
+                return rule._replace(pull=_traced(rule.pull, ys, tracing.carried))
+        except Exception:
+            return rule
+    if _WHEN_CALLED.get() or (is_for_graph() and not rule.is_local):
+        return rule._replace(pull=_traced(rule.pull, ys, tracing.carried_when_called))
+    return rule
+
+
+def once(pull: Pullback, ys: Sequence[Tensor]) -> Pullback:
+    """A pullback that is run once, as the caller's may have to be.
+
+    Where the graph is soon closed, it is carried, and a tape in the graph may call it too.
+    """
+    if tf.executing_eagerly() or not tracing.is_soon_closed() or _WHEN_CALLED.get():
+        return pull
+    return _traced(pull, ys, tracing.traced_once)
+
+
+def _traced(
+    pull: Pullback, ys: Sequence[Tensor], trace: Callable[[Pullback, list[Tensor | None]], Pullback]
+) -> Pullback:
+    """A pullback of `ys` as a function, of which TensorFlow asks for all gradients."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
 
     def run(*us: Tensor | None) -> Sequence[Gradient]:
-        with running(for_graph=is_for_graph()):
-            return rule.pull(*us)
+        with running(for_graph=True), unknown.not_raising():
+            return pull(*us)
 
-    with scope(_DEPTH, _DEPTH.get() + 1), unknown.not_raising(), for_later():
-        pull = tracing.carried(run, live)
+    function = trace(run, live)
 
-    def pulled(*us: Tensor | None) -> list[Gradient]:
+    def call(*us: Tensor | None) -> list[Gradient]:
         pairs = zip(us, live, strict=True)
         # In loops of TensorFlow 1, an upstream gradient may be missing.
         given = [tf.zeros_like(y) if u is None else u for u, y in pairs if y is not None]
-        return list(pull(*given))
+        return list(function(*given))
 
-    return rule._replace(pull=pulled)
+    return call
 
 
 def _outputs(

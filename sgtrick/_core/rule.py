@@ -26,7 +26,7 @@ class Rule(NamedTuple):
             batch dimension, to the outputs with their derivatives; None to map `pull`.
         is_guarded: Whether `pull` comes with errors for derivatives that TensorFlow would lose.
         is_local: Whether `pull` uses only tensors of the graph of the call, and variables. Then it
-            can be called where the gradient of that graph is differentiated; else it is carried.
+            can be called where a gradient that calls it is differentiated; else it is carried.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Properties of graphs, their operations and their tensors."""
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import Any
 
@@ -109,6 +109,28 @@ def captured_from(tensor: Tensor) -> Tensor | None:
             outer = [t for op in operations for t in op.outputs if ops.tensor_id(t) == number]
             return outer[0] if outer else None
     return None
+
+
+def finder() -> Callable[[Tensor], Tensor]:
+    """A function that finds what represents a tensor in the graph that is now being traced.
+
+    That is, if the graph has captured it, or what represents it in a graph around. Branches and
+    loops forget that as they are closed.
+    """
+    around, graph = [], tf.compat.v1.get_default_graph()
+    outer = getattr(graph, "outer_graph", None)
+    while outer is not None:
+        around.append(list(getattr(outer, "captures", ())))
+        outer = getattr(outer, "outer_graph", None)
+
+    def find(t: Tensor) -> Tensor:
+        known = {id(t)}
+        for captures in reversed(around):
+            known |= {id(inner) for outer, inner in captures if id(outer) in known}
+        captures = getattr(graph, "captures", ())
+        return next((inner for outer, inner in captures if id(outer) in known), t)
+
+    return find
 
 
 def is_out_of_reach() -> bool:

@@ -1,12 +1,14 @@
 """How `tf.vectorized_map` converts operations that come with their own converter."""
 
-import contextlib
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_v2_func_graphs
+from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._tensorflow.graphs import as_used, captured_from, identity_of
@@ -34,18 +36,23 @@ class Vectorized(NamedTuple):
 
 
 def members() -> list[Tensor]:
-    """The index of the member, for each `tf.vectorized_map` whose function is being traced."""
-    found, graph = [], tf.compat.v1.get_default_graph()
-    while graph is not None:
-        scopes = graph.get_name_scope().split("/")
-        for depth, name in enumerate(scopes, 1):
-            if name.startswith("loop_body"):  # as TensorFlow calls it, and the index in it
-                index = "/".join([*scopes[:depth], "PlaceholderWithDefault:0"])
-                with contextlib.suppress(KeyError):
-                    found.append(graph.get_tensor_by_name(index))
-        # A function that is called there may be called elsewhere too.
-        is_part = isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph)
-        graph = graph.outer_graph if is_part else None
+    """The index of the member, for each `tf.vectorized_map` whose function is being traced.
+
+    It is in the stack frame that traces the function.
+    """
+    graphs = [tf.compat.v1.get_default_graph()]
+    # A function that is called there may be called elsewhere too, but branches and loops are parts.
+    while isinstance(graphs[-1], control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graphs.append(graphs[-1].outer_graph)
+    found: list[Tensor] = []
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is control_flow_ops._pfor_impl.__code__:
+            index = frame.f_locals.get("loop_var")
+            is_traced = "new_ops" in frame.f_locals  # and is being converted
+            if index is not None and not is_traced and any(index.graph is g for g in graphs):
+                found.append(index)
+        frame = frame.f_back
     return found
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import forwardprop_util, record
-from tensorflow.python.framework import composite_tensor_gradient, op_callbacks, ops
+from tensorflow.python.eager import context, execute, forwardprop_util, record
+from tensorflow.python.framework import composite_tensor_gradient, ops
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import outside, scope
@@ -130,12 +130,15 @@ def noting() -> Iterator[list[Operation]]:
                 watcher.__exit__(None, None, None)
                 watcher.__enter__()
 
-    op_callbacks.add_op_callback(note)
+    # `op_callbacks` would switch off the callbacks of all threads as the last one of this thread is
+    # removed. Without any, `execute_with_callbacks` does what `execute` does.
+    execute.execute = execute.execute_with_callbacks
+    context.context().add_op_callback(note)
     try:
         with record.VariableWatcher() as watcher, scope(_LISTS, (*_LISTS.get(), operations)):
             yield operations
     finally:
-        op_callbacks.remove_op_callback(note)
+        context.context().remove_op_callback(note)
 
 
 def _covered_by_custom_gradient() -> list[Tensor]:

@@ -73,10 +73,12 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
         result = f()
     variables = _with_derivatives(variables_read())
     operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
+    # Tapes record what has no gradient, too.
+    made = {identity_of(t) for op in noted for t in op.outputs}
     needed = _needed(result, operations, passed)
-    recorded = [t for t in needed if tapes.is_recorded([t])]
+    recorded = [t for t in needed if identity_of(t) not in made and tapes.is_recorded([t])]
     older = [t for t in recorded if ops.tensor_id(t) < age]
-    # What is new, recorded, and no output was read from a variable.
+    # What is new, recorded, and not made was read from a variable.
     read = [t for t in recorded if ops.tensor_id(t) >= age]
     handles: dict[Hashable, Variable] = {id(v.handle): v for v in variables}
     return result, Uses(
@@ -101,7 +103,9 @@ def _is_of_trainable(t: Tensor, read: Sequence[Tensor], operations: Sequence[Any
     TensorFlow reads variables as it runs the operation that they are passed to. It tells which
     trainable ones it reads, but not for which input, and nothing of others.
     """
-    op = next(op for op in operations if any(t is i for i in op.inputs))
+    op = next((op for op in operations if any(t is i for i in op.inputs)), None)
+    if op is None:  # recorded by the caller's own code
+        return False
     alike = [v for v in op.read if (v.dtype, v.shape) == (t.dtype, t.shape)]
     if sum(any(i is r for r in read) for i in op.inputs) <= len(op.read):
         return bool(alike)

@@ -79,6 +79,152 @@ def test_first_derivatives(name, closed_over, place, way):
     np.testing.assert_allclose(run(X), np.cos(X) * FACTOR, rtol=1e-12)
 
 
+def refused(*_):
+    raise NotImplementedError("no derivative yet")
+
+
+RULES_THAT_FAIL = {
+    "raises": refused,
+    "eager only": lambda x: tf.constant(np.cos(x.numpy())),
+    "in a part": lambda x: tf.cos(x) + tf.cond(x[0] > 0, lambda: refused(x), lambda: x),
+}
+MAPS = PLACES | {
+    "scan": lambda f: lambda x: tf.scan(lambda _, e: f(e), x[tf.newaxis], initializer=x)[0],
+    "vectorized_map": lambda f: lambda x: tf.vectorized_map(f, x[tf.newaxis])[0],
+    "a map of a map": lambda f: MAPS["vectorized_map"](MAPS["vectorized_map"](f)),
+    "a function in a branch": lambda f: PLACES["cond"](tf.function(f)),
+    "Dataset.map": lambda f: (
+        lambda x: next(iter(tf.data.Dataset.from_tensors(tf.identity(x)).map(f)))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fails", "place"),
+    spread(["with_gradient", "custom_jvp", "custom_vjp"], RULES_THAT_FAIL, MAPS, together=1),
+)
+def test_the_value_does_not_depend_on_the_rule(name, fails, place):
+    """The error is that of the derivative."""
+    form = OF_SLOPE[name](tf.sin, RULES_THAT_FAIL[fails])
+    wrap = (lambda f: f) if place == "Dataset.map" else tf.function
+    run = wrap(MAPS[place](form))
+    np.testing.assert_array_equal(run(X), np.sin(X))
+    if place != "Dataset.map":  # which TensorFlow does not differentiate
+        message = "numpy" if fails == "eager only" else "no derivative yet"
+        with pytest.raises((NotImplementedError, AttributeError), match=message):
+            derivative(run)(X)
+
+
+def by_its_tape(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.sin(x)
+    return y, lambda u: u * tape.gradient(y, x)
+
+
+SAVED = []  # of all calls, from which rules take in reverse order
+
+
+def by_a_stack(x):
+    SAVED.append(tf.cos(x))
+    return tf.sin(x), lambda u: u * SAVED.pop()
+
+
+def by_an_iterator(x):
+    slopes = iter([tf.cos(x)])
+    return tf.sin(x), lambda u: u * next(slopes)
+
+
+ONCE = {"tape": by_its_tape, "stack": by_a_stack, "iterator": by_an_iterator}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "way"),
+    spread(ONCE, ["cond", "while_loop", "map_fn", "loop in a branch"], [*WAYS, "within"]),
+)
+def test_rules_that_can_run_once(name, place, way):
+    """Also where a tape in the branch or loop asks, as samplers do, and then one around."""
+    h = sgtrick.custom_vjp(ONCE[name])
+    twice = lambda x: h(x) + 0 * h(h(x))  # noqa: E731
+    if way == "within":
+        run = tf.function(PLACES[place](derivative(twice)))
+    else:
+        run = RUN_IN[way](derivative, PLACES[place](twice))
+    np.testing.assert_allclose(run(X), np.cos(X), rtol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["cond", "while_loop"])
+def test_rows_of_a_table_stay_rows(place):
+    """What a tape in a loop gets is what the rule returns."""
+    kinds = []
+
+    @sgtrick.custom_vjp
+    def rows(table):
+        return tf.gather(table, [0]), lambda u: tf.IndexedSlices(
+            u, tf.constant([0]), tf.shape(table)
+        )
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            y = rows(VARIABLE) * x[0]
+        kinds.append(type(tape.gradient(y, VARIABLE)))
+        return x
+
+    tf.function(PLACES[place](run))(X)
+    assert kinds == [tf.IndexedSlices]
+
+
+def beside(form, x, t):
+    y = tf.cond(x[0] > 0, lambda: form(x), lambda: form(x) + 0.0)
+    return y, t * tf.cond(x[0] > 0, lambda: tf.sqrt(1 - form(x) ** 2), lambda: form(x) * 0)
+
+
+def within(form, x, t):
+    return tf.cond(
+        x[0] > 0,
+        lambda: (form(x), t * tf.sqrt(1 - form(x) ** 2)),
+        lambda: (form(x) + 0.0, t * form(x)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "way"),
+    [
+        (beside, "none", "in tf.function"),
+        (beside, "cond", "around tf.function"),
+        (beside, "while_loop", "in tf.function"),
+        pytest.param(within, "none", "in tf.function", marks=pytest.mark.long),
+        pytest.param(within, "cond", "around tf.function", marks=pytest.mark.long),
+    ],
+)
+def test_rules_run_in_proportion_to_calls(rule, place, way):
+    """As often as they are traced, for a JVP rule that calls its own function in branches."""
+
+    def traces(calls):
+        count = 0
+        form = sgtrick.custom_jvp(lambda x: tf.sin(x))
+
+        @form.defjvp
+        def _(primals, tangents):
+            nonlocal count
+            count += 1
+            return rule(form, *primals, *tangents)
+
+        def f(x):
+            for _ in range(calls):
+                x = form(x)
+            return x
+
+        run = RUN_IN[way](derivative, f if place == "none" else PLACES[place](f))
+        slope = np.cos(X) if calls == 1 else np.cos(X) * np.cos(np.sin(X))
+        np.testing.assert_allclose(run(X), slope, rtol=1e-12)
+        return count
+
+    one, two = traces(1), traces(2)
+    assert two <= 2 * one
+    assert one <= 8
+
+
 def came(run):
     try:
         return verdict(run, -np.sin(X) * FACTOR, X)
@@ -102,8 +248,8 @@ FUNCTIONS = [name for name in FORMS if name not in ("custom_gradient", "implicit
 )
 def test_second_derivatives(name, place, way):
     run = RUN_IN[way](lambda f: derivative(derivative(f)), form_of(name, "tensor", place))
-    if name == "custom_vjp" and place == "cond":
-        # The test of the transpose uses what the rule closes over.
+    if name in ("custom_vjp", "implicit_root") and place == "cond":
+        # The test of the transpose, or the next equation, uses what the rule closes over.
         with pytest.raises(NotImplementedError, match="Pass it to the function with the rule"):
             run(X)
     else:

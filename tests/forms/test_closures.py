@@ -6,6 +6,7 @@ own derivative moves. The oracle is autodiff of the true function. What a rule d
 then the point, is refused.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -257,6 +258,39 @@ class TestTensors:
                     np.testing.assert_allclose(run(), [a**2, 2 * a * X.numpy()], rtol=1e-12)
         finally:
             tf.compat.v1.enable_control_flow_v2()
+
+
+def in_a_thread(f):
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(f).result()
+
+
+ELSEWHERE = {
+    "a thread": in_a_thread,
+    "py_function in a function": lambda f: tf.function(lambda: tf.py_function(f, [], tf.float64))(),
+    "a map of a data set": lambda f: next(
+        iter(tf.data.Dataset.range(1).map(lambda _: tf.py_function(f, [], tf.float64)))
+    ),
+}
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE.values(), ids=ELSEWHERE)
+@pytest.mark.parametrize("name", [*FORMS, "custom_vjp"])
+def test_while_a_form_is_called_elsewhere(name, elsewhere):
+    """Which ends as the function of the first one still runs."""
+    times = tf.function(lambda x, a: x * a)
+
+    def f(x, a):
+        elsewhere(lambda: reverse(closing_over(X, "with_gradient"))(X))
+        return times(x, a)
+
+    run = lambda x, a: (FORMS | OF_SLOPE)[name](lambda x: f(x, a), lambda _: a)(x)  # noqa: E731
+    np.testing.assert_allclose(reverse(run)(X, A), A)
+    if name in FORMS:
+        np.testing.assert_allclose(reverse(run, 1)(X, A), X)
+    else:
+        with pytest.raises(LookupError, match="that it closes over"):
+            reverse(run, 1)(X, A)
 
 
 def test_a_list_where_a_rule_gives_all_derivatives():

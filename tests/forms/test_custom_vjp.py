@@ -246,6 +246,36 @@ def test_a_sparse_variable_gradient_of_each_member(wrap):
     np.testing.assert_allclose(by_table(x), [[3, 4], [0, 0], [6, 8], [0, 0]])
 
 
+# Functions of which TensorFlow has no derivative, though its tapes record them.
+UNDIFFERENTIATED = {
+    "ones": tf.ones_like,
+    "beside others": lambda x: {"y": x * x, "zeros": tf.zeros_like(x)},
+    "shuffled": tf.random.shuffle,
+    "rounded and used": lambda x: x * tf.round(x) + tf.sign(x),
+    "a recursion that ends in ones": lambda x, n=2: (
+        x * UNDIFFERENTIATED["a recursion that ends in ones"](x, n - 1) if n else tf.ones_like(x)
+    ),
+    "of a variable": lambda x: x + tf.ones_like(TABLE) + TABLE,
+}
+TABLE = tf.Variable([1.0, 2.0, 3.0], dtype=tf.float64)
+
+
+@WRAPS
+@pytest.mark.parametrize("name", UNDIFFERENTIATED)
+def test_values_that_tensorflow_does_not_differentiate(name, wrap):
+    f, n = UNDIFFERENTIATED[name], 2 if "beside" in name else 1
+
+    def grad_fn(*us, variables=()):
+        assert list(variables) == [TABLE] * ("variable" in name)
+        return (tf.add_n(us) * 3, [tf.add_n(us)]) if variables else tf.add_n(us) * 3
+
+    by_x, by_table = wrap(
+        lambda x: gradients(custom_vjp(lambda x: (f(x), grad_fn)), x, by=[x, TABLE])
+    )(X)
+    np.testing.assert_array_equal(by_x, [3.0 * n] * 3)
+    assert (by_table is None) is ("variable" not in name)
+
+
 @WRAPS_AND_XLA
 def test_mixed_second_derivatives_of_variables(wrap):
     v = tf.Variable(2.0)

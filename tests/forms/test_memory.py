@@ -17,7 +17,7 @@ from tensorflow.python.framework import ops
 import sgtrick
 from asinh_forms import ALL, EVERY_ORDER, POINTS, every_order, hidden, slope
 from matrix import spread
-from shared import derivative, forward_derivative, mapped
+from shared import FIRST_WAYS, derivative, forward_derivative, mapped
 
 FORMS = [*EVERY_ORDER, "custom_gradient", "from_numpy"]  # the others differ in their rule
 
@@ -164,6 +164,53 @@ def test_tracing_takes_work_in_proportion_to_calls(form, mode):
     work(mode(chain(2)))  # what is done once
     few, more, many = (work(mode(chain(calls))) for calls in (2, 4, 8))
     assert many - more <= 2.1 * (more - few), (few, more, many)
+
+
+@pytest.mark.parametrize("name", [*EVERY_ORDER, "custom_gradient"])
+def test_what_nobody_records_is_freed_in_eager(name):
+    """As the function runs, which makes many tensors that no derivative depends on."""
+    freed = []
+
+    def noisy(x):
+        for _ in range(3):
+            other = tf.random.normal([8], dtype=tf.float64) + 1
+            kept = weakref.ref(other)
+            del other
+            gc.collect()
+            freed.append(kept() is None)
+        return hidden(x)
+
+    form = every_order(noisy, slope, lambda y, a: tf.sinh(y) - a)
+    form["custom_gradient"] = lambda x: sgtrick.custom_gradient(noisy(x), slope(x), x)
+    derivative(form[name])(tf.constant(POINTS))
+    assert freed
+    assert all(freed)
+
+
+@pytest.mark.parametrize(
+    ("way", "most"), [("in tf.function", 3), ("around tf.function", 3), ("jacobian", 7)]
+)
+def test_rules_of_rules_are_traced_when_they_are_asked_for(way, most):
+    """Where a rule calls its own function twice; a map takes one order more."""
+    count = 0
+
+    @sgtrick.custom_vjp
+    def shifted_sine(x, k):
+        nonlocal count
+        count += 1
+        pull = lambda u: (u * (shifted_sine(x, k + 1) + shifted_sine(x, k - 3)) / 2, None)  # noqa: E731
+        return tf.sin(x + k * np.pi / 2), pull
+
+    def jacobian(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = shifted_sine(x, 0)
+        return tf.linalg.diag_part(tape.jacobian(y, x))
+
+    runs = FIRST_WAYS | {"jacobian": lambda _: tf.function(jacobian)}
+    found = runs[way](lambda x: shifted_sine(x, 0))(tf.constant(POINTS))
+    np.testing.assert_allclose(found, np.cos(POINTS), atol=1e-12)
+    assert count <= most
 
 
 def registered():

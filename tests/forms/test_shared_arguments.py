@@ -70,6 +70,44 @@ def test_derivatives_are_sums_over_members(name, wrap, make):
     np.testing.assert_allclose(came, sum(map(slope, MEMBERS)), **EXPECTED)
 
 
+class Named(tf.Module):
+    @tf.Module.with_name_scope
+    def scaled(self, w, e, f):
+        return f(w, e)
+
+
+def in_scope(name, scope=tf.name_scope):
+    def of(f):
+        def scoped(w, e):
+            with scope(name):
+                return f(w, e)
+
+        return scoped
+
+    return of
+
+
+SCOPES = {
+    "absolute": in_scope("a/"),
+    "none": in_scope("", tf.compat.v1.name_scope),
+    "of a module": lambda f: lambda w, e: Named().scaled(w, e, f),
+    "called like TensorFlow's": in_scope("loop_body"),
+    "in a branch": lambda f: (
+        lambda w, e: tf.cond(e < 9, lambda: in_scope("a/")(f)(w, e), lambda: e + w[0])
+    ),
+}
+
+
+@WRAPS
+@pytest.mark.parametrize(
+    ("scope", "name"), spread(SCOPES, ["custom_vjp, not linear", "clip_gradient"])
+)
+def test_whatever_the_name_scope(scope, name, wrap):
+    f, slope = FORMS[name]
+    came = wrap(derivative(total(SCOPES[scope](f))))(tf.constant(W))
+    np.testing.assert_allclose(came, sum(map(slope, MEMBERS)), **EXPECTED)
+
+
 AROUND = {
     "map": lambda f: (
         lambda w, e: tf.reduce_sum(

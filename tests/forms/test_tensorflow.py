@@ -15,7 +15,7 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
-from sgtrick._tensorflow import tapes
+from sgtrick._tensorflow import mapping, tapes
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -26,10 +26,11 @@ PLACES = [
     "tensorflow.python.eager.record.should_record_backprop",
     "tensorflow.python.eager.record.stop_recording",
     "tensorflow.python.eager.record.VariableWatcher",
+    "tensorflow.python.eager.context.Context.add_op_callback",
+    "tensorflow.python.eager.context.Context.remove_op_callback",
+    "tensorflow.python.eager.execute.execute_with_callbacks",
     "tensorflow.python.eager.forwardprop_util.pack_tangents",
     "tensorflow.python.framework.func_graph.FuncGraph",
-    "tensorflow.python.framework.op_callbacks.add_op_callback",
-    "tensorflow.python.framework.op_callbacks.remove_op_callback",
     "tensorflow.python.framework.ops.EagerTensor",
     "tensorflow.python.framework.ops.get_gradient_function",
     "tensorflow.python.framework.ops.gradient_registry._registry",
@@ -40,6 +41,7 @@ PLACES = [
     "tensorflow.python.ops.control_flow_v2_func_graphs.ControlFlowFuncGraph",
     "tensorflow.python.ops.gradients_util._GradientsHelper",
     "tensorflow.python.ops.handle_data_util.get_resource_handle_data",
+    "tensorflow.python.ops.parallel_for.control_flow_ops._pfor_impl",
     "tensorflow.python.ops.parallel_for.pfor.PFor._convert_helper",
     "tensorflow.python.ops.parallel_for.pfor.PFor.loop_len_vector",
     "tensorflow.python.ops.parallel_for.pfor._stack",
@@ -176,3 +178,16 @@ def test_an_operation_brings_its_converter():
     y = tf.vectorized_map(f, tf.constant([1.0, 2.0]), fallback_to_while_loop=False)
     assert called, "pfor no longer looks for the attribute pfor_converter of an operation"
     assert y.numpy().tolist() == [100, 200]
+
+
+def test_the_index_of_a_member_is_in_the_frame_that_traces():
+    found = []
+
+    def f(x):
+        found.extend(mapping.members())
+        return x
+
+    tf.vectorized_map(f, tf.constant([1.0, 2.0]))
+    (index,) = found
+    assert index.op.type == "PlaceholderWithDefault", "_pfor_impl has no local variable `loop_var`"
+    assert not mapping.members()
