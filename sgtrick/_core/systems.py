@@ -76,7 +76,7 @@ def _matrices(product: Product, like: Tensor) -> Tensor:
 def _inverse(j: Tensor) -> Tensor:
     """The inverses of matrices `[roots, n, n]`, NaN for those that are singular or not finite."""
     if j.shape.as_list()[-1] == 1:
-        return tf.where(tf.math.is_finite(j) & tf.not_equal(j, 0), 1 / j, np.nan)
+        return _or_nan(1 / j, tf.math.is_finite(j) & tf.not_equal(j, 0))
     dtype = j.dtype
     work = dtype if dtype == tf.float64 else tf.float32
     j = tf.cast(j, work)
@@ -97,7 +97,15 @@ def _inverse(j: Tensor) -> Tensor:
     terms = tf.reduce_max(terms, -1)
     lost = 8 * np.finfo(work.as_numpy_dtype).eps * terms * tf.cast(n, work)
     regular = solvable & tf.reshape(lost < 1, [-1, 1, 1])
-    return tf.cast(tf.where(regular, inverse, np.nan), dtype)
+    return tf.cast(_or_nan(inverse, regular), dtype)
+
+
+def _or_nan(t: Tensor, holds: Tensor) -> Tensor:
+    """`t`, or NaN where `holds` is false.
+
+    A NaN that stood in the graph would be found by `tf.debugging.enable_check_numerics`.
+    """
+    return t + tf.sqrt(tf.cast(holds, t.dtype) - 1)
 
 
 _DEPENDENT = (

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import calls
 from sgtrick._core import unknown
-from sgtrick._core.override import keep
+from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.rule import Rule
 from sgtrick._host.arguments import Leaf, broadcast_batches, given, standing_for
 from sgtrick._host.checks import DATA
@@ -114,7 +114,9 @@ class Operation:
 
         with tapes.not_recording():
             ys = list(self._traced(*map(tf.stop_gradient, xs)))
-        return keep(ys, xs, Rule(self._name, pull, push, batched=batched))
+        # A rule of JAX for reverse mode alone may not be linear, which `push` tests.
+        rule = with_transpose(Rule(self._name, pull, push, batched=batched), push, xs)
+        return keep(ys, xs, rule)
 
     @functools.cached_property
     def _vjp(self) -> "Operation":

@@ -158,8 +158,9 @@ def test_a_rule_that_is_not_linear_has_no_forward_mode(kind, rule):
         forward(h)
 
 
-def test_it_is_nan_inside_the_graph():
-    assert np.isnan(forward(MAKE["native"](vjp=RULES["clipped"]))).all()
+@pytest.mark.parametrize("around", [lambda f: f, tf.function, mapped])
+def test_it_is_nan_inside_the_graph(around):
+    assert np.isnan(forward(around(MAKE["native"](vjp=RULES["clipped"])))).all()
 
 
 class TestDifferentiatedOnce:
