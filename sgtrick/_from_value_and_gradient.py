@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, devices, structures
@@ -214,6 +215,8 @@ def _differentiable(
 
 def _are_near(a: Tensor, b: Tensor) -> Tensor:
     """Whether two tensors are the same but for rounding, which depends on how they are computed."""
+    if tf.executing_eagerly() and np.array_equal(a, b):
+        return tf.constant(True)
     difference = tf.abs(tf.where(tf.equal(a, b), tf.zeros_like(a), a - b))
     size = tf.reduce_max(tf.abs(a)) + tf.reduce_max(tf.abs(b))
     return tf.reduce_all(adjoint.are_near(difference, size))

@@ -76,11 +76,11 @@ def transpose(
     # Not tested at the cotangents, which are zero where only their slope is wanted.
     ws = probes(moved)
     pulled = [tape.gradient(y, far, w) for y, w in zip(ys, ws, strict=True)]
-    fits = _hold(ws, moved, pulled, ts)
-    if tf.executing_eagerly() and not tf.reduce_all(fits) and None not in found:
-        # A result that is all rounding fits nothing, but a trace may tell.
-        fits |= _is_linear_in_a_trace(f, likes)
     count = 1 if of_first else len(moved)
+    fits = _hold(ws, moved, pulled, ts, count)
+    if tf.executing_eagerly() and not fits and None not in found:
+        # A result that is all rounding fits nothing, but a trace may tell.
+        fits = tf.constant(_is_linear_in_a_trace(f, likes))
     # Results that are connected to no argument, and arguments that no result is connected to.
     silent = [y for y, gs in zip(moved[:count], pulled, strict=False) if not present(gs)]
     lost = [not present(gs) for gs in zip(*pulled, strict=True)]
@@ -89,7 +89,7 @@ def transpose(
         silent += with_cotangents(alone)[0][:count]
     if silent:
         fits &= tracing.as_one(_are_zero, *silent)
-    return found, tf.reduce_all(fits[:count]), [*zs, *moved]
+    return found, fits, [*zs, *moved]
 
 
 def _is_linear_in_a_trace(
@@ -120,24 +120,25 @@ def _hold(
     lt: Sequence[Tensor],
     lu: Sequence[Sequence[Gradient]],
     ts: Sequence[Tensor],
+    count: int,
 ) -> Tensor:
-    """Whether `<u, L t> = <L' u, t>` up to rounding for each output; true if that is not finite.
+    """Whether `<u, L t> = <L' u, t>` up to rounding for outputs; true if that is not finite.
 
     Args:
         us: Probes, one for each output.
         lt: `L ts`.
         lu: For each output `L' u`, like `ts`; None is zero.
         ts: Probes, one for each argument.
+        count: How many outputs are tested, the first ones. The others only tell what is rounding.
     """
     parts = [paired([y, *gs], [u, *ts]) for y, gs, u in zip(lt, lu, us, strict=True)]
     if tf.executing_eagerly():  # where operations take longer than NumPy
         eps = max(_eps(t.dtype) for values, _ in parts for t in values)
         with np.errstate(all="ignore"):
-            return tf.constant(
-                _are_balanced(itertools.starmap(_difference_in_numpy, parts), eps, np.where, np.sum)
-            )
-    counts = tuple(len(values) for values, _ in parts)
-    return tracing.as_one(_Balance(counts), *(t for pairs in parts for of in pairs for t in of))
+            of = itertools.starmap(_difference_in_numpy, parts)
+            return tf.constant(all(_are_balanced(of, eps, np.where, np.sum)[:count]))
+    balance = _Balance(tuple(len(values) for values, _ in parts), count)
+    return tracing.as_one(balance, *(t for pairs in parts for of in pairs for t in of))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +147,11 @@ class _Balance:
 
     Attributes:
         counts: The numbers of products in the groups.
+        of_first: How many of these are tested, the first ones.
     """
 
     counts: tuple[int, ...]
+    of_first: int
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         left, groups = iter(tensors), []
@@ -156,7 +159,8 @@ class _Balance:
             groups.append(([next(left) for _ in range(n)], [next(left) for _ in range(n)]))
         eps = max(_eps(t.dtype) for t in tensors)
         of = itertools.starmap(_difference_and_size, groups)
-        return tf.stack(_are_balanced(of, eps, tf.where, tf.reduce_sum))
+        verdicts = _are_balanced(of, eps, tf.where, tf.reduce_sum)
+        return tf.reduce_all(tf.stack(verdicts[: self.of_first]))
 
 
 def _are_balanced(
