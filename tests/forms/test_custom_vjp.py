@@ -82,10 +82,9 @@ def test_errors_of_grad_fn_are_raised(wrap):
         raise NotImplementedError("not yet")
 
     h = custom_vjp(lambda x: (x + 1, grad_fn))
-    with pytest.raises(Exception, match="not yet"):
-        wrap(derivative(h))(X)
-    with pytest.raises(Exception, match="NotImplementedError: not yet"):
-        wrap(lambda x: of_map(h, x))(X)
+    for f in (derivative(h), lambda x: of_map(h, x)):
+        with pytest.raises(Exception, match="not yet"):
+            wrap(f)(X)
 
 
 def test_a_host_call_with_a_transpose():

@@ -63,7 +63,7 @@ class TestAutograd:
     def test_custom_function_non_tensor_inputs_outputs(self):
         @sgtrick.custom_vjp
         def h(t1, t2, scale, t3):
-            def pull(u1, u2, u3):
+            def pull(u1, _, u2, u3):
                 return (u1 + u2 * t2) * scale + u3, (u1 * t3 + u2 * t1) * scale, None, u2 * scale
 
             return (scale * (t1 + t2 * t3), None, scale * (t1 * t2 + t3), t1), pull
