@@ -81,6 +81,7 @@ class Operation:
         self._ins, self._outs = ins, outs
         self._mapped: dict[tuple[bool, ...], Operation] = {}
         self._functions: dict[tuple[Spec, ...], ConcreteFunction] = {}
+        self._is_for_reverse_mode: bool | None = None
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
         """The results, with their derivatives."""
@@ -114,9 +115,29 @@ class Operation:
 
         with tapes.not_recording():
             ys = list(self._traced(*map(tf.stop_gradient, xs)))
+        rule = Rule(self._name, pull, push, batched=batched)
         # A rule of JAX for reverse mode alone may not be linear, which `push` tests.
-        rule = with_transpose(Rule(self._name, pull, push, batched=batched), push, xs)
-        return keep(ys, xs, rule)
+        tested = with_transpose(rule, push, xs)
+
+        def pull_of_either(*upstream: Tensor) -> Sequence[Gradient]:
+            return (tested if self._has_no_jvp(xs) else rule).pull(*upstream)
+
+        return keep(ys, xs, rule._replace(pull=pull_of_either))
+
+    def _has_no_jvp(self, xs: Sequence[Tensor]) -> bool:
+        """Whether JAX has no forward mode of the function, or does not say."""
+        if self._is_for_reverse_mode is None:
+            likes = [
+                jax.ShapeDtypeStruct([n or 1 for n in x.shape], x.dtype.as_numpy_dtype) for x in xs
+            ]
+            self._is_for_reverse_mode = False
+            with wide([np.empty(0, like.dtype) for like in likes]):
+                try:
+                    # What is not there is only missed when it is lowered.
+                    jax.jit(self._jvp._f).lower(*likes, *(likes[i] for i in self._places))
+                except (TypeError, ValueError):
+                    self._is_for_reverse_mode = True
+        return self._is_for_reverse_mode
 
     @functools.cached_property
     def _vjp(self) -> "Operation":
