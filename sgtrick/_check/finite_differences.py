@@ -2,8 +2,8 @@
 
 The steps shrink by a constant factor. Large steps suffer from truncation error, small ones from the
 noise of the function. Which are best depends on the function, so all are tried, in four steps, each
-a function below: the noise is estimated from the smallest steps, or from those at which the value
-begins to move; kinks are told from curvature by how one-sided derivatives come together; Richardson
+a function below: the noise is estimated from the smallest steps, which go on until differences have
+settled, or from those at which the value begins to move; kinks are told from curvature by how one-sided derivatives come together; Richardson
 extrapolation removes and estimates the truncation error, as in C. J. F. Ridders, "Accurate
 computation of F'(x) and F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76; and finer
 differences may doubt it.
@@ -29,7 +29,6 @@ SETTLED_STEPS = 3
 SETTLED = 1e-6  # the relative change of a difference that has settled
 LOUD = 0.1  # what is noise is less than this, relative to how far the values move at any step
 SMOOTH = 12.0  # what falls by more than this from step to step is no noise
-LEAST_NOISY = 3  # but the last changes always are: they may fall by chance
 LEVELS = 4  # of extrapolation; higher ones amplify noise and gain no digits
 NOISY_STEPS = 5  # number of smallest steps, where truncation is negligible
 # What a smooth function does that its derivative does not say falls by RATIO**3 from one step to
@@ -122,9 +121,9 @@ def quotients(move: Move, value: Array, steps: Array, rounding: Array, finest: f
         changes = np.where(np.isfinite(changes), changes, 0.0)
         finer = np.fmax.accumulate(changes[::-1], axis=0)[::-1]
         finer = np.append(finer[1:], 0 * finer[:1], axis=0)
-        # Truncation is negligible from the last step on at which the changes still fell.
+        # It is from the last step on at which the changes fell; the last ones may do so by chance.
         fell = changes > SMOOTH * finer
-        fell[-LEAST_NOISY:] = False
+        fell[-SETTLED_STEPS:] = False
         is_smooth = np.logical_or.accumulate(fell[::-1], axis=0)[::-1]
         noise = np.where(is_smooth, 0.0, changes)[-_noisy(len(h)) :].max(0)
         noise = np.fmax(rounding, noise)
