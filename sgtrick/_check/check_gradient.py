@@ -59,8 +59,8 @@ def check_gradient(
         f: The function. It is called eagerly with `x` as tensors, and may be a `tf.function`. Wrap
             a NumPy function with `from_numpy` first, and one that returns `(value, gradient)` with
             `from_value_and_gradient`. It returns a real tensor, or a list, dict or named tuple of
-            them, of any shapes. If it is a `custom_vjp` with a JVP rule, an entry compares that
-            rule, too, along a random direction.
+            them, of any shapes. If it is a `custom_vjp` with a JVP rule, that rule is compared
+            along the same lines, in entries of its own.
         x: The point, a structure of real tensors, variables, arrays and numbers. A plain tuple
             holds several arguments, `f(*x)`, as for `torch.autograd.gradcheck` and JAX's
             `check_grads`; anything else is one argument, `f(x)`. Leaves without derivatives
@@ -70,16 +70,16 @@ def check_gradient(
             differences of the gradient, in float64 if `f` accepts and returns it, and finds `hx`
             and `hessp` that are wrong.
         mode: "full" compares every entry of the Jacobian with respect to `x`. It takes about 25
-            evaluations for each entry of `x` and a backward pass for each entry of the value.
+            evaluations for each entry of `x` and two backward passes for each entry of the value.
             "random" compares the derivatives of 10 random projections of the value along random
-            directions, in which every entry moves by its own size, up or down. Its cost does not
-            depend on dimensions. A single wrong entry changes every projection by its whole error
-            times these sizes, so it is found with probability 1 if that exceeds the tolerance.
-            Several errors can cancel: the probability that all directions miss them is at most
-            2**-10 for a scalar `f`, and (3/4)**10 = 0.06 otherwise.
+            directions, in which every entry moves by half to all of its own size, up or down. Its
+            cost does not depend on dimensions. A single wrong entry changes every projection by its
+            error times these sizes, so it is found if half of that exceeds the tolerance. Several
+            errors can cancel, but hardly in all directions: see the page on checking.
         max_step: The largest step, in the units of `x`, or a pair of the smallest and the largest
             step, if `f` needs a narrower range. None: from 0.1 times the larger of 1 and the
-            largest entry of the leaf, down to 1e-7 times the entry.
+            largest entry of the leaf, down to 1e-7 times the entry, and further if the differences
+            have not settled there.
         rtol: The relative tolerance. It is relative to the larger of the two derivatives; in random
             mode, to the root of the sum of squares of the entries' contributions. None: the square
             root of the rounding unit, 3e-4 for float32, but at least 1e-6. A gradient from a solver
@@ -90,6 +90,9 @@ def check_gradient(
             smaller ones for zero.
         seed: The seed of the random directions.
         raise_exception: Whether to raise if an entry is wrong, refused or cannot be decided.
+
+    Rules are asked with upstream gradients of both signs that are not 1, since one that forgets its
+    upstream gradient, squares it or clips it is right at 1. The worse answer is compared.
 
     Returns:
         The report. An entry is `ok` if the two derivatives differ by no more than the tolerance
@@ -106,13 +109,14 @@ def check_gradient(
         TypeError: Arguments or values are complex, or have no derivatives; or `f` returns a plain
             tuple of two, which may be two outputs, or a value and its gradient.
         ValueError: `f` or `x` is not finite, `f` returns different values for the same `x`, or an
-            option is invalid.
+            option is invalid. What `f` raises beside `x` is no error, but a note.
 
     If `x` has a smaller dtype than float64, the differences are still computed in float64 if `f`
     accepts and returns it. The embedded gradient is computed in the dtype of `x`; where it
     is off by rounding alone, an entry is ok too: if the gradient in float64 agrees, and the
-    difference is at most 64 rounding units of the value, divided by the size of `x`. This is so
-    where `tanh` is almost 1, for example. With `atol`, that is the tolerance instead.
+    difference is at most 64 rounding units of the size of `f` between `x` and zero, divided by the
+    size of `x` if that is below 1. This is so where `tanh` is almost 1, or in `1 - tanh(x)`. With
+    `atol`, that is the tolerance instead.
 
     If `f` computes in a lower precision than its dtypes say, its values do not move over small
     steps, and jump where they begin to. The size of the jumps is then taken for the rounding unit,

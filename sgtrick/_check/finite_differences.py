@@ -2,8 +2,8 @@
 
 The steps shrink by a constant factor. Large steps suffer from truncation error, small ones from the
 noise of the function. Which are best depends on the function, so all are tried, in four steps, each
-a function below: the noise is estimated from the smallest steps, or from those at which the value
-begins to move; kinks are told from curvature by how one-sided derivatives come together; Richardson
+a function below: the noise is estimated from the smallest steps, which go on until differences have
+settled, or from those at which the value begins to move; kinks are told from curvature by how one-sided derivatives come together; Richardson
 extrapolation removes and estimates the truncation error, as in C. J. F. Ridders, "Accurate
 computation of F'(x) and F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76; and finer
 differences may doubt it.
@@ -26,7 +26,7 @@ SMALLEST = 1e-7  # smallest step, relative to the entry, of a function that is s
 # of them: what varies fast beside the size of x, as functions of a date do, looks like noise.
 FINEST = 1e-5
 SETTLED_STEPS = 3
-SETTLED = 1e-3  # the change of a difference that has settled
+SETTLED = 1e-6  # the relative change of a difference that has settled
 LOUD = 0.1  # what is noise is less than this, relative to how far the values move at any step
 SMOOTH = 12.0  # what falls by more than this from step to step is no noise
 LEVELS = 4  # of extrapolation; higher ones amplify noise and gain no digits
@@ -42,9 +42,6 @@ LARGEST_JUMP = 1 / 64
 # function shrinks in proportion to the step, by RATIO; that of pure noise grows by RATIO.
 SAME_GAP = RATIO**0.4
 KINK_STEPS = 3  # over so many a gap must stay the same: over two it may do so by chance
-# Finer differences that are so close to an estimate, relative to its size, do not doubt it: what
-# they could doubt would not be seen as an error of the gradient.
-CLOSE = 0.01
 
 ROUNDINGS = 64  # that a value may have gone through
 
@@ -124,11 +121,11 @@ def quotients(move: Move, value: Array, steps: Array, rounding: Array, finest: f
         changes = np.where(np.isfinite(changes), changes, 0.0)
         finer = np.fmax.accumulate(changes[::-1], axis=0)[::-1]
         finer = np.append(finer[1:], 0 * finer[:1], axis=0)
-        # Truncation is negligible from the last step on at which the changes still fell.
-        fell = (changes > SMOOTH * finer)[:-SETTLED_STEPS]
-        smooth = np.logical_or.accumulate(fell[::-1], axis=0)[::-1]
-        smooth = np.append(smooth, np.zeros_like(changes[-SETTLED_STEPS:], bool), axis=0)
-        noise = np.where(smooth, 0.0, changes)[-_noisy(len(h)) :].max(0)
+        # It is from the last step on at which the changes fell; the last ones may do so by chance.
+        fell = changes > SMOOTH * finer
+        fell[-SETTLED_STEPS:] = False
+        is_smooth = np.logical_or.accumulate(fell[::-1], axis=0)[::-1]
+        noise = np.where(is_smooth, 0.0, changes)[-_noisy(len(h)) :].max(0)
         noise = np.fmax(rounding, noise)
         least = 4 * np.fmax(rounding, np.spacing(np.abs(central[1:])) * h[1:, None])
         abrupt = changes > np.fmax(ABRUPT * finer, least)
@@ -158,13 +155,12 @@ def _have_settled(taken: Sequence[Taken], rounding: Array) -> bool:
     moved = np.fmax(np.abs(left), np.abs(right)) * steps
     moved = np.where(np.isfinite(moved), moved, 0.0).max(0)
     changes = np.abs(np.diff(central, axis=0)) * steps[1:]
-    changes = np.where(np.isfinite(changes), changes, 0.0)
-    bent = np.abs(right - left) * steps
-    at = slice(-SETTLED_STEPS, None)  # the smallest steps
-    is_loud = np.fmax(changes[at], bent[at]) > np.fmax(LOUD * moved, ROUNDINGS * rounding)
-    slack = np.fmax(SETTLED * np.abs(central[at]) * steps[at], ROUNDINGS * rounding)
-    is_falling = np.all(changes[at][:-1] > SMOOTH * changes[at][1:], axis=0)
-    return not np.any(is_loud | (is_falling & (changes[at] > slack)))
+    changes, bent = changes[-SETTLED_STEPS:], (np.abs(right - left) * steps)[-SETTLED_STEPS:]
+    is_loud = np.fmax(changes, bent) > np.fmax(LOUD * moved, ROUNDINGS * rounding)
+    slack = SETTLED * np.abs(central[-SETTLED_STEPS:]) * steps[-SETTLED_STEPS:]
+    falls = changes[-2] > SMOOTH * changes[-1]
+    is_smooth = falls & (changes > np.fmax(slack, ROUNDINGS * rounding))
+    return not np.any(is_loud | is_smooth)
 
 
 def _noisy(count: Array | int) -> Array:
@@ -261,7 +257,5 @@ def _doubt(estimate: Array, row: int, central: Array, noise: Array) -> Array:
     change = np.abs(np.diff(central, axis=0, append=np.nan))[row + 1 :]
     finer, noise = central[row + 1 :], noise[row + 1 :]
     distance = np.abs(estimate - finer)
-    size = np.fmax(np.abs(estimate), np.abs(finer))
-    contradict = (distance > change + noise) & (distance > CLOSE * size)
-    doubt: Array = np.where(contradict, distance, 0).max(0, initial=0)
+    doubt: Array = np.where(distance > change + noise, distance, 0).max(0, initial=0)
     return doubt
