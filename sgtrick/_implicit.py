@@ -238,7 +238,12 @@ def _equation(
         with graphs.thrown_away():
             return [residual(*at)]
 
-    outline = tracing.Outline(outlined, arguments)
+    def outlining() -> tracing.Outline:
+        return tracing.Outline(outlined, arguments)
+
+    # Accumulators would differentiate the operations of the residual, and cannot where a branch or
+    # a loop reads a variable.
+    outline = tapes.in_thread(outlining) if tapes.somebody_pushes() else outlining()
     (outcome,) = outline.outputs
     if not connections.depends(outcome, outline.inputs[:1]):
         raise ValueError(

@@ -32,8 +32,8 @@ from sgtrick._core import embedding
 from sgtrick._core.guard import Check, ExplicitRule, guarded
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, in_addition, plus
-from sgtrick._core.unknown import refuse
-from sgtrick._tensorflow import tapes, uses
+from sgtrick._core.unknown import refuse, unless_moving
+from sgtrick._tensorflow import connections, tapes, uses
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import (
@@ -243,12 +243,14 @@ class Others(NamedTuple):
         closed: Tensors that the values depend on besides, and the values of variables.
         has_lists: Whether they depend on a list of tensors, too.
         of_host: Tensors that only calls of the host got. The values have no derivatives by them.
+        sources: For each of `closed`, itself, or the handle of the variable whose value it is.
     """
 
     passed: Sequence[Tensor]
     closed: Sequence[Tensor] = ()
     has_lists: bool = False
     of_host: Sequence[Tensor] = ()
+    sources: Sequence[Tensor] = ()
 
     @classmethod
     def of(cls, passed: Sequence[Tensor], used: Uses) -> "Others":
@@ -256,10 +258,11 @@ class Others(NamedTuple):
         # Of a table that is gathered from, the rows: its gradient is sparse, and a zero like the
         # table would be dense.
         tables = set(map(id, used.tables))
-        dense = [structures.as_tensor(v) for v in used.variables if id(v) not in tables]
+        dense = [v for v in used.variables if id(v) not in tables]
         fixed = list(map(tapes.value_of, used.fixed))
-        closed = [*used.tensors, *dense, *fixed, *used.rows]
-        return cls(passed, closed, used.has_lists, used.of_host)
+        closed = [*used.tensors, *map(structures.as_tensor, dense), *fixed, *used.rows]
+        sources = [*used.tensors, *(v.handle for v in dense), *used.fixed, *used.rows]
+        return cls(passed, closed, used.has_lists, used.of_host, sources)
 
     def __bool__(self) -> bool:
         """Whether there is anything."""
@@ -348,7 +351,10 @@ class ValueAtPoint(NamedTuple):
             if tf.executing_eagerly() or others.of_host:
                 return keep(ys, [*ys, *xs], in_addition(rule, len(ys)))
             return keep(ys, xs, rule)
-        message = _MIXED.format(name)
+        message, lost = (
+            _MIXED.format(name),
+            [connections.lost_in_calls(y, others.sources) for y in ys],
+        )
 
         def pull(*us: Tensor | None) -> list[Gradient]:
             by_xs = rule.pull(*us)
@@ -370,6 +376,13 @@ class ValueAtPoint(NamedTuple):
             moved = plus(of_ys, rule.push(*of_xs))
             if not of_others:
                 return moved
+            by_closed = tangents[m + len(others.passed) :]
+            for i, of_y in enumerate(lost):
+                along = present([by_closed[k] for k in of_y])
+                if along:
+                    t = tf.zeros_like(ys[i]) if moved[i] is None else moved[i]
+                    why, of = _LOST.format(name), [*xs, *others.tensors]
+                    (moved[i],) = unless_moving(why, [t], along, of)
             live = known_part(present(moved))
             return spread([t + refused_zero(t, of_others) for t in live], moved)
 
@@ -422,6 +435,12 @@ _MIXED = (
     "does not cover (another argument, or what it closes over) was differentiated with respect to "
     "the arguments that the rule covers. Let the rule cover both: pass the former as an argument "
     "that is among argnums. Or differentiate with respect to the covered arguments first."
+)
+
+_LOST = (
+    "{0} reads a variable in a tf.function that it calls, and TensorFlow's forward mode loses the "
+    "tangent of the variable there. Pass the value of the variable to that function as an argument "
+    "(w.read_value()), or take the derivative around the outer tf.function or in reverse mode."
 )
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph, ops
 
 from sgtrick._arguments.structures import is_differentiable
-from sgtrick._tensorflow import graphs, tapes
+from sgtrick._tensorflow import graphs, passing, tapes
 from sgtrick._tensorflow.tracing import Outline, gradients_in
 from sgtrick._types import Operation, Tensor
 
@@ -100,6 +100,25 @@ def depends(y: Tensor, xs: Sequence[Tensor]) -> bool:
     return any(graphs.identity_of(t) in names for t in _with_ancestors([y]))
 
 
+def lost_in_calls(y: Tensor, xs: Sequence[Tensor]) -> list[int]:
+    """The numbers of those of `xs`, handles, whose tangents accumulators lose on the way to `y`.
+
+    In a graph they watch what the graph captured for the handle of a variable. A `tf.function` that
+    is called there gets it, but they do not look for it among what the function captured.
+    """
+    if tf.executing_eagerly() or not tapes.somebody_pushes():
+        return []
+
+    def has_no_tangent(t: Tensor) -> bool:
+        is_of_call = graphs.operation(t) is not None and t.op.type in _CALLS
+        return is_of_call and is_differentiable(t.dtype) and not tapes.is_pushed([t])
+
+    calls = list(filter(has_no_tangent, _with_ancestors([y])))
+    reached = set(map(graphs.identity_of, _with_ancestors(calls)))
+    handles = [(k, graphs.as_used(x)) for k, x in enumerate(xs) if x.dtype == tf.resource]
+    return [k for k, handle in handles if graphs.identity_of(handle) in reached]
+
+
 def eager_sources(ys: Sequence[Tensor]) -> list[Tensor]:
     """The eager tensors with derivatives that some tensors are, or were computed from in graphs."""
     return [
@@ -116,7 +135,7 @@ def _with_ancestors(ys: Sequence[Tensor]) -> Iterator[Tensor]:
         if key not in seen:
             seen.add(key)
             yield t
-            stack += _computed_from(t)
+            stack += filter(graphs.may_carry, _computed_from(t))
 
 
 def unaccounted(
@@ -174,7 +193,7 @@ def _computed_from(t: Tensor) -> list[Tensor]:
     outside = graphs.captured_from(t)
     if outside is not None:
         return [outside]
-    return [] if graphs.has_no_gradient(op) else list(op.inputs)
+    return [] if graphs.has_no_gradient(op) else list(passing.inputs_of(op, t))
 
 
 def _start(tensors: Sequence[Tensor]) -> Operation | None:

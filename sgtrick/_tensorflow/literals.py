@@ -41,7 +41,8 @@ class TracedGraph(func_graph.FuncGraph):  # type: ignore[misc]
             code = frame.f_code
             if id(code) not in self._codes:
                 self._codes[id(code)] = code
-                self._literals.update((id(n), n) for n in _numbers_in(code.co_consts))
+                for c in (code, *_called_in(frame)):
+                    self._literals.update((id(n), n) for n in _numbers_in(c.co_consts))
             if code is ops._create_graph_constant.__code__:
                 numbers = tf.nest.flatten(frame.f_locals["value"])
             frame = frame.f_back
@@ -50,10 +51,18 @@ class TracedGraph(func_graph.FuncGraph):  # type: ignore[misc]
         return op
 
 
+def _called_in(frame: types.FrameType) -> list[types.CodeType]:
+    """The codes of functions that a frame may have called: they may have returned a number."""
+    values = [*frame.f_locals.values(), *map(frame.f_globals.get, frame.f_code.co_names)]
+    return [f.__code__ for f in values if isinstance(f, types.FunctionType)]
+
+
 def _numbers_in(constants: tuple[object, ...]) -> Iterator[object]:
     for c in constants:
         if isinstance(c, tuple):
             yield from _numbers_in(c)
+        elif isinstance(c, types.CodeType):  # a function within
+            yield from _numbers_in(c.co_consts)
         elif isinstance(c, (float, complex)):
             yield c
 

@@ -192,7 +192,9 @@ def in_thread(f: Callable[[], T]) -> T:
     While an accumulator computes a JVP, it silences all tapes that were started after it. Nobody
     but who started it can leave it, and TensorFlow keeps the active ones for each thread. So the
     function runs in another thread. It is or calls the caller's code, so it has the context
-    variables and thread-local data of this one, and the variables that it reads count as read here.
+    variables of this one, and the variables that it reads count as read here. It has the
+    `threading.local` data of this one too, but from Python 3.13 on, and elsewhere than in CPython,
+    `threading.local` objects are empty there.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     context, data = outside(), _thread_data()
@@ -215,11 +217,16 @@ def in_thread(f: Callable[[], T]) -> T:
     return result
 
 
-_get_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
+_get_dict: Callable[[], int] | None = None
+# Since Python 3.13 each object keeps its data itself, by a key that only the thread has.
+if sys.version_info < (3, 13) and hasattr(ctypes, "pythonapi"):
+    _get_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
 
 
 def _thread_data() -> dict[object, object]:
-    """Where Python keeps what `threading.local` objects hold in this thread."""
+    """Where CPython before 3.13 keeps what `threading.local` objects hold in this thread."""
+    if _get_dict is None:
+        return {}
     found: dict[object, object] = ctypes.cast(_get_dict(), ctypes.py_object).value
     return found
 

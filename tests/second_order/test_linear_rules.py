@@ -28,11 +28,17 @@ MATRIX = constant([[1.0, 2.0, 0.5], [3.0, 4.0, -1.0], [0.0, 1.0, 2.0]])
 X = constant(POINTS)
 
 
+def slope(x):
+    return 0.3 if x.shape[0] == 3 else 0.7
+
+
 # Functions that return their value and a rule.
 LINEAR = {
     "an integer": lambda x: (2 * x, lambda u: 2 * u),
     "a number in code": lambda x: (0.3 * x, lambda u: tf.constant(0.3, u.dtype) * u),
     "numbers in code": lambda x: (x * [1.5, -2.0, 3.5], lambda u: u * [1.5, -2.0, 3.5]),
+    "a number of a function": lambda x: (0.3 * x, lambda u: slope(x) * u),
+    "a number of a closure": lambda x: (lambda f: (0.3 * x, lambda u: f() * u))(lambda: 0.3),
     "a quotient": lambda x: (x / 2.5, lambda u: u / 2.5),
     "relu": lambda x: (tf.nn.relu(x), lambda u: tf.where(x > 0, u, 0.0)),
     "relu by a mask": lambda x: (tf.nn.relu(x), lambda u: u * tf.cast(x > 0, u.dtype)),
@@ -100,6 +106,7 @@ def test_as_tensorflow_differentiates_the_rule(rule, way):
 
 
 TANGENTS = {
+    "a number of a function": (lambda x: 0.3 * x, lambda x, t: slope(x) * t),
     "an integer": (lambda x: 2 * x, lambda _, t: 2 * t),
     "relu": (tf.nn.relu, lambda x, t: tf.where(x > 0, t, 0.0)),
     "sort": (tf.sort, lambda x, t: tf.gather(t, tf.argsort(x))),
