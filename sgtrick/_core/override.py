@@ -17,13 +17,13 @@ import tensorflow as tf
 from sgtrick._arguments import devices, structures
 from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import present, spread
-from sgtrick._core import jvp_call, mapped, unknown
+from sgtrick._core import adjoint, jvp_call, mapped, unknown
 from sgtrick._core.rule import Rule, for_later, in_addition, is_for_graph, running
-from sgtrick._core.transposition import tested, transposed
-from sgtrick._tensorflow import graphs, mapping, overrides, tapes, tracing
+from sgtrick._core.transposition import NOT_TRANSPOSED, transposed, values_of, with_values
+from sgtrick._tensorflow import graphs, linear, mapping, overrides, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
-from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
+from sgtrick._types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
 
 
 @unconverted
@@ -269,9 +269,71 @@ def _pull_for_graph(
             gradients = list(carried.pull(*us))
             if callable(rule.push) and not rule.transposes:
                 return gradients
-            return tested(carried, gradients, us)
+            return _tested(carried, gradients, us)
 
     return tapes.in_thread(pull) if tapes.tapes_are_silenced() else pull()
+
+
+def _tested(
+    rule: Rule,
+    gradients: Sequence[Gradient],
+    upstream: Sequence[Tensor | None],
+) -> list[Gradient]:
+    """The gradients of a function as a whole, with an error if they are transposed and cannot be.
+
+    Forward mode around a function transposes its gradient.
+
+    Args:
+        rule: The rule.
+        gradients: What its pullback returned, in the graph being traced.
+        upstream: The upstream gradients that they were computed from.
+    """
+    us = present(upstream)
+    if overrides.is_storing():
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        if linear.are_linear(list(map(values_of, present(gradients))), us, operations):
+            return list(gradients)
+
+    graph = tf.compat.v1.get_default_graph()
+
+    def guarded(i: int, g: Gradient) -> Gradient:
+        def pull(z: Tensor) -> list[Gradient]:
+            if isinstance(rule.push, str):
+                fits, message = tf.constant(False), rule.push
+            else:
+                fits, message = _fits(rule, i, upstream, graph), NOT_TRANSPOSED
+            zero = unknown.zero_if(fits, message.format(rule.name), [z, *us])
+            return [z, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in us)]
+
+        part = values_of(g)
+        passed = Rule(rule.name, pull, lambda along, *_: [along], is_local=True)
+        return with_values(g, keep([part], [part, *us], passed)[0])
+
+    return [None if g is None else guarded(i, g) for i, g in enumerate(gradients)]
+
+
+def _fits(rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph) -> Tensor:
+    """Whether gradient `i` of a rule, which is in a graph, can be transposed."""
+
+    def fits() -> list[Tensor]:
+        def pull(us: Sequence[Tensor]) -> list[Gradient]:
+            gradients = list(rule.pull(*spread(us, upstream)))
+            # The size of the others tells what is rounding.
+            first = [gradients.pop(i), *gradients]
+            return [None if g is None else values_of(g) for g in first]
+
+        with unknown.not_raising():
+            _, holds, _ = adjoint.transpose(pull, present(upstream), None, of_first=True)
+        return [holds]
+
+    # What the rule uses is only known in its graph, to which nothing may be added any more: as long
+    # as that happens, TensorFlow differentiates it anew.
+    traced = tapes.in_thread(lambda: tracing.Traced(fits, [], graph))
+    with graph.as_default():
+        captured = list(map(graphs.as_used, traced.captured))
+    with tapes.not_recording():
+        (holds,) = traced([], captured)
+    return holds
 
 
 def _push(rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent]) -> list[Tangent]:

@@ -100,6 +100,23 @@ def test_by_any_nesting(name, where, modes):
         assert is_batch or of_second_order(true, where, *modes) in LOUD
 
 
+OF_FUNCTIONS = {
+    "function": lambda f: derivative(mapped(derivative(traced(f)))),
+    "function of a map": lambda f: traced(derivative(mapped(derivative(traced(mapped(f)))))),
+    "gradient as a function": lambda f: derivative(mapped(traced(derivative(traced(f))))),
+    # There, a map is a function.
+    "map in XLA": lambda f: compiled(derivative(mapped(derivative(mapped(f))))),
+}
+XLA = pytest.param("map in XLA", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("where", [*list(OF_FUNCTIONS)[:-1], XLA])
+def test_of_mapped_gradients_of_functions(where):
+    x = np.stack([POINTS, POINTS + 0.1])
+    found = OF_FUNCTIONS[where](OF_SLOPE["custom_vjp"](hidden, slope))(tf.constant(x))
+    np.testing.assert_allclose(tf.convert_to_tensor(found), exact(2, x), rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "where", "index"),
     spread(
