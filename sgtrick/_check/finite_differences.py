@@ -3,10 +3,10 @@
 The steps shrink by a constant factor. Large steps suffer from truncation error, small ones from the
 noise of the function. Which are best depends on the function, so all are tried, in four steps, each
 a function below: the noise is estimated from the smallest steps, which go on until differences have
-settled, or from those at which the value begins to move; kinks are told from curvature by how one-sided derivatives come together; Richardson
-extrapolation removes and estimates the truncation error, as in C. J. F. Ridders, "Accurate
-computation of F'(x) and F'(x)F''(x)", Advances in Engineering Software 4 (1982) 75-76; and finer
-differences may doubt it.
+settled, or from those at which the value begins to move; kinks are told from curvature by how
+one-sided derivatives come together; Richardson extrapolation removes and estimates the truncation
+error, as in C. J. F. Ridders, "Accurate computation of F'(x) and F'(x)F''(x)", Advances in
+Engineering Software 4 (1982) 75-76; and finer differences may doubt it.
 
 Nothing here depends on TensorFlow.
 """

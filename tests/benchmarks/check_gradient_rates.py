@@ -15,7 +15,7 @@ import tensorflow as tf
 import sgtrick
 
 N = 4  # entries of x, a [2, 2] matrix
-FUNCTIONS = 35  # of every kind
+FUNCTIONS = 20  # of every kind
 
 
 def network(rng):
