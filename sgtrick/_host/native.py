@@ -66,6 +66,7 @@ class Operation:
         refused: Mapping[int, str],
         ins: Sequence[Names],
         outs: Sequence[Names],
+        has_jvp: bool | None = None,
     ) -> None:
         """`f` returns a tuple of floating arrays.
 
@@ -76,15 +77,17 @@ class Operation:
             refused: For other floating arguments the error for a derivative by these.
             ins: The batch dimensions of its arguments.
             outs: Those of its results.
+            has_jvp: Whether JAX has forward mode of it; None to find out when a gradient is taken.
         """
         self._name, self._f, self._places, self._refused = name, f, places, refused
         self._ins, self._outs = ins, outs
         self._mapped: dict[tuple[bool, ...], Operation] = {}
         self._functions: dict[tuple[Spec, ...], ConcreteFunction] = {}
-        self._is_for_reverse_mode: bool | None = None
+        self._has_jvp = has_jvp
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
         """The results, with their derivatives."""
+        xs = tuple(map(here, xs))  # all that the rule uses is in the graph of the call
 
         def pull(*upstream: Tensor) -> list[Gradient]:
             us = map(_shaped, upstream, ys)
@@ -115,29 +118,29 @@ class Operation:
 
         with tapes.not_recording():
             ys = list(self._traced(*map(tf.stop_gradient, xs)))
-        rule = Rule(self._name, pull, push, batched=batched)
+        rule = Rule(self._name, pull, push, batched=batched, is_local=True)
         # A rule of JAX for reverse mode alone may not be linear, which `push` tests.
         tested = with_transpose(rule, push, xs)
 
         def pull_of_either(*upstream: Tensor) -> Sequence[Gradient]:
-            return (tested if self._has_no_jvp(xs) else rule).pull(*upstream)
+            return (rule if self._is_pushed(xs) else tested).pull(*upstream)
 
         return keep(ys, xs, rule._replace(pull=pull_of_either))
 
-    def _has_no_jvp(self, xs: Sequence[Tensor]) -> bool:
-        """Whether JAX has no forward mode of the function, or does not say."""
-        if self._is_for_reverse_mode is None:
+    def _is_pushed(self, xs: Sequence[Tensor]) -> bool:
+        """Whether JAX has forward mode of the function; false if it does not say."""
+        if self._has_jvp is None:
             likes = [
                 jax.ShapeDtypeStruct([n or 1 for n in x.shape], x.dtype.as_numpy_dtype) for x in xs
             ]
-            self._is_for_reverse_mode = False
             with wide([np.empty(0, like.dtype) for like in likes]):
                 try:
                     # What is not there is only missed when it is lowered.
                     jax.jit(self._jvp._f).lower(*likes, *(likes[i] for i in self._places))
+                    self._has_jvp = True
                 except (TypeError, ValueError):
-                    self._is_for_reverse_mode = True
-        return self._is_for_reverse_mode
+                    self._has_jvp = False
+        return self._has_jvp
 
     @functools.cached_property
     def _vjp(self) -> "Operation":
@@ -185,6 +188,7 @@ class Operation:
             self._refused,
             ins,
             outs,
+            has_jvp=True,  # what is asked is whether the function itself has one
         )
 
     def _unknown(self, error: WrongUseError) -> str:
@@ -242,6 +246,7 @@ class Operation:
                 self._refused,
                 [(batch, *own) if s else own for own, s in zip(self._ins, key, strict=True)],
                 [(batch, *own) for own in self._outs],
+                self._has_jvp,
             )
         return self._mapped[key]
 
