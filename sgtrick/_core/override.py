@@ -124,7 +124,7 @@ def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
                 return rule._replace(pull=_traced(rule.pull, ys, tracing.carried))
         except Exception:
             return rule
-    if (_WHEN_CALLED.get() or is_for_graph()) and not rule.is_local:
+    if _WHEN_CALLED.get() or (is_for_graph() and not rule.is_local):
         return rule._replace(pull=_traced(rule.pull, ys, tracing.carried_when_called))
     return rule
 
