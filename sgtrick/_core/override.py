@@ -118,6 +118,8 @@ def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     If the graph is soon closed, this is found by tracing the rule. If that raises, then so does the
     derivative.
     """
+    if rule.is_carried:
+        return rule
     if tracing.is_soon_closed() and not _WHEN_CALLED.get():
         try:
             with carried_when_called(), for_later():
@@ -306,7 +308,7 @@ def _tested(
             return [z, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in us)]
 
         part = values_of(g)
-        passed = Rule(rule.name, pull, lambda along, *_: [along], is_local=True)
+        passed = Rule(rule.name, pull, lambda along, *_: [along], is_carried=True)
         return with_values(g, keep([part], [part, *us], passed)[0])
 
     return [None if g is None else guarded(i, g) for i, g in enumerate(gradients)]

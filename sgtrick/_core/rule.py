@@ -36,6 +36,7 @@ class Rule(NamedTuple):
     batched: Callable[[Sequence[tuple[Tensor, bool]]], Sequence[Tensor]] | None = None
     is_guarded: bool = False
     is_local: bool = False
+    is_carried: bool = False
 
 
 def in_addition(rule: Rule, count: int = 1) -> Rule:
