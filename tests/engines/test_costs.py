@@ -64,10 +64,10 @@ def test_one_question(kind, monkeypatch):
 
 
 def test_eager_calls():
-    """The second time: the layout of the first is taken."""
+    """The second time: the layout of the first is taken. TensorFlow 2.16 takes ten calls more."""
     h, x = sgtrick.from_numpy(lambda x, n: (x @ x, (2 * x, None))), tf.ones([3])
     h(x, tf.ones([2]))
-    assert calls_of(h, x, tf.ones([2])) <= 230
+    assert calls_of(h, x, tf.ones([2])) <= 250
     np.testing.assert_array_equal(value_and_gradients(lambda x: h(x, tf.ones([2])), x)[1][0], 2 * x)
 
 
