@@ -77,7 +77,7 @@ def differentiable(
     if isinstance(hessian, str):
         gxs = [unknown.refuse(gx, xs, hessian) for gx in gxs]
     elif hessian is not None:
-        rule = Rule(name, hessian.pull, hessian.push)
+        rule = Rule(name, hessian.pull, hessian.push, is_of_caller=True)
         gxs = keep(gxs, [*gxs, *xs], in_addition(rule, len(gxs)))
     return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
@@ -145,7 +145,8 @@ class ByVector(value_form.ByVector):
 
     def _product(self, *vs: Tensor) -> list[Tensor]:
         """The product with vectors, which is its own derivative along them in both modes."""
-        found = keep(self.times(vs), vs, Rule(self._name, self._product, self._product))
+        rule = Rule(self._name, self._product, self._product, is_of_caller=True)
+        found = keep(self.times(vs), vs, rule)
         return list(map(self._refused, found))
 
     def _is_symmetric(self) -> bool:

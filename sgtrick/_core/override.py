@@ -102,6 +102,10 @@ def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
 
 
 _WHEN_CALLED: ContextVar[bool] = ContextVar("_WHEN_CALLED", default=False)
+# How many pullbacks are being traced, one called by the other. TensorFlow traces the gradient of a
+# function as it is called, so a rule that is its own derivative would be traced for ever.
+_DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
+_DEEPEST = 3
 
 
 def carried_when_called() -> contextlib.AbstractContextManager[None]:
@@ -118,9 +122,10 @@ def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
     If the graph is soon closed, this is found by tracing the rule. If that raises, then so does the
     derivative.
     """
-    if rule.is_carried:
+    if rule.is_carried or _DEPTH.get() == _DEEPEST:
         return rule
-    if tracing.is_soon_closed() and not _WHEN_CALLED.get():
+    is_now = tracing.is_soon_closed() or (is_for_graph() and rule.is_of_caller)
+    if is_now and not _WHEN_CALLED.get():
         try:
             with carried_when_called(), for_later():
                 return rule._replace(pull=_traced(rule.pull, ys, tracing.carried))
@@ -146,9 +151,10 @@ def _traced(
 ) -> Pullback:
     """A pullback of `ys` as a function, of which TensorFlow asks for all gradients."""
     live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+    depth = _DEPTH.get() + 1
 
     def run(*us: Tensor | None) -> Sequence[Gradient]:
-        with running(for_graph=True), unknown.not_raising():
+        with running(for_graph=True), unknown.not_raising(), scope(_DEPTH, depth):
             return pull(*us)
 
     function = trace(run, live)

@@ -27,6 +27,9 @@ class Rule(NamedTuple):
         is_guarded: Whether `pull` comes with errors for derivatives that TensorFlow would lose.
         is_local: Whether `pull` uses only tensors of the graph of the call, and variables. Then it
             can be called where a gradient that calls it is differentiated; else it is carried.
+        is_carried: Whether `pull` can be called in any graph as it is.
+        is_of_caller: Whether `pull` calls a function of the caller's that is no rule, and may close
+            over anything: it is carried at once, while that can be captured.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Rule(NamedTuple):
     is_guarded: bool = False
     is_local: bool = False
     is_carried: bool = False
+    is_of_caller: bool = False
 
 
 def in_addition(rule: Rule, count: int = 1) -> Rule:

@@ -201,7 +201,7 @@ def _pulled(e: Evaluation, us: Sequence[Tensor], is_first: bool) -> list[Tensor]
         of_all, vectors = e.of_all(us, inputs)
         return _pulled(of_all, vectors, is_first)
 
-    rule = Rule(e.name, pull, push, batched=batched)
+    rule = Rule(e.name, pull, push, batched=batched, is_of_caller=True)
     return keep([*products, *flags], [*us, *e.tensors], rule)
 
 
@@ -244,7 +244,7 @@ def _pushed(e: Evaluation, ts: Sequence[Tensor], is_first: bool) -> list[Tensor]
         of_all, vectors = e.of_all(ts, inputs)
         return _pushed(of_all, vectors, is_first)
 
-    rule = Rule(e.name, pull, push, batched=batched)
+    rule = Rule(e.name, pull, push, batched=batched, is_of_caller=True)
     return keep(_times(e, ts), [*ts, *e.tensors], rule)
 
 
@@ -295,7 +295,7 @@ def _second_of(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) -> lis
         of_all, vectors = e.of_all([*vs, *us], inputs)
         return _second_of(of_all, vectors[len(vs) :], vectors[: len(vs)])
 
-    rule = Rule(e.name, pull, push, batched=batched)
+    rule = Rule(e.name, pull, push, batched=batched, is_of_caller=True)
     return keep([*products, *flags], [*vs, *us, *e.tensors], rule)
 
 
