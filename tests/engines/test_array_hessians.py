@@ -135,7 +135,9 @@ def test_mapped(over, vectorized, wrap):
         x = x[:, tf.newaxis]
     x, v = (tf.broadcast_to(t, came.shape) for t in (x, v))
     close([came], [times(MODELS["number"].true, x, v)])
-    assert h.hess_calls == (1 if vectorized else len(tf.reshape(came, [-1, 2])))
+    # In eager execution, a map runs what it does not use, too.
+    runs = 2 if wrap is EXECUTED["eager"] else 1
+    assert h.hess_calls == runs * (1 if vectorized else len(tf.reshape(came, [-1, 2])))
 
 
 def product(p, n):
