@@ -219,7 +219,7 @@ def section() -> str:
         "",
         "What the tests of other libraries for custom derivatives ask, asked of the functions here, by a",
         "program for each case in the folder tests/peers.",
-        "*Announced* is an error here, with a message, where the other library has a number; *absent* are",
+        "*Announced* is an error here where the other library has a number; *absent* are",
         "cases without a counterpart, each listed there with its reason.",
         "",
         "| tests | cases | with a counterpart | right | announced | absent |",
