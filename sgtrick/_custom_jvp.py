@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # signatures that show the names of types
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 
@@ -12,7 +11,6 @@ from sgtrick._arguments import calls, jvp_protocol, structures
 from sgtrick._arguments.structures import present
 from sgtrick._core import adjoint, unknown
 from sgtrick._core.adjoint import paired
-from sgtrick._core.override import carried_when_called
 from sgtrick._core.point import Selection, ValueAtPoint
 from sgtrick._core.rule import is_for_graph, transposed_now, transposing
 from sgtrick._tensorflow import autograph, graphs
@@ -153,15 +151,13 @@ def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
             n = len(point.xs)
             return tangents_at(called.at(at, inputs[:n], inputs[n:]), ts)
 
-        # The rule of a call in the rule is seldom asked for.
-        with carried_when_called() if transposed_now(key) else contextlib.nullcontext():
-            kept = called.embed(
-                ys,
-                gradients,
-                known=lambda *upstream: pulled(at, upstream),
-                push=lambda *ts: tangents_at(at, ts),
-                tangents=tangents,
-            )
+        kept = called.embed(
+            ys,
+            gradients,
+            known=lambda *upstream: pulled(at, upstream),
+            push=lambda *ts: tangents_at(at, ts),
+            tangents=tangents,
+        )
         return structures.pack_present(like, kept)
 
     form = autograph.form(call)

@@ -20,7 +20,7 @@ from sgtrick._core.point import Selection
 from sgtrick._core.rule import Rule
 from sgtrick._core.systems import TWICE, Elimination, Method, Product, Solver, unless
 from sgtrick._tensorflow import autograph, connections, graphs, tapes, tracing
-from sgtrick._types import Function, Gradient, Ndims, Pullback, Structure, Tensor
+from sgtrick._types import Function, Gradient, Ndims, Structure, Tensor
 
 
 def implicit_root(
@@ -266,10 +266,7 @@ def _equation(
 
     varying = connections.varying(outline.captured, outline.inner)
     calls_host = connections.Subgraph(outcome).host_sees([*outline.inputs, *varying])
-    # The caller's method may use any tensor, and the residual some that are no inputs of a rule.
-    of_graphs = [t for t in outline.captured if graphs.operation(t) is not None]
-    is_local = isinstance(solver, Elimination) and not of_graphs
-    equation = _Equation(name, r, [*closed, *handles], calls_host, solver, is_local)
+    equation = _Equation(name, r, [*closed, *handles], calls_host, solver)
     return equation, [*closed, *map(tapes.read, handles)]
 
 
@@ -282,7 +279,6 @@ class _Equation(NamedTuple):
         closed: The same, with the handles of variables instead of their values.
         calls_host: Whether a host call makes the residual of something that may be differentiated.
         solver: What solves systems with the Jacobian of `r` by `x`.
-        is_local: See `Rule`.
     """
 
     name: str
@@ -290,11 +286,6 @@ class _Equation(NamedTuple):
     closed: Sequence[Tensor]
     calls_host: bool
     solver: Solver
-    is_local: bool
-
-    def rule(self, pull: Pullback) -> Rule:
-        """The rule of a solution."""
-        return Rule(self.name, pull, is_local=self.is_local)
 
     def sources(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What tapes differentiate with respect to: the inputs, or what `r` uses itself."""
@@ -334,7 +325,7 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
             r = equation.r(root, at)
         return list(tape.gradient(r, sources, w))
 
-    (solution,) = keep([tf.stop_gradient(x)], inputs, equation.rule(pull))
+    (solution,) = keep([tf.stop_gradient(x)], inputs, Rule(equation.name, pull))
     return solution
 
 
@@ -375,7 +366,7 @@ def _linear(
         refused = TWICE.format(equation.name)
         return [v, *unknown.unless_refused(by_the_others, [x, *inputs], [z], refused)]
 
-    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], equation.rule(pull))
+    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull))
     return solution
 
 

@@ -72,7 +72,7 @@ def of_batch(
     push = rule.push
     if callable(push):  # not mapped itself: the transpose of the pullback is the same
         push = None if rule.transposes else transpose
-    return ys, xs, Rule(rule.name, pull, push, is_local=True)
+    return ys, xs, Rule(rule.name, pull, push)
 
 
 def _failing(name: str, error: Exception) -> Rule:

@@ -9,18 +9,16 @@ loop, stateful. TensorFlow differentiates what it returns like everything else.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from sgtrick._arguments import devices, structures
-from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import present, spread
 from sgtrick._core import adjoint, jvp_call, mapped, unknown
 from sgtrick._core.rule import Rule, for_later, in_addition, is_for_graph, running
 from sgtrick._core.transposition import NOT_TRANSPOSED, transposed, values_of, with_values
-from sgtrick._tensorflow import graphs, linear, mapping, overrides, tapes, tracing
+from sgtrick._tensorflow import graphs, linear, mapping, overrides, reach, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor
@@ -59,7 +57,7 @@ def keep(
     else:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = [here(y) for y in ys], [here(x) for x in xs]
-        carried = rule if _counts_as_connected(rule) else _carried(rule, ys)
+        carried = rule if _counts_as_connected(rule) else _reachable(rule, ys)
         outputs = _outputs(ys, xs, rule, carried, if_lost, in_graph)
     tapes.record_override(
         outputs,
@@ -101,71 +99,52 @@ def with_transpose(rule: Rule, push: Pushforward, xs: Sequence[Tensor]) -> Rule:
     return rule._replace(pull=pull, push=push)
 
 
-_WHEN_CALLED: ContextVar[bool] = ContextVar("_WHEN_CALLED", default=False)
-# How many pullbacks are being traced, one called by the other. TensorFlow traces the gradient of a
-# function as it is called, so a rule that is its own derivative would be traced for ever.
-_DEPTH: ContextVar[int] = ContextVar("_DEPTH", default=0)
-_DEEPEST = 3
+def _reachable(rule: Rule, ys: Sequence[Tensor]) -> Rule:
+    """The rule for the gradient of the graph being traced, which is another graph.
 
-
-def carried_when_called() -> contextlib.AbstractContextManager[None]:
-    """A scope in which pullbacks are traced when they are called, and not before.
-
-    Rules that call each other, or themselves, would be traced for ever.
+    What the rule closes over is found there, if this graph has captured it. A branch or the body of
+    a loop is complete before it is differentiated, and a gradient knows nothing of the graph whose
+    gradient it is. So what the rule may close over alone is captured now.
     """
-    return scope(_WHEN_CALLED, True)
+    is_closed = tracing.is_soon_closed() or (is_for_graph() and rule.is_of_caller)
+    if is_closed and not graphs.is_asking():
 
+        def run(*us: Tensor | None) -> Sequence[Gradient]:
+            with running(for_graph=True), unknown.not_raising(), graphs.thrown_away(), for_later():
+                return rule.pull(*us)
 
-def _carried(rule: Rule, ys: Sequence[Tensor]) -> Rule:
-    """The rule for other graphs than that of the call, where what it closes over is out of reach.
-
-    If the graph is soon closed, this is found by tracing the rule. If that raises, then so does the
-    derivative.
-    """
-    if rule.is_carried or _DEPTH.get() == _DEEPEST:
-        return rule
-    is_now = tracing.is_soon_closed() or (is_for_graph() and rule.is_of_caller)
-    if is_now and not _WHEN_CALLED.get():
-        try:
-            with carried_when_called(), for_later():
-                return rule._replace(pull=_traced(rule.pull, ys, tracing.carried))
-        except Exception:
-            return rule
-    if _WHEN_CALLED.get() or (is_for_graph() and not rule.is_local):
-        return rule._replace(pull=_traced(rule.pull, ys, tracing.carried_when_called))
-    return rule
+        # Where the rule raises, its derivative does.
+        with contextlib.suppress(Exception):
+            for t in tracing.Outline(run, _live(ys)).captured:
+                graphs.as_used(t)
+    return rule._replace(pull=reach.from_here(rule.pull))
 
 
 def once(pull: Pullback, ys: Sequence[Tensor]) -> Pullback:
-    """A pullback that is run once, as the caller's may have to be.
-
-    Where the graph is soon closed, it is carried, and a tape in the graph may call it too.
-    """
-    if tf.executing_eagerly() or not tracing.is_soon_closed() or _WHEN_CALLED.get():
+    """A pullback that is run once, as the caller's may have to be, if the graph is soon closed."""
+    if tf.executing_eagerly() or not tracing.is_soon_closed() or graphs.is_asking():
         return pull
-    return _traced(pull, ys, tracing.traced_once)
-
-
-def _traced(
-    pull: Pullback, ys: Sequence[Tensor], trace: Callable[[Pullback, list[Tensor | None]], Pullback]
-) -> Pullback:
-    """A pullback of `ys` as a function, of which TensorFlow asks for all gradients."""
-    live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
-    depth = _DEPTH.get() + 1
+    live = _live(ys)
 
     def run(*us: Tensor | None) -> Sequence[Gradient]:
-        with running(for_graph=True), unknown.not_raising(), scope(_DEPTH, depth):
+        with running(for_graph=True), unknown.not_raising():
             return pull(*us)
 
-    function = trace(run, live)
+    function = tracing.traced_once(run, live)
 
     def call(*us: Tensor | None) -> list[Gradient]:
         pairs = zip(us, live, strict=True)
         # In loops of TensorFlow 1, an upstream gradient may be missing.
-        given = [tf.zeros_like(y) if u is None else u for u, y in pairs if y is not None]
-        return list(function(*given))
+        return list(
+            function(*(tf.zeros_like(y) if u is None and y is not None else u for u, y in pairs))
+        )
 
     return call
+
+
+def _live(ys: Sequence[Tensor]) -> list[Tensor | None]:
+    """The outputs that have derivatives, and None in place of others."""
+    return [y if structures.is_differentiable(y.dtype) else None for y in ys]
 
 
 def _outputs(
@@ -314,7 +293,7 @@ def _tested(
             return [z, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in us)]
 
         part = values_of(g)
-        passed = Rule(rule.name, pull, lambda along, *_: [along], is_carried=True)
+        passed = Rule(rule.name, pull, lambda along, *_: [along])
         return with_values(g, keep([part], [part, *us], passed)[0])
 
     return [None if g is None else guarded(i, g) for i, g in enumerate(gradients)]

@@ -25,11 +25,8 @@ class Rule(NamedTuple):
         batched: Under `tf.vectorized_map`, from the inputs for all members, and whether each has a
             batch dimension, to the outputs with their derivatives; None to map `pull`.
         is_guarded: Whether `pull` comes with errors for derivatives that TensorFlow would lose.
-        is_local: Whether `pull` uses only tensors of the graph of the call, and variables. Then it
-            can be called where a gradient that calls it is differentiated; else it is carried.
-        is_carried: Whether `pull` can be called in any graph as it is.
         is_of_caller: Whether `pull` calls a function of the caller's that is no rule, and may close
-            over anything: it is carried at once, while that can be captured.
+            over anything, also over what no operation of the forward pass has used.
     """
 
     name: str
@@ -38,8 +35,6 @@ class Rule(NamedTuple):
     transposes: bool = False
     batched: Callable[[Sequence[tuple[Tensor, bool]]], Sequence[Tensor]] | None = None
     is_guarded: bool = False
-    is_local: bool = False
-    is_carried: bool = False
     is_of_caller: bool = False
 
 

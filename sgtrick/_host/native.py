@@ -118,7 +118,7 @@ class Operation:
 
         with tapes.not_recording():
             ys = list(self._traced(*map(tf.stop_gradient, xs)))
-        rule = Rule(self._name, pull, push, batched=batched, is_local=True)
+        rule = Rule(self._name, pull, push, batched=batched)
         # A rule of JAX for reverse mode alone may not be linear, which `push` tests.
         tested = with_transpose(rule, push, xs)
 

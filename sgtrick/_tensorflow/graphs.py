@@ -1,7 +1,7 @@
 """Properties of graphs, their operations and their tensors."""
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextvars import ContextVar
 from typing import Any
 
@@ -111,28 +111,6 @@ def captured_from(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def finder() -> Callable[[Tensor], Tensor]:
-    """A function that finds what represents a tensor in the graph that is now being traced.
-
-    That is, if the graph has captured it, or what represents it in a graph around. Branches and
-    loops forget that as they are closed.
-    """
-    around, graph = [], tf.compat.v1.get_default_graph()
-    outer = getattr(graph, "outer_graph", None)
-    while outer is not None:
-        around.append(list(getattr(outer, "captures", ())))
-        outer = getattr(outer, "outer_graph", None)
-
-    def find(t: Tensor) -> Tensor:
-        known = {id(t)}
-        for captures in reversed(around):
-            known |= {id(inner) for outer, inner in captures if id(outer) in known}
-        captures = getattr(graph, "captures", ())
-        return next((inner for outer, inner in captures if id(outer) in known), t)
-
-    return find
-
-
 def is_out_of_reach() -> bool:
     """Whether the gradient of a branch, now being traced, uses what TensorFlow cannot pass to it.
 
@@ -220,6 +198,11 @@ def is_thrown_away() -> bool:
     """
     thrown_away = _THROWN_AWAY.get()
     return thrown_away is not None and is_part_of(thrown_away)
+
+
+def is_asking() -> bool:
+    """Whether such a graph is being traced, or a function that it calls."""
+    return _THROWN_AWAY.get() is not None
 
 
 def in_xla(graph: Graph) -> bool:

@@ -1,0 +1,75 @@
+"""What a function closes over, where it is called in the gradient of the graph that made it.
+
+TensorFlow differentiates a graph in another one, which can use the tensors of the first. What the
+first has captured from elsewhere is out of reach there: the gradient of a branch cannot capture it,
+and that of a gradient captures a tensor of a graph that nobody runs any more. But the first graph
+has a tensor that represents it.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar, cast
+
+import tensorflow as tf
+
+from sgtrick._arguments.scopes import scope
+from sgtrick._tensorflow.tracing import is_soon_closed
+from sgtrick._types import Graph, Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Level(NamedTuple):
+    """A graph in which a function is made that is called in the gradient of this graph.
+
+    Attributes:
+        graph: The graph.
+        captured: If it is soon closed, what it has captured by now, and what represents that.
+            Branches and loops forget this as they are complete.
+    """
+
+    graph: Graph
+    captured: Sequence[tuple[Tensor, Tensor]]
+
+    def inner(self) -> dict[int, Tensor]:
+        """What represents tensors, by their identities."""
+        return {id(outer): inner for outer, inner in (*self.captured, *_captures(self.graph))}
+
+
+_LEVELS: ContextVar[tuple[_Level, ...]] = ContextVar("_LEVELS", default=())
+
+
+def from_here(f: F) -> F:
+    """`f`, for the gradient of the graph being traced: what it closes over is found there."""
+    graph = tf.compat.v1.get_default_graph()
+    captured = list(_captures(graph)) if is_soon_closed() else []
+    levels = (*_LEVELS.get(), _Level(graph, captured))
+
+    @functools.wraps(f)
+    def call(*args: Any) -> Any:
+        inner = [level.inner() for level in levels]
+
+        def found(t: Tensor) -> Tensor:
+            names = {id(t)}  # of what represents it in any of these graphs
+            for of_level in inner:
+                last = [of_level[k] for k in names if k in of_level]
+                names |= set(map(id, last))
+            return last[0] if last else t
+
+        here = tf.compat.v1.get_default_graph()
+        capture = here.capture
+        here.capture = lambda t, *name, **named: capture(found(t), *name, **named)
+        try:
+            with scope(_LEVELS, levels):
+                return f(*args)
+        finally:
+            here.capture = capture
+
+    return cast(F, call)
+
+
+def _captures(graph: Graph) -> Iterable[tuple[Tensor, Tensor]]:
+    """What a graph has captured, and what represents that; a graph of TensorFlow 1 does not."""
+    found: Iterable[tuple[Tensor, Tensor]] = getattr(graph, "captures", ())
+    return found
