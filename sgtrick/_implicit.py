@@ -235,7 +235,7 @@ def _equation(
     """
 
     def outlined(*at: Tensor) -> list[Tensor]:
-        with graphs.thrown_away():
+        with ongoing.probing():
             return [residual(*at)]
 
     def outlining() -> tracing.Outline:

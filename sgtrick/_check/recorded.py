@@ -75,7 +75,7 @@ class Recorded:
             why = str(error)
         if np.all(np.isfinite(gradient)):
             return gradient, ""
-        with _eagerly(), unknown.noted() as messages:
+        with _eagerly(), ongoing.collecting_messages() as messages:
             try:
                 tape, ys = _taped(self._function, self.xs)
                 again = _asked(lambda u: self._gradient(tape, ys, u), upstream)

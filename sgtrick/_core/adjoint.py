@@ -23,8 +23,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present
-from sgtrick._core.rule import running
-from sgtrick._tensorflow import graphs, linear, tracing
+from sgtrick._tensorflow import linear, ongoing, tracing
 from sgtrick._types import Array, DType, Gradient, Tensor
 
 # Tensors, and as many others of the same dtypes.
@@ -67,7 +66,7 @@ def transpose(
     if not ys:
         return [None] * len(far), tf.constant(True), []
     found = tape.gradient(ys, far, zs)
-    if graphs.is_thrown_away():
+    if ongoing.is_probe():
         return found, tf.constant(True), zs
     if is_told and None not in found:
         return list(map(tf.convert_to_tensor, found)), tf.constant(True), []
@@ -98,7 +97,7 @@ def _is_linear_in_a_trace(
     """Whether a function is linear by its operations, where it cannot read its arguments."""
 
     def values(*ts: Tensor) -> Sequence[Gradient]:
-        with running(), graphs.thrown_away():
+        with ongoing.running(), ongoing.probing():
             return f(ts)
 
     try:

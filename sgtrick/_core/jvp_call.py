@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from sgtrick._arguments.structures import present, spread
-from sgtrick._core import unknown
-from sgtrick._tensorflow import graphs, tapes, tracing
+from sgtrick._tensorflow import graphs, ongoing, tapes, tracing
 from sgtrick._types import Function, Gradient, Tangent, Tensor
 
 
@@ -31,7 +30,7 @@ def call(f: Function, arguments: Sequence[Tensor | None]) -> list[Tensor | None]
     def pull(*upstream: Tensor | None) -> list[Gradient]:
         def gradients(*us: Tensor | None) -> list[Gradient]:
             # With respect to all sources, whichever were requested.
-            with unknown.not_raising():
+            with ongoing.not_raising():
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(sources)
                     ys = again()

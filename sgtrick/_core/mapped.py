@@ -11,9 +11,9 @@ import tensorflow as tf
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present, spread
 from sgtrick._core import unknown
-from sgtrick._core.rule import Rule, running
-from sgtrick._core.transposition import transposed
-from sgtrick._tensorflow import graphs, mapping, tapes, tracing
+from sgtrick._core.rule import Rule
+from sgtrick._core.transposed import transposed
+from sgtrick._tensorflow import graphs, mapping, ongoing, tapes, tracing
 from sgtrick._types import Gradient, Tangent, Tensor
 
 
@@ -27,14 +27,14 @@ def of_batch(
         count: The number of outputs, which are the first inputs of its operation.
         batch: The operation for all members.
     """
-    # None for outputs without derivatives.
-    live = [y if structures.is_differentiable(y.dtype) else None for y in batch.outputs[:count]]
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
+    # None for outputs without derivatives.
+    live = [y if structures.is_differentiable(y.dtype) else None for y in batch.outputs[:count]]
 
     def of_member(*us: Tensor | None) -> Sequence[Gradient]:
-        with unknown.not_raising(), running(for_graph=True):
+        with ongoing.not_raising(), ongoing.running(for_graph=True):
             return rule.pull(*us)
 
     def trace() -> tracing.Traced:
@@ -44,56 +44,90 @@ def of_batch(
         # Accumulators would add their tangents to what is traced.
         member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
     except Exception as error:
-        return ys, xs, _failing(rule.name, error)
+        return ys, xs, _Failing(rule.name, error)
     try:
         taken = map(batch.take, member.captured)
         captured = [(graphs.as_used(t), is_stacked) for t, is_stacked in taken]
     except mapping.OutOfReachError:
-        return ys, xs, _out_of_reach(rule.name, xs)
+        return ys, xs, _OutOfReach(rule.name, xs)
+    return ys, xs, OfBatch(rule, ys, inputs, member, captured)
 
-    def pull(*upstream: Tensor) -> list[Gradient]:
-        live_us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
+
+class OfBatch(Rule):
+    """The rule of the outputs for all members: the pullback of one member, mapped."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        ys: Sequence[Tensor],
+        inputs: Sequence[tuple[Tensor, bool]],
+        member: tracing.Traced,
+        captured: Sequence[tuple[Tensor, bool]],
+    ) -> None:
+        """The rule of a batch.
+
+        Args:
+            rule: That of one member.
+            ys: The outputs.
+            inputs: The inputs, and whether each has a batch dimension.
+            member: The pullback of one member.
+            captured: What that has captured, likewise.
+        """
+        self.name = rule.name
+        self._ys, self._inputs, self._member, self._captured = ys, inputs, member, captured
+        # A rule's own JVP is not mapped: the transpose of the pullback is the same.
+        self.push = rule.push
+        if callable(rule.push):
+            self.push = None if rule.transposes else self._transposed
+
+    def pull(self, *upstream: Tensor | None) -> list[Gradient]:
+        """The gradients of all members; of what they share, the sum."""
         # The derivative of a reshape is dense. Where the size is unknown, TensorFlow gathers what
         # is mapped, and cannot differentiate the slices again.
-        us = [u if u.shape.is_fully_defined() else tf.reshape(u, tf.shape(u)) for u in live_us]
-        with unknown.not_raising():
-            mapped = mapping.over_members(lambda *at: present(member(*at)), us, captured)
-        gradients = spread(mapped, member.outputs)
-        for i, (g, (x, is_stacked)) in enumerate(zip(gradients, inputs, strict=True)):
+        us = [
+            u if u.shape.is_fully_defined() else tf.reshape(u, tf.shape(u))
+            for u, y in zip(upstream, self._ys, strict=True)
+            if structures.is_differentiable(y.dtype)
+        ]
+        with ongoing.not_raising():
+            mapped = mapping.over_members(
+                lambda *at: present(self._member(*at)), us, self._captured
+            )
+        gradients = spread(mapped, self._member.outputs)
+        for i, (g, (x, is_stacked)) in enumerate(zip(gradients, self._inputs, strict=True)):
             if g is not None:
                 g = g if is_stacked else tf.cast(tf.reduce_sum(structures.wide(g), 0), g.dtype)
                 g.set_shape(x.shape)
                 gradients[i] = g
         return gradients
 
-    def transpose(*tangents: Tangent) -> list[Tangent]:
-        return transposed(Rule(rule.name, pull), ys, tangents, is_tested=False)
-
-    push = rule.push
-    if callable(push):  # not mapped itself: the transpose of the pullback is the same
-        push = None if rule.transposes else transpose
-    return ys, xs, Rule(rule.name, pull, push)
+    def _transposed(self, *tangents: Tangent) -> list[Tangent]:
+        return transposed(self, self._ys, tangents, is_tested=False)
 
 
-def _failing(name: str, error: Exception) -> Rule:
+class _Failing(Rule):
     """A rule that raises the error with which it could not be traced."""
 
-    def pull(*_: Tensor | None) -> list[Gradient]:
-        raise error
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name, self._error = name, error
 
-    return Rule(name, pull)
+    def pull(self, *_: Tensor | None) -> list[Gradient]:
+        raise self._error
 
 
-def _out_of_reach(name: str, xs: Sequence[Tensor]) -> Rule:
+class _OutOfReach(Rule):
     """A rule that raises an error when the batched outputs are differentiated."""
-    message = (
-        f"{name} cannot be mapped by tf.vectorized_map here: it is called in a function within the "
-        "mapped one, such as a tf.function or the gradient function of another form, and its own "
-        "gradient function closes over a tensor that was computed outside of that function. Pass "
-        f"this tensor to {name} as an argument, or map with tf.map_fn."
-    )
 
-    def pull(*upstream: Tensor | None) -> list[Gradient]:
-        return unknown.failures(xs, message, present(upstream))
+    def __init__(self, name: str, xs: Sequence[Tensor]) -> None:
+        self.name, self._xs, self.push = name, xs, _OUT_OF_REACH.format(name)
 
-    return Rule(name, pull, message)
+    def pull(self, *upstream: Tensor | None) -> list[Gradient]:
+        return unknown.failures(self._xs, _OUT_OF_REACH.format(self.name), present(upstream))
+
+
+_OUT_OF_REACH = (
+    "{0} cannot be mapped by tf.vectorized_map here: it is called in a function within the mapped "
+    "one, such as a tf.function or the gradient function of another form, and its own gradient "
+    "function closes over a tensor that was computed outside of that function. Pass this tensor to "
+    "{0} as an argument, or map with tf.map_fn."
+)

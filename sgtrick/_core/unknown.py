@@ -6,41 +6,15 @@ is tested at run time is an error if the test fails, by `known_if`.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import present, spread
-from sgtrick._tensorflow import mapping, overrides, tapes, tracing
-from sgtrick._tensorflow.graphs import here, is_thrown_away
-from sgtrick._types import DType, Gradient, Pullback, Pushforward, Tangent, Tensor
-
-_MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
-_NOTED: ContextVar[list[str] | None] = ContextVar("_NOTED", default=None)
-
-
-def not_raising() -> contextlib.AbstractContextManager[None]:
-    """A scope without errors, only NaN: for the gradient of a `tf.function` as a whole.
-
-    There, TensorFlow computes the gradients with respect to all arguments, and then keeps those
-    that were requested.
-    """
-    return scope(_MAY_RAISE, False)
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[list[str]]:
-    """A scope without errors, only NaN, that yields the messages of the errors.
-
-    Only in eager execution. There may be messages about derivatives that were not requested.
-    """
-    messages: list[str] = []
-    with scope(_NOTED, messages), not_raising():
-        yield messages
-
+from sgtrick._tensorflow import mapping, ongoing, operation, tapes, tracing
+from sgtrick._tensorflow.graphs import here
+from sgtrick._types import DType, Gradient, Tangent, Tensor
 
 # One for all, or what returns one for each, None where the derivative is known.
 Messages = str | Callable[[], Sequence[str | None]]
@@ -71,51 +45,94 @@ def refuse(
     def messages() -> Sequence[str | None]:
         return [message] * len(by) if isinstance(message, str) else message()
 
-    if overrides.is_storing():
+    if operation.is_storing():
         refused = [x for x, why in zip(by, messages(), strict=True) if why]
         if len(refused) < len(by):
             return _known_in_part(t, refused)
+    t, by = here(t), list(map(here, by))
+    return _Refused(t, by, messages, linear, is_used=is_used).output()
 
-    def derivatives(part: Tensor, inputs: Sequence[Tensor]) -> tuple[Pullback, Pushforward]:
+
+class _Refused:
+    """A tensor whose derivatives by `inputs` are errors, as TensorFlow calls them.
+
+    They are functions of the tensor and the inputs. So for a batch they are computed anew, and not
+    by mapping a trace.
+    """
+
+    def __init__(
+        self,
+        part: Tensor,
+        inputs: Sequence[Tensor],
+        messages: Callable[[], Sequence[str | None]],
+        linear: int,
+        *,
+        is_used: bool,
+    ) -> None:
+        self._part, self._inputs, self._messages = part, inputs, messages
+        self._linear, self._is_used = linear, is_used
         n = len(inputs) - linear
-        of, linear_in = [*inputs[:n], part], inputs[n:]  # what is unknown may depend on all of it
+        # What is unknown may depend on all of it.
+        self._of, self._linear_in = [*inputs[:n], part], inputs[n:]
 
-        def again(known: Tensor, along: Sequence[Tensor]) -> Tensor:
-            more = [None] * len(along)
-            return refuse(known, [*inputs, *along], lambda: [*messages(), *more], len(along))
+    def output(self) -> Tensor:
+        """The tensor with these derivatives."""
+        derivatives = operation.Derivatives(
+            self.pull, self.push, self.pull_of_graph, self.vectorize, passes_on=True
+        )
+        part = self._part
+        return operation.identity_with([part], [part, *self._inputs], derivatives, [part])[0]
 
-        def pull(z: Tensor) -> list[Gradient]:
-            why = messages()
-            if not any(why):
-                return [z, *[None] * len(inputs)]
+    def pull(self, z: Tensor) -> list[Gradient]:
+        """The cotangent itself, and for each input None, an error, or a zero that is refused."""
+        why = self._messages()
+        if not any(why):
+            return [z, *[None] * len(self._inputs)]
 
-            def by_one(x: Tensor, why: str | None) -> Gradient:
-                if not structures.is_differentiable(x.dtype):
-                    return None
-                if why:
-                    return failure(x, why, [z], of, linear_in)
-                return again(tf.zeros_like(x), [z])
+        def by_one(x: Tensor, why: str | None) -> Gradient:
+            if not structures.is_differentiable(x.dtype):
+                return None
+            if why:
+                return failure(x, why, [z], self._of, self._linear_in)
+            return self._again(tf.zeros_like(x), [z])
 
-            return [z, *map(by_one, inputs, why)]
+        return [z, *map(by_one, self._inputs, why)]
 
-        def push(along: Tangent, *tangents: Tangent) -> list[Tangent]:
-            whys = tapes.in_thread(messages)
-            for why in filter(None, dict.fromkeys(whys)):
-                moving = present([t for t, w in zip(tangents, whys, strict=True) if w == why])
-                if moving:
-                    if linear:
-                        zero = are_zero(linear_in)
-                        moving = [tf.where(zero, tf.zeros_like(t), t) for t in moving]
-                    along = tf.zeros_like(part) if along is None else along
-                    with contextlib.nullcontext() if is_used else not_raising():
-                        (along,) = unless_moving(why, [along], moving, [*of, *linear_in])
-            if along is None or all(whys) or not any(whys):
-                return [along]
-            return [again(along, present(tangents))]
+    def pull_of_graph(self, z: Tensor) -> list[Gradient]:
+        """The same in graphs: nobody may have asked for all of the gradient of a function."""
+        is_of_function = self._part.graph is not tf.compat.v1.get_default_graph()
+        with ongoing.not_raising() if is_of_function else contextlib.nullcontext():
+            return self.pull(z)
 
-        return pull, push
+    def push(self, along: Tangent, *tangents: Tangent) -> list[Tangent]:
+        """The tangent of the tensor, or an error if a tangent by which it is refused moves."""
+        whys = tapes.in_thread(self._messages)
+        for why in filter(None, dict.fromkeys(whys)):
+            moving = present([t for t, w in zip(tangents, whys, strict=True) if w == why])
+            if moving:
+                if self._linear:
+                    zero = are_zero(self._linear_in)
+                    moving = [tf.where(zero, tf.zeros_like(t), t) for t in moving]
+                along = tf.zeros_like(self._part) if along is None else along
+                with contextlib.nullcontext() if self._is_used else ongoing.not_raising():
+                    (along,) = unless_moving(why, [along], moving, [*self._of, *self._linear_in])
+        if along is None or all(whys) or not any(whys):
+            return [along]
+        return [self._again(along, present(tangents))]
 
-    return pass_on(t, by, derivatives)
+    def vectorize(self, batch: mapping.Vectorized) -> list[Tensor]:
+        """The tensors of all members, refused again."""
+        (part, is_stacked), *others = batch.inputs[1:]
+        part = part if is_stacked else batch.stack(part)
+        inputs = [here(x) for x, _ in others]
+        of_batch = _Refused(here(part), inputs, self._messages, self._linear, is_used=self._is_used)
+        return [of_batch.output()]
+
+    def _again(self, known: Tensor, along: Sequence[Tensor]) -> Tensor:
+        """A derivative that is known, refused by the same inputs."""
+        more = [None] * len(along)
+        by = [*self._inputs, *along]
+        return refuse(known, by, lambda: [*self._messages(), *more], len(along))
 
 
 def _known_in_part(t: Tensor, refused: Sequence[Tensor]) -> Tensor:
@@ -162,13 +179,13 @@ def failure(
     """
     factors = [(tensors, are_zero(tensors)) for tensors in (zs, along) if tensors]
     still = tf.reduce_any(tf.stack([is_zero for _, is_zero in factors]))
-    if tf.executing_eagerly() and _MAY_RAISE.get() and not still:
+    if tf.executing_eagerly() and ongoing.may_raise() and not still:
         if tapes.asked_for(like):
             raise LookupError(message)
         tapes.warn_of_nan(message)
     if tf.executing_eagerly() and not still:
-        _note(message)
-    may_raise = _MAY_RAISE.get() and not tf.executing_eagerly()
+        ongoing.collect(message)
+    may_raise = ongoing.may_raise() and not tf.executing_eagerly()
     wave = depending_on(list(map(_finite, [like, *of])))
     value = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), still)
 
@@ -251,7 +268,7 @@ def known_if(
     zero = zero_if(holds, message, of)
     pairs = zip(found, likes, strict=True)
     dense = [tf.zeros_like(like) if g is None else tf.convert_to_tensor(g) for g, like in pairs]
-    if tf.executing_eagerly() and _MAY_RAISE.get():  # it did not
+    if tf.executing_eagerly() and ongoing.may_raise():  # it did not
         return dense
     return [g + tf.cast(zero, g.dtype) for g in dense]
 
@@ -291,13 +308,13 @@ def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:
     Raises:
         LookupError: In eager execution.
     """
-    may_raise = _MAY_RAISE.get()
-    if is_thrown_away() or (tf.executing_eagerly() and may_raise and holds):
+    may_raise = ongoing.may_raise()
+    if ongoing.is_probe() or (tf.executing_eagerly() and may_raise and holds):
         return tf.constant(0.0)
     if tf.executing_eagerly() and may_raise:
         raise LookupError(message)
     if tf.executing_eagerly() and not holds:
-        _note(message)
+        ongoing.collect(message)
     wave = depending_on(of)
     zero = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), holds)
     # Its derivatives are NaN where it is, and else zero, even where the wave is not finite.
@@ -335,49 +352,3 @@ class _Zero:
         zero, nan = tf.constant(0.0, self.dtype), tf.constant(float("nan"), self.dtype)
         number = tf.where(holds, zero, nan)
         return number if self.message is None else tf.debugging.check_numerics(number, self.message)
-
-
-def _note(message: str) -> None:
-    messages = _NOTED.get()
-    if messages is not None and message not in messages:
-        messages.append(message)
-
-
-Derivatives = Callable[[Tensor, Sequence[Tensor]], tuple[Pullback, Pushforward]]
-
-
-def pass_on(part: Tensor, xs: Sequence[Tensor], derivatives: Derivatives) -> Tensor:
-    """The same tensor, with derivatives with respect to itself and to `xs`.
-
-    Unlike those of `override.keep`, the derivatives are functions of `part` and `xs`. So for a
-    batch they are computed anew, and not by mapping a trace.
-
-    Args:
-        part: The tensor.
-        xs: Other tensors.
-        derivatives: Returns the pullback and the pushforward at `part` and `xs`, for all members
-            where these are of a batch.
-    """
-    if tf.executing_eagerly():
-        with tapes.not_recording():
-            output = tf.identity(part)
-        tapes.record_override([output], [part, *xs], *derivatives(part, xs))
-        return output
-    part, xs = here(part), [here(x) for x in xs]
-    pull, push = derivatives(part, xs)
-
-    def vectorized(batch: mapping.Vectorized) -> list[Tensor]:
-        (of_all, is_stacked), *others = batch.inputs[1:]
-        of_all = of_all if is_stacked else batch.stack(of_all)
-        return [pass_on(of_all, [x for x, _ in others], derivatives)]
-
-    def quietly(*upstream: Tensor) -> Sequence[Gradient]:
-        # The gradient of a function as a whole: nobody may have asked for all of it.
-        is_of_function = part.graph is not tf.compat.v1.get_default_graph()
-        with not_raising() if is_of_function else contextlib.nullcontext():
-            return pull(*upstream)
-
-    meaning = overrides.Override(quietly, vectorized, passes_on=True)
-    (output,) = overrides.override([part], [part, *xs], meaning)
-    tapes.record_override([output], [part, *xs], pull, push)
-    return output

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph, ops
 
 from sgtrick._arguments.structures import is_differentiable
-from sgtrick._tensorflow import graphs, passing, tapes
+from sgtrick._tensorflow import graphs, ongoing, passing, tapes
 from sgtrick._tensorflow.tracing import Outline, gradients_in
 from sgtrick._types import Operation, Tensor
 
@@ -80,7 +80,7 @@ _CALLS = (
 
 def _is_found(y: Tensor, xs: Sequence[Tensor], constant: Sequence[Tensor]) -> bool:
     """Whether it finds one beside some tensors that count as constant."""
-    with func_graph.FuncGraph("sgtrick_connections").as_default(), graphs.thrown_away():
+    with func_graph.FuncGraph("sgtrick_connections").as_default(), ongoing.probing():
         upstream = tf.compat.v1.placeholder(y.dtype, y.shape)
         try:
             found = gradients_in(y.graph, [y], xs, [upstream], constant)

@@ -1,8 +1,6 @@
 """Properties of graphs, their operations and their tensors."""
 
-import contextlib
 from collections.abc import Hashable
-from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +11,6 @@ from tensorflow.python.ops import (
     handle_data_util,
 )
 
-from sgtrick._arguments.scopes import scope
 from sgtrick._arguments.structures import ORIGIN, is_differentiable
 from sgtrick._types import DType, Graph, Operation, Tensor, Variable
 
@@ -180,29 +177,6 @@ def is_part_of(graph: Graph) -> bool:
     while isinstance(current, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         current = current.outer_graph
     return current is graph
-
-
-_THROWN_AWAY: ContextVar[Graph | None] = ContextVar("_THROWN_AWAY", default=None)
-
-
-def thrown_away() -> contextlib.AbstractContextManager[None]:
-    """A scope for the graph being traced, which only shows what is connected and never runs."""
-    return scope(_THROWN_AWAY, tf.compat.v1.get_default_graph())
-
-
-def is_thrown_away() -> bool:
-    """Whether what is being traced belongs to such a graph alone.
-
-    Branches and loops do. A `tf.function` that is called there does not, nor does its gradient:
-    TensorFlow keeps the traces of both for other calls.
-    """
-    thrown_away = _THROWN_AWAY.get()
-    return thrown_away is not None and is_part_of(thrown_away)
-
-
-def is_asking() -> bool:
-    """Whether such a graph is being traced, or a function that it calls."""
-    return _THROWN_AWAY.get() is not None
 
 
 def in_xla(graph: Graph) -> bool:

@@ -12,8 +12,7 @@ from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._tensorflow.graphs import as_used, captured_from, identity_of
-from sgtrick._tensorflow.tapes import not_recording, record_override
-from sgtrick._types import Gradient, Graph, Tensor
+from sgtrick._types import Graph, Tensor
 
 
 class Vectorized(NamedTuple):
@@ -166,23 +165,3 @@ def _depends_on_member(tensor: Tensor) -> bool:
         outside = captured_from(t)
         stack.extend(t.op.inputs if outside is None else [outside])
     return False
-
-
-def unconvertible(y: Tensor, message: str) -> Tensor:
-    """Returns `y`, whose derivative is an error with this message.
-
-    `tf.vectorized_map` has no rule for the operation, so it gets one here.
-    """
-    with not_recording():
-        prevented = tf.raw_ops.PreventGradient(input=y, message=message)
-
-    def pull(_: Tensor) -> list[Gradient]:
-        raise LookupError(message)
-
-    # For tapes alone, where TensorFlow copies the operation that has this for its value.
-    record_override([prevented], [y], pull, lambda tangent: [tangent])
-    if not tf.executing_eagerly():
-        prevented.op.pfor_converter = lambda pfor_input: pfor_lib.wrap(
-            unconvertible(pfor_input.stacked_input(0), message), True
-        )
-    return prevented

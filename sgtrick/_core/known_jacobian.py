@@ -13,8 +13,8 @@ from sgtrick._arguments import value_form
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import adjoint, unknown
-from sgtrick._core.override import keep
-from sgtrick._core.rule import Rule, in_addition
+from sgtrick._core.kept import with_derivatives
+from sgtrick._core.rule import InAddition, Rule, Stated
 from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
 
@@ -27,7 +27,7 @@ def of_jacobians(name: str, y: Tensor, jacobians: Callable[[], Sequence[Leaf | N
     def push(*tangents: Tensor) -> list[Tangent]:
         return [TENSORFLOW.push(jacobians(), tangents, y)]
 
-    return Rule(name, pull, push)
+    return Stated(name, pull, push)
 
 
 def auxiliary(
@@ -77,8 +77,8 @@ def differentiable(
     if isinstance(hessian, str):
         gxs = [unknown.refuse(gx, xs, hessian) for gx in gxs]
     elif hessian is not None:
-        rule = Rule(name, hessian.pull, hessian.push, is_of_caller=True)
-        gxs = keep(gxs, [*gxs, *xs], in_addition(rule, len(gxs)))
+        rule = Stated(name, hessian.pull, hessian.push, is_of_caller=True)
+        gxs = with_derivatives(gxs, [*gxs, *xs], InAddition(rule, len(gxs)))
     return [leaf._replace(gx=gx) for leaf, gx in zip(leaves, gxs, strict=True)]
 
 
@@ -145,8 +145,8 @@ class ByVector(value_form.ByVector):
 
     def _product(self, *vs: Tensor) -> list[Tensor]:
         """The product with vectors, which is its own derivative along them in both modes."""
-        rule = Rule(self._name, self._product, self._product, is_of_caller=True)
-        found = keep(self.times(vs), vs, rule)
+        rule = Stated(self._name, self._product, self._product, is_of_caller=True)
+        found = with_derivatives(self.times(vs), vs, rule)
         return list(map(self._refused, found))
 
     def _is_symmetric(self) -> bool:

@@ -25,9 +25,9 @@ import tensorflow as tf
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present
 from sgtrick._core import unknown
-from sgtrick._core.rule import Rule, running
-from sgtrick._core.transposition import transposed, values_of, with_values
-from sgtrick._tensorflow import connections, graphs, overrides, tapes, tracing, uses
+from sgtrick._core.rule import Changed, Rule
+from sgtrick._core.transposed import transposed, values_of, with_values
+from sgtrick._tensorflow import connections, graphs, ongoing, operation, tapes, tracing, uses
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.uses import Uses
 from sgtrick._types import Gradient, Operation, Tangent, Tensor
@@ -95,7 +95,7 @@ class Check:
         n, count = len(present(self._likes)), len(self._likes)
 
         def values(*ts: Tensor | None) -> list[Tensor | None]:
-            with running(), graphs.thrown_away():
+            with ongoing.running(), ongoing.probing():
                 gradients = self._rule(ts[:count], present(ts[count:]))
                 return [None if g is None else values_of(g) for g in gradients]
 
@@ -138,37 +138,75 @@ class Check:
         )
 
 
-def guarded(
-    rule: Rule,
-    check: Check,
-    ys: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    of_jvp: Check | None = None,
-) -> Rule:
-    """The same rule, with errors for the derivatives that TensorFlow would lose.
+class Guarded(Changed):
+    """A rule with errors for the derivatives of its gradients that TensorFlow would lose."""
 
-    Args:
-        rule: The rule.
-        check: Finds out what is missing of its gradients; of tangents, if it comes with a JVP.
-        ys: The outputs.
-        inputs: What the rule depends on.
-        of_jvp: Finds out what is missing of tangents, if `pull` and `push` are different rules.
-    """
+    def __init__(
+        self,
+        rule: Rule,
+        check: Check,
+        ys: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        of_jvp: Check | None = None,
+    ) -> None:
+        """A rule of outputs `ys`.
 
-    def all_guarded(
+        Args:
+            rule: The rule.
+            check: Finds out what is missing of its gradients; of tangents, if it comes with a JVP.
+            ys: The outputs.
+            inputs: What the rule depends on.
+            of_jvp: Finds out what is missing of tangents, if `pull` and `push` are different rules.
+        """
+        super().__init__(rule)
+        self._check, self._of_jvp, self._ys, self._inputs = check, of_jvp, ys, inputs
+        self.is_guarded, self.batched = True, None
+        self.transposes = rule.push is None
+        if not isinstance(rule.push, str):
+            self.push = self._pushed
+
+    def pull(self, *upstream: Tensor | None) -> Sequence[Gradient]:
+        """The gradients of the rule, guarded."""
+        if ongoing.is_probe() or (tf.executing_eagerly() and not tapes.somebody_records()):
+            return self._rule.pull(*upstream)
+        us = [None if u is None else tf.identity(u) for u in upstream]  # not equal to an input
+
+        def missing(closed: Sequence[Tensor], i: int) -> Missing:
+            found = self._check.missing(closed, i)
+            # By upstream gradients the derivative is the other rule.
+            return found if self._of_jvp is None else found._replace(by_upstream=None)
+
+        return self._guarded(lambda: self._rule.pull(*us), us, missing)
+
+    def _pushed(self, *tangents: Tangent) -> Sequence[Tangent]:
+        """The tangents of the rule, guarded."""
+
+        def run() -> Sequence[Tangent]:
+            if callable(self._rule.push):
+                return self._rule.push(*tangents)
+            return transposed(self._rule, self._ys, tangents)
+
+        if ongoing.is_probe():
+            return run()
+        check = self._of_jvp or self._check
+        return self._guarded(run, tangents, lambda closed, _: check.missing(closed))
+
+    def _guarded(
+        self,
         run: Callable[[], Sequence[Gradient]],
         us: Sequence[Tensor | None],
-        missing: Callable[..., Missing],
+        missing: Callable[[Sequence[Tensor], int], Missing],
     ) -> Sequence[Gradient]:
-        depends_on, live = list(map(here, inputs)), present(us)
+        """What `run` returns, each as an operation with all that it depends on as its inputs."""
+        depends_on, live = list(map(here, self._inputs)), present(us)
         found, used = uses.call(run, [*live, *depends_on])
-        closed = [*inputs, *used.all_tensors]
+        closed = [*self._inputs, *used.all_tensors]
         depends_on += [*used.all_tensors, *map(structures.as_tensor, used.variables)]
 
         def one(i: int, gradient: Gradient) -> Gradient:
             def messages() -> list[str | None]:
                 why = missing(closed, i)
-                if overrides.is_storing():  # all or nothing
+                if operation.is_storing():  # all or nothing
                     why = Missing(*[next(filter(None, why), None)] * 2)
                 return [*[why.by_inputs] * len(depends_on), *[why.by_upstream] * len(live)]
 
@@ -176,31 +214,6 @@ def guarded(
             return with_values(gradient, part)
 
         return [None if g is None else one(i, g) for i, g in enumerate(found)]
-
-    def pull(*upstream: Tensor | None) -> Sequence[Gradient]:
-        if graphs.is_thrown_away() or (tf.executing_eagerly() and not tapes.somebody_records()):
-            return rule.pull(*upstream)
-        us = [None if u is None else tf.identity(u) for u in upstream]  # not equal to an input
-
-        def missing(closed: Sequence[Tensor], i: int) -> Missing:
-            found = check.missing(closed, i)
-            # By upstream gradients the derivative is the other rule.
-            return found if of_jvp is None else found._replace(by_upstream=None)
-
-        return all_guarded(lambda: rule.pull(*us), us, missing)
-
-    def push(*tangents: Tangent) -> Sequence[Tangent]:
-        def run() -> Sequence[Tangent]:
-            return rule.push(*tangents) if callable(rule.push) else transposed(rule, ys, tangents)
-
-        if graphs.is_thrown_away():
-            return run()
-        found_by = of_jvp or check
-        return all_guarded(run, tangents, lambda closed, _: found_by.missing(closed))
-
-    is_known = rule.push is not None
-    push_ = rule.push if isinstance(rule.push, str) else push
-    return Rule(rule.name, pull, push_, transposes=not is_known, is_guarded=True)
 
 
 def unknown_by_closure(

@@ -10,39 +10,94 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_v2_func_graphs
+from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 from sgtrick._arguments.scopes import scope
+from sgtrick._arguments.structures import is_differentiable
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.connections import IS_CONNECTED, PASSES_ON, VALUES
 from sgtrick._tensorflow.mapping import Vectorized, convert, members
-from sgtrick._tensorflow.tapes import not_recording
+from sgtrick._tensorflow.tapes import not_recording, record_override
 from sgtrick._tensorflow.tracing import Traced
-from sgtrick._types import Gradient, Graph, Operation, Pullback, Tensor
+from sgtrick._types import Gradient, Graph, Operation, Pullback, Pushforward, Tensor
 
 
-class Override(NamedTuple):
-    """The derivative of an operation in a graph, instead of its own.
+class Derivatives(NamedTuple):
+    """Other derivatives of an operation than its own.
 
     Attributes:
-        gradient: From upstream gradients of the outputs to gradients of the inputs.
-        vectorize: From `Vectorized` inputs to the outputs for a batch, overridden in turn.
-        is_connected: Whether in a graph that is thrown away, gradients are connected to all inputs.
+        pull: From upstream gradients of the outputs to gradients of the inputs, for tapes.
+        push: From tangents of the inputs to tangents of the outputs, for accumulators.
+        pull_of_graph: `pull` for `tf.gradients`, and for the gradient of a function, branch or loop.
+        vectorize: From `Vectorized` inputs to the outputs for a batch, with derivatives in turn.
+        is_connected: Whether in a probe, gradients are connected to all inputs.
         passes_on: Whether the derivatives with respect to the first input are those of the values,
             and with respect to others unknown or zero.
     """
 
-    gradient: Pullback
+    pull: Pullback
+    push: Pushforward
+    pull_of_graph: Pullback
     vectorize: Callable[[Vectorized], Sequence[Tensor]]
     is_connected: bool = False
     passes_on: bool = False
+
+
+def identity_with(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    derivatives: Derivatives,
+    if_lost: Sequence[Tensor] | str,
+) -> list[Tensor]:
+    """Returns `ys`, to the last bit, with these derivatives with respect to `xs` and no others.
+
+    In eager execution they are copies, of which tapes and accumulators are told the derivatives. In
+    a graph they also are the outputs of an operation with a gradient of its own.
+
+    Args:
+        ys: Tensors, in a graph those of the graph being traced.
+        xs: The same.
+        derivatives: The derivatives.
+        if_lost: The same values, whose own derivatives are used if TensorFlow drops those of the
+            operation; or the message of the error then.
+    """
+    if tf.executing_eagerly():
+        with not_recording():
+            outputs = [tf.raw_ops.Identity(input=y) for y in ys]
+    else:
+        if isinstance(if_lost, str):
+            message = if_lost
+            if_lost = [_prevented(y, message) if is_differentiable(y.dtype) else y for y in ys]
+        outputs = _operation(if_lost, xs, derivatives)
+        for output, y in zip(outputs, ys, strict=True):
+            output.set_shape(y.shape)
+    record_override(outputs, xs, derivatives.pull, derivatives.push)
+    return outputs
+
+
+def _prevented(y: Tensor, message: str) -> Tensor:
+    """Returns `y`, whose derivative is an error with this message."""
+    with not_recording():
+        prevented = tf.raw_ops.PreventGradient(input=y, message=message)
+
+    def pull(_: Tensor) -> list[Gradient]:
+        raise LookupError(message)
+
+    # For tapes alone, where TensorFlow copies the operation that has this for its value.
+    record_override([prevented], [y], pull, lambda tangent: [tangent])
+    # `tf.vectorized_map` has no rule for the operation.
+    prevented.op.pfor_converter = lambda pfor_input: pfor_lib.wrap(
+        _prevented(pfor_input.stacked_input(0), message), True
+    )
+    return prevented
 
 
 class _Overrides:
     """The overrides of one graph by name. Only the graph holds them, so they are freed with it."""
 
     def __init__(self, graph: Graph) -> None:
-        self.by_name: dict[str, Override] = {}
+        self.by_name: dict[str, Derivatives] = {}
         self.operations: dict[str, str] = {}  # the names of the operations
         self.graph = weakref.ref(graph)
         self.names: list[str] = []
@@ -78,17 +133,12 @@ _IN_GRADIENT = (
 )
 
 
-def override(
-    if_lost: Sequence[Tensor], inputs: Sequence[Tensor], meaning: Override
+def _operation(
+    if_lost: Sequence[Tensor], inputs: Sequence[Tensor], derivatives: Derivatives
 ) -> list[Tensor]:
-    """Returns `if_lost` as outputs of an operation of the default graph with other derivatives.
+    """Returns `if_lost` as the outputs of an operation of the graph that is being traced.
 
-    Tapes and accumulators do not see it: see `record_override`.
-
-    Args:
-        if_lost: The values. If the override is lost, their own derivatives are used.
-        inputs: The tensors that the gradients are with respect to.
-        meaning: The override.
+    Tapes and accumulators do not see it.
     """
     graph = tf.compat.v1.get_default_graph()
     overrides = getattr(graph, _ATTRIBUTE, None)
@@ -106,15 +156,15 @@ def override(
 
     def vectorize(batch: Vectorized) -> Sequence[Tensor]:
         own = batch.inputs[: len(batch.inputs) - len(indices)]
-        return meaning.vectorize(batch._replace(inputs=own))
+        return derivatives.vectorize(batch._replace(inputs=own))
 
-    overrides.by_name[name] = meaning._replace(vectorize=vectorize)
+    overrides.by_name[name] = derivatives._replace(vectorize=vectorize)
     overrides.names.append(name)
     _register(name, len(if_lost), len(indices), weakref.ref(overrides))
     values = {VALUES: tf.compat.v1.AttrValue(i=len(if_lost))}
-    if meaning.is_connected:
+    if derivatives.is_connected:
         values[IS_CONNECTED] = tf.compat.v1.AttrValue(b=True)
-    if meaning.passes_on:
+    if derivatives.passes_on:
         values[PASSES_ON] = tf.compat.v1.AttrValue(b=True)
     with (
         not_recording(),
@@ -145,7 +195,7 @@ def _register(name: str, count: int, rest: int, reference: Callable[[], _Overrid
         overrides = reference()
         if overrides is None:
             raise LookupError(_COPIED)
-        pull = overrides.by_name[name].gradient
+        pull = overrides.by_name[name].pull_of_graph
         if op is None:
             pull = _to_be_stored(pull)
         elif _overrides_of(op) is not overrides:
