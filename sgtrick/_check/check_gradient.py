@@ -16,10 +16,10 @@ from sgtrick._check.comparison import (
     random_line,
     random_weights,
 )
-from sgtrick._check.leaves import Named, OfLeaves, concatenate
-from sgtrick._check.point import Point
+from sgtrick._check.function_at_point import FunctionAtPoint
 from sgtrick._check.recorded import gradient_of
 from sgtrick._check.report import GradientCheckError, GradientReport
+from sgtrick._check.vectors import Named, OfLeaves, concatenate
 from sgtrick._types import Array, Function, Structure, Tensor
 
 # None: by the size of x. Otherwise the largest step, or the smallest and the largest.
@@ -146,7 +146,7 @@ def check_gradient(
     function, inputs = _of_leaves(f, x)
     random, numbers = np.random.default_rng(seed), range(DIRECTIONS)
     forward = getattr(f, "has_both_rules", False)
-    points, notes = [Point(function, inputs)], []
+    points, notes = [FunctionAtPoint(function, inputs)], []
     if mode == "full":
         lines = list(entry_lines(points[0], forward=forward))
     else:
@@ -161,13 +161,13 @@ def check_gradient(
         names, xs = points[0].leaves, points[0].widened.xs
         wide = list(zip(names, xs, strict=True))
         if mode == "full":
-            points.append(Point(gradient_of(function, names), wide))
+            points.append(FunctionAtPoint(gradient_of(function, names), wide))
             lines = list(entry_lines(points[1]))
         else:
             ys = points[0].widened.ys
             for i in numbers:  # a projection for each direction, as errors of several may cancel
                 weights = random_weights(ys, random, i)
-                points.append(Point(gradient_of(function, names, weights), wide))
+                points.append(FunctionAtPoint(gradient_of(function, names, weights), wide))
             lines = [
                 random_line(point, random, i, f"direction of the gradient {i}")
                 for i, point in enumerate(points[1:])
@@ -186,7 +186,7 @@ def check_gradient(
     return report
 
 
-def _notes(point: Point, rtol: float | None) -> Iterator[str]:
+def _notes(point: FunctionAtPoint, rtol: float | None) -> Iterator[str]:
     dtypes = point.narrow_dtypes
     tolerance = f"(rtol {point.rtol if rtol is None else rtol:.1g})"
     if point.why_narrow:

@@ -6,16 +6,21 @@ from typing import NamedTuple
 import numpy as np
 
 from sgtrick._check.finite_differences import Estimate, estimated
-from sgtrick._check.leaves import (
+from sgtrick._check.function_at_point import (
+    COARSEST,
+    ROUNDINGS_OF_A_VALUE,
+    FunctionAtPoint,
+    relative_tolerance,
+)
+from sgtrick._check.recorded import Recorded
+from sgtrick._check.report import BORDER, NOT_LINEAR, Entry
+from sgtrick._check.vectors import (
     concatenate,
     sizes_of_entries,
     sizes_of_leaves,
     split,
     unit_vectors,
 )
-from sgtrick._check.point import COARSEST, ROUNDINGS_OF_A_VALUE, Point, relative_tolerance
-from sgtrick._check.recorded import Recorded
-from sgtrick._check.report import BORDER, NOT_LINEAR, Entry
 from sgtrick._types import Array, Tensor
 
 DIRECTIONS = 10  # of random lines
@@ -26,7 +31,7 @@ VISIBLE = 0.005
 # Relative to the value divided by the size of x. What is less is zero for every purpose, and a
 # constant function, whose differences are rounding errors, has no other size to be measured by.
 NEGLIGIBLE = 1e-6
-# The same relative to the slope over the largest step: x^3 has no other size at zero.
+# What is negligible relative to the slope over the largest step: x^3 has no other size at zero.
 FLAT = 1e-4
 
 
@@ -38,7 +43,7 @@ class Answers(NamedTuple):
 
     mode: str
     narrow: Array
-    wide: Array  # the same in the dtype of the differences
+    wide: Array  # in the dtype of the differences
 
 
 class Line(NamedTuple):
@@ -56,7 +61,7 @@ class Line(NamedTuple):
         largest: The size of the largest derivatives that autodiff computes together with these.
     """
 
-    point: Point
+    point: FunctionAtPoint
     names: list[str]
     direction: Array
     weights: Array | None
@@ -66,7 +71,7 @@ class Line(NamedTuple):
     largest: Array
 
 
-def entry_lines(point: Point, *, forward: bool = False) -> Iterator[Line]:
+def entry_lines(point: FunctionAtPoint, *, forward: bool = False) -> Iterator[Line]:
     """For each entry of `x`, the line in which it moves alone, and a column of the Jacobian.
 
     Args:
@@ -106,7 +111,12 @@ def _jacobian(recorded: Recorded) -> tuple[Array, list[str]]:
 
 
 def random_line(
-    point: Point, random: np.random.Generator, number: int, name: str, *, forward: bool = False
+    point: FunctionAtPoint,
+    random: np.random.Generator,
+    number: int,
+    name: str,
+    *,
+    forward: bool = False,
 ) -> Line:
     """A random projection of the value along a random direction.
 
@@ -142,7 +152,7 @@ def _factors(random: np.random.Generator, n: int) -> Array:
     return factors
 
 
-def _pushed(point: Point, direction: Array, weights: Array | None) -> Answers:
+def _pushed(point: FunctionAtPoint, direction: Array, weights: Array | None) -> Answers:
     """The derivatives in forward mode."""
 
     def along(recorded: Recorded) -> Array:

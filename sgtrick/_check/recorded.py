@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._check.leaves import (
+from sgtrick._check.vectors import (
     Named,
     OfLeaves,
     concatenate,
@@ -35,7 +35,7 @@ INNER_MULTIPLE = -2.0
 
 
 class Recorded:
-    """A function at a point.
+    """What a tape records of a function at a point.
 
     Attributes:
         xs: The leaves of the point.
