@@ -262,7 +262,7 @@ def to_tensor(
 
     A number of Python has no dtype, and gets that of the leaves beside it, if it is not stated.
     """
-    refuse(value, name)
+    check_supported(value, name)
     if dtype is None:
         dtype = dtypes.of_number(value, (_dtype_of(leaf) for leaf in beside))
     if dtype is None and isinstance(value, tf.Tensor):
@@ -282,10 +282,10 @@ def _dtype_of(leaf: Any) -> str:
     return str(dtype.name)
 
 
-def refuse(value: Any, name: str) -> None:
-    """Raises for what is like a tensor, but carries no derivatives.
+def check_supported(value: Any, name: str) -> None:
+    """Raises for a value like a tensor that can carry no custom derivative.
 
-    That is a reference variable of TensorFlow 1, a tensor that refers to one, a placeholder of
+    It is a reference variable of TensorFlow 1, a tensor that refers to one, a placeholder of
     Keras, or a tensor of another framework that is being differentiated there.
     """
     dtype = getattr(value, "dtype", None)
