@@ -162,8 +162,8 @@ def _embed(
     if xs and not (tf.executing_eagerly() or isinstance(hessian, ByVector)):
         times = hessian.times if isinstance(hessian, Blocks) else None
         order = None if hessian is None else 1 if times is None else 2
-        # Recorded, since tapes know no more of a copy of the operation than what it copies. In
-        # forward mode, TensorFlow cannot differentiate all of it twice.
+        # The formula is recorded: of an operation that copies it, tapes know only what it copies.
+        # Not in forward mode, where TensorFlow cannot differentiate all of the formula twice.
         with not_recording() if is_pushed([fx, *xs]) else contextlib.nullcontext():
             if_lost = [formula(fx, leaves, times, order=order, stopped=stopped)]
     if xs and not stopped:

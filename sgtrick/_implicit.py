@@ -203,7 +203,7 @@ def _root(
 ) -> Structure:
     name, x_name, theta_name = names
     names_of_theta = [f"{theta_name}[{k}]" for k in range(len(theta))]
-    # What holds tensors is passed on: the residual closes over these.
+    # An argument that holds tensors is passed on as it is, and the residual closes over them.
     point = Selection(Call(theta), range(len(theta)), names_of_theta, structures.may_be_recorded)
     rows = Rows(x_star, batch_ndims, x_name, point.call.leaves)
 
@@ -279,7 +279,7 @@ class _Equation(NamedTuple):
     Attributes:
         name: The function's name in errors.
         r: The residual. The last of its inputs are what it closes over, and uses itself.
-        closed: The same, with the handles of variables instead of their values.
+        closed: What it closes over, with the handles of variables instead of their values.
         calls_host: Whether a host call makes the residual of something that may be differentiated.
         solver: What solves systems with the Jacobian of `r` by `x`.
         is_local: See `Rule`.
@@ -387,7 +387,7 @@ def _solved(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """The same solution without derivatives."""
+    """The solution of `J' w = -u`, or of `J w = -u`, without derivatives."""
     u, x, *inputs = map(tf.stop_gradient, [u, x, *inputs])
     v = equation.solver.solve(equation.by_x(x, inputs), -u, transposed=transposed)
     return tf.stop_gradient(v)

@@ -46,8 +46,8 @@ def stop_gradient(x: Structure, where: Structure = None) -> Structure:
     Raises:
         TypeError: `where` is not a bool mask, but an index, for example.
         ValueError: The mask does not broadcast to `x`, or the structure is not that of `x`.
-        tf.errors.InvalidArgumentError: The same at run time, for shapes that were unknown while
-            tracing.
+        tf.errors.InvalidArgumentError: At run time, the mask does not broadcast, if the shapes were
+            unknown while tracing.
     """
 
     def stopped(path: str, x: Tensor, where: Structure) -> Tensor:

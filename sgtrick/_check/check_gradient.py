@@ -157,7 +157,7 @@ def check_gradient(
     if order == 2 and not all(np.isfinite(entry.embedded) for entry in entries):
         notes.append("Not every gradient is finite, so second derivatives were not checked.")
     elif order == 2:
-        # Its own rounding is not what is checked here.
+        # In float64: it is not the rounding of the gradient that is checked here.
         names, xs = points[0].leaves, points[0].widened.xs
         wide = list(zip(names, xs, strict=True))
         if mode == "full":

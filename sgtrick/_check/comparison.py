@@ -53,7 +53,8 @@ class Line(NamedTuple):
         point: The function at a point.
         names: The names of the entries of the report.
         direction: How each entry of `x` moves.
-        weights: Those of the entries of the value if the number is a projection of it, or None.
+        weights: The weights of the entries of the value if the number is a projection of it, or
+            None.
         answers: What TensorFlow returns.
         refusals: The messages of functions that refused.
         terms: The size of the terms of which the derivative is the sum, `[m]`: where these cancel,
@@ -175,7 +176,7 @@ def compared(
     swept = [(a, a.point.quotients(a.direction, a.weights, bounds)) for a in lines]
     # What computes in a lower precision along one line does so along all.
     jump = np.max([quotients.jumps / _sizes(line) for line, quotients in swept], axis=0)
-    # What moves along no line and has no gradient, beside what moves, is a constant.
+    # A value that moves along no line and has no gradient, beside others that move, is a constant.
     central = np.concatenate([quotients.central for _, quotients in swept])
     moves = np.any(central, axis=0, where=np.isfinite(central)) | np.all(np.isnan(central), axis=0)
     moves |= np.any([a.narrow.any(0) for line, _ in swept for a in line.answers], axis=0)
