@@ -10,12 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, shapes, structures, vjp_protocol
+from sgtrick._arguments.returned import pair_of
 from sgtrick._arguments.structures import numbers_of, present, spread, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
 from sgtrick._core.guard import Check, guarded, unknown_by_closure
 from sgtrick._core.override import keep, once, with_transpose
-from sgtrick._core.point import Selection, pair_of
+from sgtrick._core.point import Selection
 from sgtrick._core.rule import Rule, is_running
 from sgtrick._core.transposition import with_values
 from sgtrick._tensorflow import autograph, graphs, tapes, uses

@@ -11,17 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, devices, structures
+from sgtrick._arguments.returned import as_tuple, checked_value, pair_of
 from sgtrick._arguments.structures import Leaf
 from sgtrick._core import adjoint, embedding, unknown
 from sgtrick._core.adjoint import paired
 from sgtrick._core.guard import message
-from sgtrick._core.point import (
-    ValueAtPoint,
-    as_tuple,
-    checked_value,
-    pair_of,
-    select,
-)
+from sgtrick._core.point import ValueAtPoint, select
 from sgtrick._tensorflow import autograph, graphs, overrides, tapes
 from sgtrick._types import (
     Argnums,

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 
 from sgtrick._arguments import calls, devices
+from sgtrick._arguments.returned import as_tuple, checked_value
 from sgtrick._arguments.structures import Leaf
-from sgtrick._core.point import ValueAtPoint, as_tuple, checked_value, select
+from sgtrick._core.point import ValueAtPoint, select
 from sgtrick._tensorflow import autograph
 from sgtrick._types import (
     Argnums,
