@@ -10,11 +10,11 @@ import tensorflow as tf
 from sgtrick._arguments import devices, value_form
 from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
-from sgtrick._core import embedding
-from sgtrick._core.embedding import Blocks, ByVector
+from sgtrick._core import known_jacobian
 from sgtrick._core.formula import formula
-from sgtrick._core.override import keep
-from sgtrick._core.rule import in_addition
+from sgtrick._core.kept import with_derivatives
+from sgtrick._core.known_jacobian import Blocks, ByVector
+from sgtrick._core.rule import InAddition
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.tapes import is_pushed, not_recording
@@ -162,8 +162,8 @@ def _embed(
     if xs and not (tf.executing_eagerly() or isinstance(hessian, ByVector)):
         times = hessian.times if isinstance(hessian, Blocks) else None
         order = None if hessian is None else 1 if times is None else 2
-        # Recorded, since tapes know no more of a copy of the operation than what it copies. In
-        # forward mode, TensorFlow cannot differentiate all of it twice.
+        # The formula is recorded: of an operation that copies it, tapes know only what it copies.
+        # Not in forward mode, where TensorFlow cannot differentiate all of the formula twice.
         with not_recording() if is_pushed([fx, *xs]) else contextlib.nullcontext():
             if_lost = [formula(fx, leaves, times, order=order, stopped=stopped)]
     if xs and not stopped:
@@ -171,9 +171,11 @@ def _embed(
         fx = formula(fx, leaves, order=None, stopped=False)
         leaves = [leaf._replace(gx=tf.zeros_like(leaf.gx)) for leaf in leaves]
 
-    rule = embedding.of_jacobians(name, fx, lambda: embedding.differentiable(name, leaves, hessian))
-    rule = in_addition(rule)
-    return keep([fx], [fx, *xs], rule, if_lost=if_lost, in_graph=if_lost is None)[0]
+    rule = known_jacobian.of_jacobians(
+        name, fx, lambda: known_jacobian.differentiable(name, leaves, hessian)
+    )
+    rule = InAddition(rule)
+    return with_derivatives([fx], [fx, *xs], rule, if_lost=if_lost, in_graph=if_lost is None)[0]
 
 
 _FIRST_ORDER = (

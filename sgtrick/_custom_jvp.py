@@ -3,7 +3,7 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import tensorflow as tf
 
@@ -11,9 +11,9 @@ from sgtrick._arguments import calls, jvp_protocol, structures
 from sgtrick._arguments.structures import present
 from sgtrick._core import adjoint, unknown
 from sgtrick._core.adjoint import paired
-from sgtrick._core.point import Selection, ValueAtPoint
-from sgtrick._core.rule import is_for_graph, transposed_now, transposing
-from sgtrick._tensorflow import autograph, graphs
+from sgtrick._core.covered import CoveredArguments
+from sgtrick._core.stopped_point import ValueAtPoint
+from sgtrick._tensorflow import autograph, ongoing
 from sgtrick._types import (
     Argnums,
     Args,
@@ -89,99 +89,132 @@ def custom_jvp(f: Function | None = None, *, nondiff_argnums: Argnums = ()) -> D
     calls.as_keys(nondiff_argnums, "nondiff_argnums")
     if f is None:
         return functools.partial(custom_jvp, nondiff_argnums=nondiff_argnums)
-    return calls.as_form(f, lambda f: _custom_jvp(f, nondiff_argnums), "defjvp")
+    return calls.as_form(f, lambda f: _CustomJvp(f, nondiff_argnums).form, "defjvp")
 
 
-def _custom_jvp(function: calls.Callee, nondiff_argnums: Argnums) -> Function:
-    name = function.name
-    rule: calls.Callee | None = None
+class _CustomJvp:
+    """A function, its JVP rule, and which arguments have no derivatives."""
 
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
-        if rule is None:
+    def __init__(self, function: calls.Callee, nondiff_argnums: Argnums) -> None:
+        self.function, self.nondiff_argnums = function, nondiff_argnums
+        self._rule: calls.Callee | None = None
+        self.form = autograph.form(self.__call__)
+        self.form.defjvp = self.defjvp  # type: ignore[attr-defined]
+
+    def __call__(self, converted: autograph.Converted, args: Args, kwargs: Kwargs) -> Structure:
+        """The value of a call, whose derivatives are those of the rule."""
+        name = self.function.name
+        if self._rule is None:
             raise TypeError(
                 f"{name} has no JVP rule. Define one with the decorator @{name}.defjvp: a function "
                 "jvp(primals, tangents) that returns (primal_out, tangent_out)."
             )
-        nondiff, point = _point(function, nondiff_argnums, args, kwargs)
-        f, jvp = converted(function.f), converted(rule.f)
-        keywords = jvp_protocol.keywords_of(function, rule, point.call)
-        at, graph = point.read(), tf.compat.v1.get_default_graph()
-        # Methods of different objects are different functions.
-        key = form, *map(id, at.values[: function.receivers(at.values)])
-        called = ValueAtPoint.of(name, point, f)
-        y = called.result
-        if not point.xs:
-            point.check_numbers(name)
-            return y
-        ys = jvp_protocol.outputs_of(y, name, point.call)
-        like = structures.pack_present(y, ys)
+        return _Evaluation(self, self._rule, converted, args, kwargs).value()
 
-        def tangents_at(call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
-            before = [call.values[i] for i in nondiff if i < call.positional]
-            named = {key: call.values[i] for key, i in keywords().items()}
-            result = jvp(*before, point.primals(call), point.tangents(ts), **named)
-            return jvp_protocol.tangents_of(result, like, name)
-
-        def pulled(call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
-            # A rule may call its function: on primals, or on tangents where the function is linear.
-            # Transposing the rule of that call too would recurse for ever.
-            now, others = transposed_now(key), _without_derivatives(nondiff, at)
-            if now.get(others) is graph:
-                return _by_autodiff(point, f, upstream)
-            if others in now or (now and is_for_graph()):
-                # TensorFlow differentiates a function that the rule calls by primals, too.
-                return unknown.failures(point.xs, _IN_FUNCTION.format(name), present(upstream))
-            with transposing(key, others, tf.compat.v1.get_default_graph()):
-                found, fits, of = adjoint.transpose(
-                    lambda ts: tangents_at(call, ts), point.xs, upstream
-                )
-            if not of:
-                return found
-            known = unknown.known_if(fits, _NOT_LINEAR.format(name), found, point.xs, of)
-            if tf.executing_eagerly() or ongoing.is_probe():
-                return [None if g is None else k for g, k in zip(found, known, strict=True)]
-            return list(known)  # a missing gradient could not carry the error
-
-        def gradients(
-            us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
-        ) -> list[Gradient]:
-            return pulled(called.at(at, xs, passed), us)
-
-        def tangents(ts: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tangent]:
-            n = len(point.xs)
-            return tangents_at(called.at(at, inputs[:n], inputs[n:]), ts)
-
-        kept = called.embed(
-            ys,
-            gradients,
-            known=lambda *upstream: pulled(at, upstream),
-            push=lambda *ts: tangents_at(at, ts),
-            tangents=tangents,
-        )
-        return structures.pack_present(like, kept)
-
-    form = autograph.form(call)
-
-    def defjvp(jvp: Function) -> Function:
+    def defjvp(self, jvp: Function) -> Function:
         """Sets the rule; a decorator."""
-        nonlocal rule
-        rule = calls.Callee(jvp_protocol.rule_of(jvp))
+        self._rule = calls.Callee(jvp_protocol.rule_of(jvp))
         return jvp
 
-    form.defjvp = defjvp  # type: ignore[attr-defined]
-    return form
 
+class _Evaluation:
+    """The function at a stopped point, and its rule and the transpose of that at any point."""
 
-def _point(
-    function: calls.Callee, nondiff_argnums: Argnums, args: Args, kwargs: Kwargs
-) -> tuple[list[int], Selection]:
-    """The positions of arguments without derivatives, and the others."""
-    call = function.bind(args, kwargs)
-    own, n = range(function.receivers(call.values)), call.positional
-    stated = sorted(function.positions(nondiff_argnums, call, "nondiff_argnums"))
-    nondiff = [*own, *(k for k in stated if k < n), *range(n, len(call.values))]
-    others = [i for i in range(n) if i not in nondiff]
-    return nondiff, Selection(call, others, function.names(call))
+    def __init__(
+        self,
+        form: _CustomJvp,
+        rule: calls.Callee,
+        converted: autograph.Converted,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
+        function, self._name = form.function, form.function.name
+        call = function.bind(args, kwargs)
+        receivers, n = function.receivers(call.values), call.positional
+        stated = sorted(function.positions(form.nondiff_argnums, call, "nondiff_argnums"))
+        by_position = [*range(receivers), *(k for k in stated if k < n)]
+        others = [i for i in range(n) if i not in by_position]
+        self._nondiff = [*by_position, *range(n, len(call.values))]
+        self._covered = CoveredArguments(call, others, function.names(call))
+        self._f, self._jvp = converted(function.f), converted(rule.f)
+        self._keywords = jvp_protocol.keywords_of(function, rule, call)
+        self._frozen, self._graph = self._covered.read(), tf.compat.v1.get_default_graph()
+        # Methods of different objects are different functions.
+        self._key = form, *map(id, self._frozen.values[:receivers])
+        self._at_point = ValueAtPoint.of(self._name, self._covered, self._f)
+
+    def value(self) -> Structure:
+        """The value, with the derivatives of the rule."""
+        y = self._at_point.result
+        if not self._covered.xs:
+            self._covered.check_numbers(self._name)
+            return y
+        ys = jvp_protocol.outputs_of(y, self._name, self._covered.call)
+        self._like = structures.pack_present(y, ys)
+        kept = self._at_point.attach_rule(
+            ys,
+            self.pull_from,
+            known=lambda *us: self._pull(self._frozen, us),
+            push=lambda *ts: self._push(self._frozen, ts),
+            tangents=self.push_from,
+        )
+        return structures.pack_present(self._like, kept)
+
+    def push_from(self, ts: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tangent]:
+        """The tangents of the outputs, at another point and with other arguments beside it."""
+        n = len(self._covered.xs)
+        return self._push(self._at_point.with_xs(self._frozen, inputs[:n], inputs[n:]), ts)
+
+    def pull_from(
+        self, us: Sequence[Tensor | None], xs: Sequence[Tensor], passed: Sequence[Tensor]
+    ) -> list[Gradient]:
+        """The gradients at another point and with other arguments beside it."""
+        return self._pull(self._at_point.with_xs(self._frozen, xs, passed), us)
+
+    def _push(self, call: calls.Call, ts: Sequence[Tensor]) -> list[Tangent]:
+        """What the rule returns for the arguments of a call."""
+        before = [call.values[i] for i in self._nondiff if i < call.positional]
+        named = {key: call.values[i] for key, i in self._keywords().items()}
+        primals, tangents = self._covered.primals(call), self._covered.tangents(ts)
+        result = self._jvp(*before, primals, tangents, **named)
+        return jvp_protocol.tangents_of(result, self._like, self._name)
+
+    def _pull(self, call: calls.Call, upstream: Sequence[Tensor | None]) -> list[Gradient]:
+        """The transpose of what the rule returns for the arguments of a call."""
+        # A rule may call its function: on primals, or on tangents where the function is linear.
+        # Transposing the rule of that call too would recurse for ever.
+        now, others, xs = (
+            ongoing.transposed_now(self._key),
+            self._without_derivatives(),
+            self._covered.xs,
+        )
+        if now.get(others) is self._graph:
+            return self._pull_by_autodiff(upstream)
+        if others in now or (now and ongoing.is_for_graph()):
+            # TensorFlow differentiates a function that the rule calls by primals, too.
+            return unknown.failures(xs, _IN_FUNCTION.format(self._name), present(upstream))
+        with ongoing.transposing(self._key, others, tf.compat.v1.get_default_graph()):
+            found, fits, of = adjoint.transpose(lambda ts: self._push(call, ts), xs, upstream)
+        if not of:
+            return found
+        known = unknown.known_if(fits, _NOT_LINEAR.format(self._name), found, xs, of)
+        if tf.executing_eagerly() or ongoing.is_probe():
+            return [None if g is None else k for g, k in zip(found, known, strict=True)]
+        return list(known)  # a missing gradient could not carry the error
+
+    def _pull_by_autodiff(self, upstream: Sequence[Tensor | None]) -> list[Gradient]:
+        """The pullback of the function itself, for its calls on tangents, in which it is linear."""
+        xs = [tf.identity(x) for x in self._covered.xs]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(xs)
+            ys = present(tf.nest.flatten(self._covered.with_xs(xs)(self._f)))
+        ys, us = paired(ys, upstream)
+        return list(tape.gradient(ys, xs, output_gradients=us))
+
+    def _without_derivatives(self) -> tuple[Hashable, ...]:
+        """What tells calls with other `nondiff_argnums` apart: functions by identity."""
+        leaves = [leaf for i in self._nondiff for _, leaf in self._frozen.flat[i]]
+        return tuple(v if isinstance(v, (int, float, str)) else id(v) for v in leaves)
 
 
 _NOT_LINEAR = (
@@ -190,24 +223,6 @@ _NOT_LINEAR = (
     "passes them to the host. Make it linear, or give the host call its own gradient with one of "
     "sgtrick's functions."
 )
-
-
-def _without_derivatives(nondiff: Sequence[int], at: calls.Call) -> tuple[Hashable, ...]:
-    """What tells calls with other `nondiff_argnums` apart: functions by identity."""
-    leaves = [leaf for i in nondiff for _, leaf in at.flat[i]]
-    return tuple(v if isinstance(v, (int, float, str)) else id(v) for v in leaves)
-
-
-def _by_autodiff(
-    point: Selection, f: Function, upstream: Sequence[Tensor | None]
-) -> list[Gradient]:
-    """The autodiff pullback of `f`, for the calls of `f` on tangents, in which it is linear."""
-    xs = [tf.identity(x) for x in point.xs]
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(xs)
-        ys = present(tf.nest.flatten(point.at(xs)(f)))
-    ys, us = paired(ys, upstream)
-    return list(tape.gradient(ys, xs, output_gradients=us))
 
 
 _IN_FUNCTION = (

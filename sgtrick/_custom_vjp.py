@@ -3,22 +3,24 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, jvp_protocol, shapes, structures, vjp_protocol
+from sgtrick._arguments.returned import pair_of
 from sgtrick._arguments.structures import numbers_of, present, spread, with_numbers
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
-from sgtrick._core.guard import Check, guarded, unknown_by_closure
-from sgtrick._core.override import keep, once, with_transpose
-from sgtrick._core.point import Selection, pair_of
-from sgtrick._core.rule import Rule, is_running
-from sgtrick._core.transposition import with_values
-from sgtrick._tensorflow import autograph, graphs, tapes, uses
+from sgtrick._core.covered import CoveredArguments
+from sgtrick._core.guarded import Check, Guarded, unknown_by_closure
+from sgtrick._core.kept import WithTranspose, with_derivatives
+from sgtrick._core.reachable import once
+from sgtrick._core.rule import Rule, Stated
+from sgtrick._core.transposed import with_values
+from sgtrick._tensorflow import autograph, graphs, ongoing, tapes, uses
 from sgtrick._types import (
     Args,
     Function,
@@ -30,6 +32,8 @@ from sgtrick._types import (
     TensorLike,
     Variable,
 )
+
+T = TypeVar("T")
 
 
 def custom_vjp(f: Function | None = None) -> Function:
@@ -104,78 +108,168 @@ def custom_vjp(f: Function | None = None) -> Function:
         NotImplementedError: For higher derivatives in `tf.cond` or `tf.switch_case`, if the rule
             uses a tensor or variable that it closes over, which TensorFlow cannot pass there.
     """
-    return custom_vjp if f is None else calls.as_form(f, _custom_vjp, "defjvp")
+    return custom_vjp if f is None else calls.as_form(f, lambda f: _CustomVjp(f).form, "defjvp")
 
 
-def _custom_vjp(function: calls.Callee) -> Function:
-    f, name = function.f, function.name
-    jvp: Function | None = None
+class _CustomVjp:
+    """A function that returns its pullback, and perhaps a JVP rule beside that."""
 
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
+    def __init__(self, function: calls.Callee) -> None:
+        self.function = function
+        self.jvp: Function | None = None
+        self.form = autograph.form(self.__call__)
+        self.form.defjvp = self.defjvp  # type: ignore[attr-defined]
+
+    def __call__(self, converted: autograph.Converted, args: Args, kwargs: Kwargs) -> Structure:
+        """The value of a call, whose derivatives are those of the rules."""
+        return _Evaluation(self, converted, args, kwargs).value()
+
+    def defjvp(self, rule: Function) -> Function:
+        """Sets the JVP rule; a decorator."""
+        self.jvp = jvp_protocol.rule_of(rule)
+        self.form.has_both_rules = True  # type: ignore[attr-defined] # for check_gradient
+        return rule
+
+
+class _Evaluation:
+    """The function at a point, with its rules, there and from other inputs.
+
+    The inputs are the point, all arguments that have derivatives, and the variables that the
+    function reads besides.
+    """
+
+    def __init__(
+        self, form: _CustomVjp, converted: autograph.Converted, args: Args, kwargs: Kwargs
+    ) -> None:
+        self._form, self._converted = form, converted
+        function, self._name = form.function, form.function.name
         call = function.bind(args, kwargs)
-        own, names = function.receivers(call.values), function.names(call)  # self: no gradient
-        point = Selection(call, range(own, len(call.values)), names, _is_input)
-        at, n = point.read(), len(point.xs)
+        self._own, names = function.receivers(call.values), function.names(call)
+        others = range(self._own, len(call.values))  # self of a method has no gradient
+        self._covered = CoveredArguments(call, others, names, _is_input)
+        self._frozen = self._covered.read()
         # Forward mode does not look into f, unless the rule, which may close over what f computes,
         # is differentiated too.
-        is_hidden = tapes.pushed_alone(point.xs)
-        given_xs = list(map(tapes.unpushed, point.xs)) if is_hidden else point.xs
-        (y, grad_fn), used = uses.call(
-            lambda: _value_and_rule(f, point.at(given_xs, at), converted),
-            [*point.tensors, *given_xs],
-            variables_alone=is_running(),  # what a rule closes over is a constant for its calls
+        self._is_hidden = tapes.pushed_alone(self._covered.xs)
+        xs = self._covered.xs
+        xs = list(map(tapes.unpushed, xs)) if self._is_hidden else xs
+        (self._y, self._grad_fn), self._used = uses.call(
+            lambda: self._value_and_rule(self._covered.with_xs(xs, self._frozen)),
+            [*self._covered.tensors, *xs],
+            # What a rule closes over is a constant for its calls.
+            variables_alone=ongoing.is_running(),
         )
-        variables = _besides(used.variables, call.leaves)
-        inputs = [*point.xs, *map(structures.as_tensor, variables)]
-        arguments = vjp_protocol.arguments_of(function, at, own, function.defaulted(call))
-        rule = _Rule(f, arguments, variables, inputs)
-        rule.check(grad_fn)
-        leaves = present(tf.nest.flatten(y))
+        self._variables = _besides(self._used.variables, call.leaves)
+        self._inputs = [*self._covered.xs, *map(structures.as_tensor, self._variables)]
+        defaulted = function.defaulted(call)
+        self._arguments = vjp_protocol.arguments_of(function, self._frozen, self._own, defaulted)
+        self._check_variables()
+
+    def value(self) -> Structure:
+        """The value, with the derivatives of the rules."""
+        name, inputs = self._name, self._inputs
+        leaves = present(tf.nest.flatten(self._y))
         results = map(numbers_of, leaves)
         # An argument that is returned has the gradient of the rule, and not one of its own.
         ys = [tf.identity(y) if any(y is x for x in inputs) else y for y in results]
+        check, of_jvp = Check(name, self.pull_from, ys, inputs, self._used.beside), None
+        rule: Rule = Stated(name, once(self.pull, ys))
+        if self._form.jvp is not None:
+            of_jvp = Check(name, self.push_from, inputs, inputs, is_jvp=True)
+            rule = WithTranspose(rule, self.push, inputs)
+        outputs = with_derivatives(ys, inputs, Guarded(rule, check, ys, inputs, of_jvp))
+        outputs = unknown_by_closure(name, "grad_fn", outputs, self._used, self._covered.tensors)
+        return structures.pack_present(self._y, list(map(with_numbers, leaves, outputs)))
 
-        def explicit(us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Gradient]:
-            """The gradients with all that they depend on computed again, from other inputs."""
-            y, grad_fn = _value_and_rule(f, point.at(inputs[:n], at), converted)
-            return rule._replace(inputs=inputs).gradients(grad_fn, y, us)
+    def pull(self, *us: Tensor | None) -> list[Gradient]:
+        """What the rule returns for upstream gradients."""
+        if self._is_hidden and tapes.is_pushed(self._inputs):
+            # A tape of variables that runs in the accumulator differentiates the rule.
+            return self.pull_from(us, self._inputs)
+        return self._gradients(self._grad_fn, self._y, us, self._inputs)
 
-        def tangents(ts: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tangent]:
-            """What the JVP rule returns."""
-            assert jvp is not None
-            primals = point.primals(point.at(inputs[:n], at))
-            found = converted(jvp)(*at.values[:own], primals, point.tangents(ts[:n]))
-            pushed, of_variables = jvp_protocol.tangents_of(found, y, name), present(ts[n:])
-            if not of_variables:
-                return pushed
-            return unknown.unless_moving(_OF_VARIABLES.format(name), pushed, of_variables, inputs)
+    def pull_from(self, us: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Gradient]:
+        """What the rule returns, with all that it depends on computed again from other inputs."""
+        y, grad_fn = self._value_and_rule(
+            self._covered.with_xs(self._of_point(inputs), self._frozen)
+        )
+        return self._gradients(grad_fn, y, us, inputs)
 
-        check, of_jvp = Check(name, explicit, ys, inputs, used.beside), None
+    def push(self, *ts: Tensor | None) -> Sequence[Tangent]:
+        """What the JVP rule returns for tangents of the inputs."""
+        return self.push_from(ts, self._inputs)
 
-        def pull(*us: Tensor | None) -> list[Gradient]:
-            if is_hidden and tapes.is_pushed(inputs):  # by a tape of variables in the accumulator
-                return explicit(us, inputs)
-            return rule.gradients(grad_fn, y, us)
+    def push_from(self, ts: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Sequence[Tangent]:
+        """What the JVP rule returns for tangents of other inputs."""
+        assert self._form.jvp is not None
+        covered, receiver = self._covered, self._frozen.values[: self._own]
+        primals = covered.primals(covered.with_xs(self._of_point(inputs), self._frozen))
+        tangents = covered.tangents(self._of_point(ts))
+        found = self._converted(self._form.jvp)(*receiver, primals, tangents)
+        pushed = jvp_protocol.tangents_of(found, self._y, self._name)
+        of_variables = present(ts[len(covered.xs) :])
+        if not of_variables:
+            return pushed
+        return unknown.unless_moving(_OF_VARIABLES.format(self._name), pushed, of_variables, inputs)
 
-        given = Rule(name, once(pull, ys))
-        if jvp is not None:
-            of_jvp = Check(name, tangents, inputs, inputs, is_jvp=True)
-            given = with_transpose(given, lambda *ts: tangents(ts, inputs), inputs)
-        outputs = keep(ys, inputs, guarded(given, check, ys, inputs, of_jvp))
-        outputs = unknown_by_closure(name, "grad_fn", outputs, used, point.tensors)
-        return structures.pack_present(y, list(map(with_numbers, leaves, outputs)))
+    def _of_point(self, of_inputs: Sequence[T]) -> Sequence[T]:
+        return of_inputs[: len(self._covered.xs)]
 
-    form = autograph.form(call)
+    def _value_and_rule(self, call: calls.Call) -> tuple[Structure, Function]:
+        """The value, as tensors, and the rule that the function returns for the arguments."""
+        f = self._form.function.f
+        y, grad_fn = vjp_protocol.value_and_rule(f, call(self._converted(f)), "grad_fn")
 
-    def defjvp(rule: Function) -> Function:
-        """Sets the JVP rule; a decorator."""
-        nonlocal jvp
-        jvp = jvp_protocol.rule_of(rule)
-        form.has_both_rules = True  # type: ignore[attr-defined] # for check_gradient
-        return rule
+        def tensor(leaf: TensorLike | None) -> Tensor | None:
+            if leaf is None or isinstance(leaf, tf.RaggedTensor):
+                return leaf
+            return structures.to_tensor(leaf, f"the result of {self._name}", beside=call.leaves)
 
-    form.defjvp = defjvp  # type: ignore[attr-defined]
-    return form
+        return structures.map_leaves(tensor, y), grad_fn
+
+    def _check_variables(self) -> None:
+        """Checks that the rule takes the variables, if there are any."""
+        parameters = inspect.signature(self._grad_fn).parameters if self._variables else {}
+        if not self._variables or "variables" in parameters:
+            return
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise TypeError(
+                f"{self._name} reads the variables {[v.name for v in self._variables]}, so its "
+                "grad_fn must take a keyword argument `variables` and return (gradients, "
+                "variable_gradients). Alternatively, pass the variables as arguments."
+            )
+
+    def _gradients(
+        self,
+        grad_fn: Function,
+        y: Structure,
+        upstream: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+    ) -> list[Gradient]:
+        """The gradients of the inputs, from those of the leaves of the value `y`."""
+        leaves = tf.nest.flatten(y)
+        us = list(map(with_numbers, leaves, spread(upstream, leaves)))
+        name, names = f"grad_fn of {self._name}", [v.name for v in self._variables]
+        of_variables: Sequence[Gradient] = []
+        if self._variables:
+            what = f"{name} takes variables, so it must return (gradients, variable_gradients)"
+            returned, of_variables = pair_of(grad_fn(*us, variables=self._variables), what)
+            of_variables = list(of_variables)
+            if len(of_variables) != len(names):
+                raise ValueError(
+                    f"{name} returned {len(of_variables)} variable gradients, expected "
+                    f"{len(names)}, one for each of {names}."
+                )
+        else:
+            returned = grad_fn(*us)
+        leaves = [leaf for argument in self._arguments for leaf in argument.leaves]
+        primals = [leaf if _is_input(leaf) else None for leaf in leaves]
+        kept = vjp_protocol.gradients_of(self._arguments, primals, returned, name, _is_zero)
+        kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
+        return [
+            None if g is None else _checked(g, x, path, name)
+            for (g, path), x in zip(kept, inputs, strict=True)
+        ]
 
 
 _OF_VARIABLES = (
@@ -190,82 +284,11 @@ def _is_input(leaf: object) -> bool:
     return structures.may_be_recorded(numbers_of(leaf))
 
 
-def _value_and_rule(
-    f: Function, at: calls.Call, converted: Callable[[Function], Function]
-) -> tuple[Structure, Function]:
-    """The value, as tensors, and the rule that `f` returns."""
-    y, grad_fn = vjp_protocol.value_and_rule(f, at(converted(f)), "grad_fn")
-
-    def tensor(leaf: TensorLike | None) -> Tensor | None:
-        if leaf is None or isinstance(leaf, tf.RaggedTensor):
-            return leaf
-        name = f"the result of {calls.name_of(f)}"
-        return structures.to_tensor(leaf, name, beside=at.leaves)
-
-    return structures.map_leaves(tensor, y), grad_fn
-
-
 def _besides(variables: Sequence[Variable], passed: Sequence[Any]) -> list[Variable]:
     """The variables that were not passed. Keras layers wrap variables, and cast what they read."""
     handles = [structures.handle_of(a) for a in passed]
     known = {id(t) for t in (*passed, *handles) if t is not None}
     return [v for v in variables if id(v) not in known and id(structures.handle_of(v)) not in known]
-
-
-class _Rule(NamedTuple):
-    """What is required of the caller's `grad_fn` in one call.
-
-    Attributes:
-        f: The function.
-        arguments: Its arguments.
-        variables: The variables that it reads besides.
-        inputs: The tensors with respect to which there are gradients.
-    """
-
-    f: Function
-    arguments: Sequence[vjp_protocol.Argument]
-    variables: list[Variable]
-    inputs: Sequence[Tensor]
-
-    def check(self, grad_fn: Function) -> None:
-        """Checks that a rule takes the variables, if there are any."""
-        parameters = inspect.signature(grad_fn).parameters if self.variables else {}
-        if not self.variables or "variables" in parameters:
-            return
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise TypeError(
-                f"{calls.name_of(self.f)} reads the variables {[v.name for v in self.variables]}, "
-                "so its grad_fn must take a keyword argument `variables` and return (gradients, "
-                "variable_gradients). Alternatively, pass the variables as arguments."
-            )
-
-    def gradients(
-        self, grad_fn: Function, y: Structure, upstream: Sequence[Tensor | None]
-    ) -> list[Gradient]:
-        """The gradients of the inputs, from those of the leaves of the value `y`."""
-        leaves = tf.nest.flatten(y)
-        us = list(map(with_numbers, leaves, spread(upstream, leaves)))
-        name, names = f"grad_fn of {calls.name_of(self.f)}", [v.name for v in self.variables]
-        of_variables: Sequence[Gradient] = []
-        if self.variables:
-            what = f"{name} takes variables, so it must return (gradients, variable_gradients)"
-            returned, of_variables = pair_of(grad_fn(*us, variables=self.variables), what)
-            of_variables = list(of_variables)
-            if len(of_variables) != len(names):
-                raise ValueError(
-                    f"{name} returned {len(of_variables)} variable gradients, expected "
-                    f"{len(names)}, one for each of {names}."
-                )
-        else:
-            returned = grad_fn(*us)
-        leaves = [leaf for argument in self.arguments for leaf in argument.leaves]
-        primals = [leaf if _is_input(leaf) else None for leaf in leaves]
-        kept = vjp_protocol.gradients_of(self.arguments, primals, returned, name, _is_zero)
-        kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
-        return [
-            None if g is None else _checked(g, x, path, name)
-            for (g, path), x in zip(kept, self.inputs, strict=True)
-        ]
 
 
 def _is_zero(gradient: Any, leaf: Any) -> bool:

@@ -3,26 +3,20 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import calls, devices, structures
+from sgtrick._arguments.returned import as_tuple, checked_value, pair_of
 from sgtrick._arguments.structures import Leaf
-from sgtrick._core import adjoint, embedding, unknown
+from sgtrick._core import adjoint, known_jacobian, unknown
 from sgtrick._core.adjoint import paired
-from sgtrick._core.guard import message
-from sgtrick._core.point import (
-    ValueAtPoint,
-    as_tuple,
-    checked_value,
-    pair_of,
-    select,
-)
-from sgtrick._tensorflow import autograph, graphs, overrides, tapes
+from sgtrick._core.guarded import message
+from sgtrick._core.point import ValueAtPoint, select
+from sgtrick._tensorflow import autograph, graphs, ongoing, operation, tapes
 from sgtrick._types import (
     Argnums,
     Args,
@@ -102,115 +96,156 @@ def from_value_and_gradient(
             device=device,
         )
     calls.check_function(fn, "fn")
-    return calls.as_form(
-        fn, lambda fn: _from_value_and_gradient(fn, argnums, has_aux, batch_ndims, device)
-    )
+    options = argnums, has_aux, batch_ndims, device
+    return calls.as_form(fn, lambda fn: _FromValueAndGradient(fn, *options).form)
 
 
-def _from_value_and_gradient(
-    function: calls.Callee,
-    argnums: Argnums,
-    has_aux: bool,
-    batch_ndims: int | None,
-    device: Device,
-) -> Function:
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Structure:
-        name, f = function.name, converted(function.f)
+class _FromValueAndGradient:
+    """A function that returns its value and its gradient, and the options."""
 
-        def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
-            if callable(gradients):
-                raise TypeError(
-                    f"{name} must return (value, gradient), but returned a function as the "
-                    "gradient. For a function from the upstream gradient to the gradients of the "
-                    "arguments, use sgtrick.custom_vjp."
-                )
-            return point.jacobians(as_tuple(gradients, argnums, name), y, batch_ndims)
+    def __init__(
+        self,
+        function: calls.Callee,
+        argnums: Argnums,
+        has_aux: bool,
+        batch_ndims: int | None,
+        device: Device,
+    ) -> None:
+        self.function, self.argnums, self.batch_ndims = function, argnums, batch_ndims
+        self._has_aux, self._device = has_aux, device
+        self.form = autograph.form(self.__call__)
 
-        with devices.scope(device):
-            point = select(function, argnums, args, kwargs)
-            at = point.read()
-            with tapes.recording():  # a tape inside fn would find no gradient
-                value = ValueAtPoint.of(name, point, f)
-            y, gradients = pair_of(value.result, f"{name} must return (value, gradient)")
-            if has_aux:
-                y, aux = pair_of(y, f"{name} must return ((value, aux), gradient)")
-            y = checked_value(y, name, point.call)
+    def __call__(self, converted: autograph.Converted, args: Args, kwargs: Kwargs) -> Structure:
+        """The value of a call, whose gradient is the one that came with it."""
+        with devices.scope(self._device):
+            found = _Evaluation(self, converted, args, kwargs)
+            return (found.value(), found.auxiliary()) if self._has_aux else found.value()
 
-            def evaluated(call: calls.Call) -> list[Leaf | None]:
-                return jacobians(call(f)[1], y)
-
-            known = _differentiable(value, at, jacobians(gradients, y), evaluated)
-            # Not named y: the Jacobians are those of the value that is not embedded.
-            embedded = value.embed_leaves(y, at, evaluated, known)
-            return (embedded, _auxiliary(value, aux)) if has_aux else embedded
-
-    return autograph.form(call)
+    def pair(self, returned: Structure) -> tuple[Structure, Structure, Structure]:
+        """The value, auxiliary results and gradient that the function returned."""
+        name, aux = self.function.name, None
+        y, gradient = pair_of(returned, f"{name} must return (value, gradient)")
+        if self._has_aux:
+            y, aux = pair_of(y, f"{name} must return ((value, aux), gradient)")
+        return y, aux, gradient
 
 
-def _auxiliary(value: ValueAtPoint, aux: Structure) -> Structure:
-    """The auxiliary results, whose derivatives are errors."""
-    inputs = [*value.point.xs, *value.passed.xs, *value.used.values]
+class _Evaluation:
+    """The function at a stopped point, and again where its gradient is differentiated."""
 
-    def kept(result: Any) -> Any:
-        if isinstance(result, tf.TensorArray) and structures.has_derivatives(result):
-            raise TypeError(_ARRAY.format(value.name))
-        if not (tf.is_tensor(result) and structures.is_differentiable(result.dtype)):
-            return result
-        return embedding.auxiliary(value.name, result, inputs, value.used.has_lists)
+    def __init__(
+        self,
+        form: _FromValueAndGradient,
+        converted: autograph.Converted,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
+        self._form, self._name = form, form.function.name
+        self._f = converted(form.function.f)
+        self._covered = select(form.function, form.argnums, args, kwargs)
+        self._frozen = self._covered.read()
+        with tapes.recording():  # a tape inside the function would find no gradient
+            self._at_point = ValueAtPoint.of(self._name, self._covered, self._f)
+        y, self._aux, gradient = form.pair(self._at_point.result)
+        # Without the derivative: its Jacobians are those of the value that is not embedded.
+        self._y = checked_value(y, self._name, self._covered.call)
+        self._leaves = self._checked(gradient)
+        # The variables that the gradient depends on, as they are now.
+        is_differentiated = not tf.executing_eagerly() or tapes.somebody_records()
+        self._reads = self._read_variables() if is_differentiated else []
 
-    return tf.nest.map_structure(kept, aux, expand_composites=True)
+    def value(self) -> Tensor:
+        """The value, with its gradient."""
+        return self._at_point.attach_jacobians(
+            self._y, self._frozen, self.jacobians, self.known_jacobians
+        )
 
+    def auxiliary(self) -> Structure:
+        """The auxiliary results, whose derivatives are errors."""
+        passed, used = self._at_point.passed, self._at_point.used
+        inputs = [*self._covered.xs, *passed.xs, *used.values]
 
-def _differentiable(
-    value: ValueAtPoint,
-    at: calls.Call,
-    leaves: list[Leaf | None],
-    evaluated: Callable[[calls.Call], list[Leaf | None]],
-) -> Callable[[], list[Leaf | None]]:
-    """The gradients that came with the value; to differentiate them, `fn` is evaluated again."""
-    known = [leaf.gx for leaf in leaves if leaf is not None]
+        def kept(result: Any) -> Any:
+            if isinstance(result, tf.TensorArray) and structures.has_derivatives(result):
+                raise TypeError(_ARRAY.format(self._name))
+            if not (tf.is_tensor(result) and structures.is_differentiable(result.dtype)):
+                return result
+            return known_jacobian.auxiliary(self._name, result, inputs, used.has_lists)
 
-    def read_variables() -> list[Tensor]:
-        with tapes.not_recording():
-            trainable = map(tf.convert_to_tensor, value.used.variables)
-            return [*trainable, *map(tapes.value_of, value.used.fixed)]
+        return tf.nest.map_structure(kept, self._aux, expand_composites=True)
 
-    is_differentiated = not tf.executing_eagerly() or tapes.somebody_records()
-    reads = read_variables() if is_differentiated else []
+    def jacobians(self, call: calls.Call) -> list[Leaf | None]:
+        """The Jacobians that the function returns for the arguments of `call`."""
+        return self._checked(call(self._f)[1])
 
-    def gradients(
+    def _checked(self, gradients: Structure) -> list[Leaf | None]:
+        if callable(gradients):
+            raise TypeError(
+                f"{self._name} must return (value, gradient), but returned a function as the "
+                "gradient. For a function from the upstream gradient to the gradients of the "
+                "arguments, use sgtrick.custom_vjp."
+            )
+        gradients = as_tuple(gradients, self._form.argnums, self._name)
+        return self._covered.jacobians(gradients, self._y, self._form.batch_ndims)
+
+    def known_jacobians(self) -> list[Leaf | None]:
+        """The Jacobians that came with the value, whose derivative is that of another call."""
+        if operation.is_storing():
+            at, passed = self._at_point, self._at_point.passed.xs
+            return self.jacobians(at.with_xs(self._frozen, self._covered.xs, passed))
+        # In a gradient graph, what was read and returned is out of reach for the graph that
+        # differentiates it.
+        known = _gradients_in(self._leaves)
+        then = [list(map(graphs.here, tensors)) for tensors in (self._reads, known)]
+        gxs = iter(
+            self._at_point.attach_rule(known, functools.partial(self._pull_of_gradients, *then))
+        )
+        return [leaf and leaf._replace(gx=next(gxs)) for leaf in self._leaves]
+
+    def _pull_of_gradients(
+        self,
         reads: Sequence[Tensor],
         returned: Sequence[Tensor],
         zs: Sequence[Tensor | None],
         xs: Sequence[Tensor],
         passed: Sequence[Tensor],
     ) -> list[Gradient]:
+        """The pullback of the gradients, for which the function is evaluated once more.
+
+        Args:
+            reads: The values that variables had in the call.
+            returned: The gradients that came with the value.
+            zs: Upstream gradients of these.
+            xs: The point.
+            passed: The other arguments.
+        """
         points = [tf.identity(x) for x in xs]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(points)
-            again = evaluated(value.at(at, points, passed))
-            gxs, given = paired([leaf.gx for leaf in again if leaf is not None], zs)
+            again = _gradients_in(
+                self.jacobians(self._at_point.with_xs(self._frozen, points, passed))
+            )
+            gxs, given = paired(again, zs)
         found = unknown.unless_refused(
-            lambda: list(tape.gradient(gxs, points, given)), xs, given, message(value.name)
+            lambda: list(tape.gradient(gxs, points, given)), xs, given, message(self._name)
         )
         if ongoing.is_probe():
             return found
-        is_same = unknown.are_equal(read_variables(), reads) if reads else tf.constant(True)
-        found = unknown.known_unless(is_same, _ASSIGNED.format(value.name), found, xs, given)
-        pairs = zip(returned, (leaf.gx for leaf in again if leaf is not None), strict=True)
-        is_same = ~is_same | tf.reduce_all(tf.stack(list(itertools.starmap(_are_near, pairs))))
-        return unknown.known_unless(is_same, _DRAWN.format(value.name), found, xs, given)
+        is_same = unknown.are_equal(self._read_variables(), reads) if reads else tf.constant(True)
+        found = unknown.known_unless(is_same, _ASSIGNED.format(self._name), found, xs, given)
+        are_near = [_are_near(*pair) for pair in zip(returned, again, strict=True)]
+        is_same = ~is_same | tf.reduce_all(tf.stack(are_near))
+        return unknown.known_unless(is_same, _DRAWN.format(self._name), found, xs, given)
 
-    def differentiable() -> list[Leaf | None]:
-        if overrides.is_storing():
-            return evaluated(value.at(at, value.point.xs, value.passed.xs))
-        # In a gradient graph, what was read and returned is out of reach for the graph that
-        # differentiates it.
-        then = [list(map(graphs.here, tensors)) for tensors in (reads, known)]
-        gxs = iter(value.embed(known, functools.partial(gradients, *then)))
-        return [leaf and leaf._replace(gx=next(gxs)) for leaf in leaves]
+    def _read_variables(self) -> list[Tensor]:
+        used = self._at_point.used
+        with tapes.not_recording():
+            trainable = map(tf.convert_to_tensor, used.variables)
+            return [*trainable, *map(tapes.value_of, used.fixed)]
 
-    return differentiable
+
+def _gradients_in(leaves: Sequence[Leaf | None]) -> list[Tensor]:
+    return [leaf.gx for leaf in leaves if leaf is not None]
 
 
 def _are_near(a: Tensor, b: Tensor) -> Tensor:

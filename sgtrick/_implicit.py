@@ -14,12 +14,12 @@ from sgtrick._arguments import shapes, structures
 from sgtrick._arguments.calls import Call
 from sgtrick._arguments.rows import Rows, floating
 from sgtrick._core import unknown
-from sgtrick._core.guard import LIST
-from sgtrick._core.override import keep
-from sgtrick._core.point import Selection
-from sgtrick._core.rule import Rule
+from sgtrick._core.covered import CoveredArguments
+from sgtrick._core.guarded import LIST
+from sgtrick._core.kept import with_derivatives
+from sgtrick._core.rule import Stated
 from sgtrick._core.systems import TWICE, Elimination, Method, Product, Solver, unless
-from sgtrick._tensorflow import autograph, connections, graphs, tapes, tracing
+from sgtrick._tensorflow import autograph, connections, graphs, ongoing, tapes, tracing
 from sgtrick._types import Function, Gradient, Ndims, Structure, Tensor
 
 
@@ -203,15 +203,17 @@ def _root(
 ) -> Structure:
     name, x_name, theta_name = names
     names_of_theta = [f"{theta_name}[{k}]" for k in range(len(theta))]
-    # What holds tensors is passed on: the residual closes over these.
-    point = Selection(Call(theta), range(len(theta)), names_of_theta, structures.may_be_recorded)
-    rows = Rows(x_star, batch_ndims, x_name, point.call.leaves)
+    # An argument that holds tensors is passed on as it is, and the residual closes over them.
+    covered = CoveredArguments(
+        Call(theta), range(len(theta)), names_of_theta, structures.may_be_recorded
+    )
+    rows = Rows(x_star, batch_ndims, x_name, covered.call.leaves)
 
     def of_rows(x: Tensor, *thetas: Tensor) -> Tensor:
-        returned = point.at(thetas)(lambda *theta: residual(rows.unpack(x), *theta))
+        returned = covered.with_xs(thetas)(lambda *theta: residual(rows.unpack(x), *theta))
         return rows.checked(returned, f"the result of {name}")
 
-    x, thetas = rows.pack(rows.stars), list(map(graphs.here, point.xs))
+    x, thetas = rows.pack(rows.stars), list(map(graphs.here, covered.xs))
     solver = Elimination(name) if solve is None else Method(name, rows, solve)
     equation, closed = _equation(name, x_name, of_rows, solver, [x, *thetas])
     return rows.unpack(_solution(equation, x, [*thetas, *closed]))
@@ -276,7 +278,7 @@ class _Equation(NamedTuple):
     Attributes:
         name: The function's name in errors.
         r: The residual. The last of its inputs are what it closes over, and uses itself.
-        closed: The same, with the handles of variables instead of their values.
+        closed: What it closes over, with the handles of variables instead of their values.
         calls_host: Whether a host call makes the residual of something that may be differentiated.
         solver: What solves systems with the Jacobian of `r` by `x`.
     """
@@ -325,7 +327,7 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
             r = equation.r(root, at)
         return list(tape.gradient(r, sources, w))
 
-    (solution,) = keep([tf.stop_gradient(x)], inputs, Rule(equation.name, pull))
+    (solution,) = with_derivatives([tf.stop_gradient(x)], inputs, Stated(equation.name, pull))
     return solution
 
 
@@ -366,7 +368,9 @@ def _linear(
         refused = TWICE.format(equation.name)
         return [v, *unknown.unless_refused(by_the_others, [x, *inputs], [z], refused)]
 
-    (solution,) = keep([tf.stop_gradient(w)], [u, x, *inputs], Rule(equation.name, pull))
+    (solution,) = with_derivatives(
+        [tf.stop_gradient(w)], [u, x, *inputs], Stated(equation.name, pull)
+    )
     return solution
 
 
@@ -378,7 +382,7 @@ def _solved(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """The same solution without derivatives."""
+    """The solution of `J' w = -u`, or of `J w = -u`, without derivatives."""
     u, x, *inputs = map(tf.stop_gradient, [u, x, *inputs])
     v = equation.solver.solve(equation.by_x(x, inputs), -u, transposed=transposed)
     return tf.stop_gradient(v)

@@ -11,8 +11,8 @@ import tensorflow as tf
 from sgtrick._arguments import dtypes, shapes, structures
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import formula
-from sgtrick._core.override import keep
-from sgtrick._core.rule import Rule
+from sgtrick._core.kept import with_derivatives
+from sgtrick._core.rule import Stated
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._types import Function, Gradient, Structure, Tensor, TensorLike
 
@@ -46,8 +46,8 @@ def stop_gradient(x: Structure, where: Structure = None) -> Structure:
     Raises:
         TypeError: `where` is not a bool mask, but an index, for example.
         ValueError: The mask does not broadcast to `x`, or the structure is not that of `x`.
-        tf.errors.InvalidArgumentError: The same at run time, for shapes that were unknown while
-            tracing.
+        tf.errors.InvalidArgumentError: At run time, the mask does not broadcast, if the shapes were
+            unknown while tracing.
     """
 
     def stopped(path: str, x: Tensor, where: Structure) -> Tensor:
@@ -285,8 +285,8 @@ def _clip(x: Tensor, lo: Structure, hi: Structure) -> Tensor:
         # Keeps NaN, which some XLA backends clip too.
         return [tf.where(tf.equal(upstream, upstream), g, upstream)]
 
-    rule = Rule("clip_gradient", pull, _FORWARD)
-    return keep([x], [x], rule)[0]
+    rule = Stated("clip_gradient", pull, _FORWARD)
+    return with_derivatives([x], [x], rule)[0]
 
 
 def _map(f: Function, x: Structure, **options: Structure) -> Structure:

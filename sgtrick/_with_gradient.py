@@ -3,11 +3,12 @@
 from __future__ import annotations  # signatures that show the names of types
 
 import functools
-from collections.abc import Callable
 
 from sgtrick._arguments import calls, devices
+from sgtrick._arguments.returned import as_tuple, checked_value
 from sgtrick._arguments.structures import Leaf
-from sgtrick._core.point import ValueAtPoint, as_tuple, checked_value, select
+from sgtrick._core.covered import select
+from sgtrick._core.stopped_point import ValueAtPoint
 from sgtrick._tensorflow import autograph
 from sgtrick._types import (
     Argnums,
@@ -16,7 +17,6 @@ from sgtrick._types import (
     Device,
     Function,
     Kwargs,
-    Structure,
     Tensor,
 )
 
@@ -94,60 +94,80 @@ def with_gradient(
     options: Kwargs = {"argnums": argnums, "batch_ndims": batch_ndims, "device": device}
     if f is None:
         return functools.partial(with_gradient, grad=grad, **options)
-    return calls.as_form(f, lambda f: _with_gradient(f, grad, **options), "defgrad")
+    return calls.as_form(f, lambda f: _WithGradient(f, grad, **options).form, "defgrad")
 
 
-def _with_gradient(
-    function: calls.Callee,
-    grad: Function | None,
-    argnums: Argnums,
-    batch_ndims: int | None,
-    device: Device,
-) -> Function:
-    rule: calls.Callee | None = None
+class _WithGradient:
+    """A function, its gradient function, and the options of both."""
 
-    def call(converted: Callable[[Function], Function], args: Args, kwargs: Kwargs) -> Tensor:
-        if rule is None:
+    def __init__(
+        self,
+        function: calls.Callee,
+        grad: Function | None,
+        argnums: Argnums,
+        batch_ndims: int | None,
+        device: Device,
+    ) -> None:
+        self.function, self.argnums, self.batch_ndims = function, argnums, batch_ndims
+        self._device = device
+        self._grad: calls.Callee | None = None
+        self.form = autograph.form(self.__call__)
+        self.form.defgrad = self.defgrad  # type: ignore[attr-defined]
+        if grad is not None:
+            self.defgrad(grad)
+
+    def __call__(self, converted: autograph.Converted, args: Args, kwargs: Kwargs) -> Tensor:
+        """The value of a call, whose gradient is what the gradient function returns."""
+        name = self.function.name
+        if self._grad is None:
             raise TypeError(
-                f"{function.name} has no gradient function. Pass grad= to with_gradient, or define "
-                f"it with the decorator @{function.name}.defgrad."
+                f"{name} has no gradient function. Pass grad= to with_gradient, or define it with "
+                f"the decorator @{name}.defgrad."
             )
-        with devices.scope(device):
-            point = select(function, argnums, args, kwargs)
-            f, grad, to = converted(function.f), converted(rule.f), rule
+        with devices.scope(self._device):
+            return _Evaluation(self, self._grad, converted, args, kwargs).value()
 
-            def jacobians(gradients: Structure, y: Tensor) -> list[Leaf | None]:
-                what = f"grad of {function.name}"
-                gradients = as_tuple(gradients, argnums, what)
-                return point.jacobians(gradients, y, batch_ndims)
-
-            at = point.read()
-            value = ValueAtPoint.of(function.name, point, f)
-            y = checked_value(value.result, function.name, point.call)
-
-            def evaluated(call: calls.Call) -> list[Leaf | None]:
-                defaulted = function.defaulted(point.call)
-                return jacobians(function.for_rule(to, call, defaulted)(grad), y)
-
-            return value.embed_leaves(y, at, evaluated)
-
-    form = autograph.form(call)
-
-    def defgrad(grad: Function) -> Function:
+    def defgrad(self, grad: Function) -> Function:
         """Sets the gradient function; a decorator."""
-        nonlocal rule
         calls.check_function(grad, "grad")
-        given = calls.Callee(calls.unbound(grad))
-        if given.takes("variables") and not function.takes("variables"):
+        given, name = calls.Callee(calls.unbound(grad)), self.function.name
+        if given.takes("variables") and not self.function.takes("variables"):
             raise TypeError(
-                f"grad of {function.name} takes `variables`, but the variables that "
-                f"{function.name} reads keep their autodiff gradient. Leave them out; or, to give "
-                "them other gradients, use sgtrick.custom_vjp, whose rule takes variables."
+                f"grad of {name} takes `variables`, but the variables that {name} reads keep their "
+                "autodiff gradient. Leave them out; or, to give them other gradients, use "
+                "sgtrick.custom_vjp, whose rule takes variables."
             )
-        rule = given
+        self._grad = given
         return grad
 
-    if grad is not None:
-        defgrad(grad)
-    form.defgrad = defgrad  # type: ignore[attr-defined]
-    return form
+
+class _Evaluation:
+    """The function at a stopped point, and its gradient function at any point."""
+
+    def __init__(
+        self,
+        form: _WithGradient,
+        grad: calls.Callee,
+        converted: autograph.Converted,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
+        function = form.function
+        self._form, self._grad = form, grad
+        self._covered = select(function, form.argnums, args, kwargs)
+        f, self._converted_grad = converted(function.f), converted(grad.f)
+        self._frozen = self._covered.read()
+        self._at_point = ValueAtPoint.of(function.name, self._covered, f)
+        self._y = checked_value(self._at_point.result, function.name, self._covered.call)
+
+    def value(self) -> Tensor:
+        """The value, with its gradient."""
+        return self._at_point.attach_jacobians(self._y, self._frozen, self.jacobians)
+
+    def jacobians(self, call: calls.Call) -> list[Leaf | None]:
+        """What the gradient function returns for the arguments of `call`, checked."""
+        function, argnums = self._form.function, self._form.argnums
+        defaulted = function.defaulted(self._covered.call)
+        gradients = function.for_rule(self._grad, call, defaulted)(self._converted_grad)
+        gradients = as_tuple(gradients, argnums, f"grad of {function.name}")
+        return self._covered.jacobians(gradients, self._y, self._form.batch_ndims)

@@ -121,7 +121,7 @@ class Backend:
         """
         x = self.to_tensor(x, names.x)
         fx_dtype, x_dtype = self.dtype_of(fx), self.dtype_of(x)
-        # Which has no dtype of its own.
+        # A number of Python has no dtype of its own.
         is_number = structures.is_python_number(gx) or type(gx) is complex
         gx = gx if is_number else self.to_tensor(gx, names.gx)
         gx_dtype = x_dtype if is_number else self.dtype_of(gx)
@@ -137,5 +137,6 @@ class Backend:
         assert of_fx is not None
         assert of_x is not None
         full = (*of_fx, *of_x[batch_ndims:])
-        # Of rank 0: the same partial for every entry; of one value: without its dimensions.
+        # A gx of rank 0 is the same partial derivative for every entry, and that of a value of one
+        # entry may lack the dimensions of the value.
         return Leaf(path, x, gx if of_gx == full else self.broadcast_to(gx, full), batch_ndims)

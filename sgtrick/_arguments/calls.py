@@ -17,10 +17,10 @@ class Call:
     """The arguments of one call, with keywords turned into positions and defaults filled in.
 
     Attributes:
-        values: Those by position, followed by those by keyword.
-        keywords: The names of the latter.
-        left_out: The names of those that the caller left out.
-        parameters: Those that they were matched with.
+        values: The arguments by position, followed by those by keyword.
+        keywords: The names of the arguments by keyword.
+        left_out: The names of arguments that the caller left out, and that have their default.
+        parameters: The parameters of the function.
     """
 
     values: Sequence[Structure]
@@ -35,7 +35,7 @@ class Call:
         return len(self.values) - len(self.keywords)
 
     def __call__(self, f: Function) -> Structure:
-        """Calls `f`."""
+        """Calls a function with these arguments."""
         n = self.positional
         named = zip(self.keywords, self.values[n:], strict=True)
         return f(*self.values[:n], **dict(named))
@@ -75,7 +75,7 @@ class Callee:
     Attributes:
         f: The function itself.
         name: Its name in errors.
-        defaults: Those of its parameters.
+        defaults: The defaults of its parameters, by name.
         form: The function that is called in its place.
         is_held_by: Whether it is a method of a class.
     """

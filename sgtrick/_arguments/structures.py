@@ -51,7 +51,7 @@ def flatten(
         yield path, structure
 
 
-# The words of `tf.nest.is_nested`, beside `Mapping`: torch.compile cannot trace the function.
+# What `tf.nest.is_nested` says of all but a `Mapping`: torch.compile cannot trace that function.
 def is_sequence(structure: object) -> TypeGuard[Collection[Any]]:
     """Whether `tf.nest` takes this for a sequence: lists, deques, ranges, views of dicts."""
     if isinstance(structure, (list, tuple)):
@@ -177,7 +177,7 @@ def numbers_of(leaf: Any) -> Any:
 
 
 def with_numbers(leaf: Any, numbers: Any) -> Any:
-    """The same leaf with other numbers, or None instead of it."""
+    """A leaf like this one with other numbers; None if there are none."""
     is_ragged = isinstance(leaf, tf.RaggedTensor) and numbers is not None
     return leaf.with_flat_values(numbers) if is_ragged else numbers
 
@@ -238,8 +238,8 @@ def kind_of(value: object) -> str:
     return f"{kind} of {len(value)}" if isinstance(value, (tuple, list)) else kind
 
 
-# The attribute of an eager tensor with what it is a copy or the value of: who asks a tape for that
-# asks for the tensor.
+# The attribute of an eager tensor that holds its original: the tensor that it copies, or the
+# variable whose value it is. Who asks a tape for the original asks for the tensor.
 ORIGIN = "_sgtrick_origin"
 
 
@@ -262,7 +262,7 @@ def to_tensor(
 
     A number of Python has no dtype, and gets that of the leaves beside it, if it is not stated.
     """
-    refuse(value, name)
+    check_supported(value, name)
     if dtype is None:
         dtype = dtypes.of_number(value, (_dtype_of(leaf) for leaf in beside))
     if dtype is None and isinstance(value, tf.Tensor):
@@ -282,10 +282,10 @@ def _dtype_of(leaf: Any) -> str:
     return str(dtype.name)
 
 
-def refuse(value: Any, name: str) -> None:
-    """Raises for what is like a tensor, but carries no derivatives.
+def check_supported(value: Any, name: str) -> None:
+    """Raises for a value like a tensor that can carry no custom derivative.
 
-    That is a reference variable of TensorFlow 1, a tensor that refers to one, a placeholder of
+    It is a reference variable of TensorFlow 1, a tensor that refers to one, a placeholder of
     Keras, or a tensor of another framework that is being differentiated there.
     """
     dtype = getattr(value, "dtype", None)

@@ -73,7 +73,7 @@ def _check_at_run_time(
         )
         b = tf.where(is_batch, tf.rank(fx), 0)
     if _may_be_of_one_value(fx, gx, x, b):
-        # Of rank 0 it is the same partial derivative for every entry.
+        # A gx of rank 0 is the same partial derivative for every entry.
         lacks = tf.equal(tf.rank(gx), 0) | tf.equal(tf.rank(gx), tf.rank(x))
         lacks &= tf.equal(tf.size(fx), 1) & tf.equal(b, 0)
         shape = tf.concat([fx_shape, x_shape], 0)

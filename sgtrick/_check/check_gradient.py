@@ -11,15 +11,16 @@ import tensorflow as tf
 from sgtrick._arguments import calls, structures
 from sgtrick._check.comparison import (
     DIRECTIONS,
+    Line,
     compared,
     entry_lines,
     random_line,
     random_weights,
 )
-from sgtrick._check.leaves import Named, OfLeaves, concatenate
-from sgtrick._check.point import Point
+from sgtrick._check.function_at_point import FunctionAtPoint
 from sgtrick._check.recorded import gradient_of
 from sgtrick._check.report import GradientCheckError, GradientReport
+from sgtrick._check.vectors import Named, OfLeaves, concatenate
 from sgtrick._types import Array, Function, Structure, Tensor
 
 # None: by the size of x. Otherwise the largest step, or the smallest and the largest.
@@ -144,34 +145,22 @@ def check_gradient(
     if not tf.executing_eagerly():
         raise RuntimeError("check_gradient runs eagerly: call it outside tf.function and graphs.")
     function, inputs = _of_leaves(f, x)
-    random, numbers = np.random.default_rng(seed), range(DIRECTIONS)
+    random, notes = np.random.default_rng(seed), list[str]()
+    first = FunctionAtPoint(function, inputs)
     forward = getattr(f, "has_both_rules", False)
-    points, notes = [Point(function, inputs)], []
     if mode == "full":
-        lines = list(entry_lines(points[0], forward=forward))
+        lines = list(entry_lines(first, forward=forward))
     else:
         lines = [
-            random_line(points[0], random, i, f"direction {i}", forward=forward) for i in numbers
+            random_line(first, random, i, f"direction {i}", forward=forward)
+            for i in range(DIRECTIONS)
         ]
-    entries = compared(lines, 1, bounds, rtol, atol)
+    points, entries = [first], compared(lines, 1, bounds, rtol, atol)
     if order == 2 and not all(np.isfinite(entry.embedded) for entry in entries):
         notes.append("Not every gradient is finite, so second derivatives were not checked.")
     elif order == 2:
-        # Its own rounding is not what is checked here.
-        names, xs = points[0].leaves, points[0].widened.xs
-        wide = list(zip(names, xs, strict=True))
-        if mode == "full":
-            points.append(Point(gradient_of(function, names), wide))
-            lines = list(entry_lines(points[1]))
-        else:
-            ys = points[0].widened.ys
-            for i in numbers:  # a projection for each direction, as errors of several may cancel
-                weights = random_weights(ys, random, i)
-                points.append(Point(gradient_of(function, names, weights), wide))
-            lines = [
-                random_line(point, random, i, f"direction of the gradient {i}")
-                for i, point in enumerate(points[1:])
-            ]
+        gradients, lines = _of_gradient(function, first, mode, random)
+        points += gradients
         entries += compared(lines, 2, bounds, rtol, atol)
     for point in points:
         point.check_repeatable()  # a state may have changed since
@@ -186,7 +175,27 @@ def check_gradient(
     return report
 
 
-def _notes(point: Point, rtol: float | None) -> Iterator[str]:
+def _of_gradient(
+    function: OfLeaves, point: FunctionAtPoint, mode: str, random: np.random.Generator
+) -> tuple[list[FunctionAtPoint], list[Line]]:
+    """The gradient of a function as functions at the point, and lines along which these move."""
+    # In float64: it is not the rounding of the gradient that is checked here.
+    names, wide = point.leaves, point.widened
+    inputs = list(zip(names, wide.xs, strict=True))
+    if mode == "full":
+        gradient = FunctionAtPoint(gradient_of(function, names), inputs)
+        return [gradient], list(entry_lines(gradient))
+    gradients = []
+    for i in range(DIRECTIONS):  # a projection for each line, as errors of several may cancel
+        weights = random_weights(wide.ys, random, i)
+        gradients.append(FunctionAtPoint(gradient_of(function, names, weights), inputs))
+    return gradients, [
+        random_line(gradient, random, i, f"direction of the gradient {i}")
+        for i, gradient in enumerate(gradients)
+    ]
+
+
+def _notes(point: FunctionAtPoint, rtol: float | None) -> Iterator[str]:
     dtypes = point.narrow_dtypes
     tolerance = f"(rtol {point.rtol if rtol is None else rtol:.1g})"
     if point.why_narrow:

@@ -6,16 +6,21 @@ from typing import NamedTuple
 import numpy as np
 
 from sgtrick._check.finite_differences import Estimate, estimated
-from sgtrick._check.leaves import (
+from sgtrick._check.function_at_point import (
+    COARSEST,
+    ROUNDINGS_OF_A_VALUE,
+    FunctionAtPoint,
+    relative_tolerance,
+)
+from sgtrick._check.recorded import Recorded
+from sgtrick._check.report import BORDER, NOT_LINEAR, Entry
+from sgtrick._check.vectors import (
     concatenate,
     sizes_of_entries,
     sizes_of_leaves,
     split,
     unit_vectors,
 )
-from sgtrick._check.point import COARSEST, ROUNDINGS_OF_A_VALUE, Point, relative_tolerance
-from sgtrick._check.recorded import Recorded
-from sgtrick._check.report import BORDER, NOT_LINEAR, Entry
 from sgtrick._types import Array, Tensor
 
 DIRECTIONS = 10  # of random lines
@@ -26,7 +31,7 @@ VISIBLE = 0.005
 # Relative to the value divided by the size of x. What is less is zero for every purpose, and a
 # constant function, whose differences are rounding errors, has no other size to be measured by.
 NEGLIGIBLE = 1e-6
-# The same relative to the slope over the largest step: x^3 has no other size at zero.
+# What is negligible relative to the slope over the largest step: x^3 has no other size at zero.
 FLAT = 1e-4
 
 
@@ -38,7 +43,7 @@ class Answers(NamedTuple):
 
     mode: str
     narrow: Array
-    wide: Array  # the same in the dtype of the differences
+    wide: Array  # in the dtype of the differences
 
 
 class Line(NamedTuple):
@@ -48,7 +53,8 @@ class Line(NamedTuple):
         point: The function at a point.
         names: The names of the entries of the report.
         direction: How each entry of `x` moves.
-        weights: Those of the entries of the value if the number is a projection of it, or None.
+        weights: The weights of the entries of the value if the number is a projection of it, or
+            None.
         answers: What TensorFlow returns.
         refusals: The messages of functions that refused.
         terms: The size of the terms of which the derivative is the sum, `[m]`: where these cancel,
@@ -56,7 +62,7 @@ class Line(NamedTuple):
         largest: The size of the largest derivatives that autodiff computes together with these.
     """
 
-    point: Point
+    point: FunctionAtPoint
     names: list[str]
     direction: Array
     weights: Array | None
@@ -66,7 +72,7 @@ class Line(NamedTuple):
     largest: Array
 
 
-def entry_lines(point: Point, *, forward: bool = False) -> Iterator[Line]:
+def entry_lines(point: FunctionAtPoint, *, forward: bool = False) -> Iterator[Line]:
     """For each entry of `x`, the line in which it moves alone, and a column of the Jacobian.
 
     Args:
@@ -106,7 +112,12 @@ def _jacobian(recorded: Recorded) -> tuple[Array, list[str]]:
 
 
 def random_line(
-    point: Point, random: np.random.Generator, number: int, name: str, *, forward: bool = False
+    point: FunctionAtPoint,
+    random: np.random.Generator,
+    number: int,
+    name: str,
+    *,
+    forward: bool = False,
 ) -> Line:
     """A random projection of the value along a random direction.
 
@@ -142,7 +153,7 @@ def _factors(random: np.random.Generator, n: int) -> Array:
     return factors
 
 
-def _pushed(point: Point, direction: Array, weights: Array | None) -> Answers:
+def _pushed(point: FunctionAtPoint, direction: Array, weights: Array | None) -> Answers:
     """The derivatives in forward mode."""
 
     def along(recorded: Recorded) -> Array:
@@ -165,7 +176,7 @@ def compared(
     swept = [(a, a.point.quotients(a.direction, a.weights, bounds)) for a in lines]
     # What computes in a lower precision along one line does so along all.
     jump = np.max([quotients.jumps / _sizes(line) for line, quotients in swept], axis=0)
-    # What moves along no line and has no gradient, beside what moves, is a constant.
+    # A value that moves along no line and has no gradient, beside others that move, is a constant.
     central = np.concatenate([quotients.central for _, quotients in swept])
     moves = np.any(central, axis=0, where=np.isfinite(central)) | np.all(np.isnan(central), axis=0)
     moves |= np.any([a.narrow.any(0) for line, _ in swept for a in line.answers], axis=0)

@@ -121,7 +121,8 @@ def quotients(move: Move, value: Array, steps: Array, rounding: Array, finest: f
         changes = np.where(np.isfinite(changes), changes, 0.0)
         finer = np.fmax.accumulate(changes[::-1], axis=0)[::-1]
         finer = np.append(finer[1:], 0 * finer[:1], axis=0)
-        # It is from the last step on at which the changes fell; the last ones may do so by chance.
+        # Changes are noise from the last step on at which they fell; those of the smallest steps
+        # may fall by chance.
         fell = changes > SMOOTH * finer
         fell[-SETTLED_STEPS:] = False
         is_smooth = np.logical_or.accumulate(fell[::-1], axis=0)[::-1]
@@ -140,7 +141,7 @@ def quotients(move: Move, value: Array, steps: Array, rounding: Array, finest: f
             window = (rows <= last) & (rows > last - _noisy(last + 1))
             jumps = np.where(window, changes, 0.0).max(0)
             jumps[jumps > LARGEST_JUMP * np.abs(value)] = 0.0
-        # What does not move at any step may do so at larger ones, if it is a number of float32.
+        # A value that moves at no step may do so at larger ones, if it is a number of float32.
         single = value.astype(np.float32)
         still = np.all(changes == 0.0, axis=0) & (single == value)
         still &= (single.astype(np.float16) != value) & (value % 1 != 0)  # others are constants

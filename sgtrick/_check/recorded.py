@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._check.leaves import (
+from sgtrick._check.vectors import (
     Named,
     OfLeaves,
     concatenate,
@@ -19,8 +19,7 @@ from sgtrick._check.leaves import (
     unit_roundoff,
     unit_vectors,
 )
-from sgtrick._core import unknown
-from sgtrick._tensorflow import tapes
+from sgtrick._tensorflow import ongoing, tapes
 from sgtrick._types import Array, Gradient, Tape, Tensor
 
 UNEXPLAINED = (
@@ -35,7 +34,7 @@ INNER_MULTIPLE = -2.0
 
 
 class Recorded:
-    """A function at a point.
+    """What a tape records of a function at a point.
 
     Attributes:
         xs: The leaves of the point.

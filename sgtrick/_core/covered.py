@@ -46,7 +46,7 @@ class CoveredArguments:
                     x = structures.to_tensor(numbers_of(leaf), name, beside=leaves)
                     self.xs.append(tapes.own_copy(x))
                 else:
-                    structures.refuse(leaf, names[k] + place)
+                    structures.check_supported(leaf, names[k] + place)
             if not call.is_leaf(k):
                 self._structures[k] = structures.copied(call.values[k])
                 if self._structures[k] is None and any(k == j for j, _ in self._places):

@@ -3,13 +3,16 @@
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
 from sgtrick._types import Function
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Applies AutoGraph to a caller's function, if it is applied to the caller.
+Converted: TypeAlias = Callable[[Function], Function]
 
 
 def unconverted(f: F) -> F:
@@ -35,7 +38,7 @@ def form(call: Function) -> Function:
     """A plain function of `*args, **kwargs` that returns `call(converted, args, kwargs)`.
 
     AutoGraph would take a second to rewrite `call`, which has nothing to convert, so it is kept
-    out. `converted` applies AutoGraph to a caller's function, if it is applied to the caller.
+    out. `converted` is a `Converted`, for the functions of the caller.
     """
     call = unconverted(call)
 

@@ -8,7 +8,7 @@ from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.framework import ops
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.structures import is_differentiable, refuse
+from sgtrick._arguments.structures import check_supported, is_differentiable
 from sgtrick._tensorflow import graphs, passing, tapes
 from sgtrick._tensorflow.graphs import identity_of
 from sgtrick._types import Tensor, Variable
@@ -137,7 +137,7 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     older = older_of(result)
     of_host = older_of([list(op.inputs) for op in operations if op.type in graphs.HOST_CALLS])
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        _refuses([*older, *(t for op in operations for t in op.inputs)])
+        _check_supported([*older, *(t for op in operations for t in op.inputs)])
     variables = {
         identity_of(graphs.as_used(v.handle)): v for v in _with_derivatives(variables_read())
     }
@@ -155,12 +155,12 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     )
 
 
-def _refuses(tensors: Iterable[Tensor]) -> None:
+def _check_supported(tensors: Iterable[Tensor]) -> None:
     """Raises if one is a reference variable of TensorFlow 1, or was read from one."""
     for t in map(graphs.outside, tensors):
         if graphs.operation(t) is not None:
             t = t.op.inputs[0] if t.op.type == "Identity" else t
-            refuse(t, f"{t.op.name}, which the function reads,")
+            check_supported(t, f"{t.op.name}, which the function reads,")
 
 
 def _needed(result: object, operations: Sequence[Any], passed: Sequence[Tensor]) -> list[Tensor]:

@@ -91,7 +91,7 @@ def prepared(
     gs: Arrays, xs: Arrays, product: Product, message: str
 ) -> tuple[Arrays, Arrays, Derived]:
     """Returns `gs`, what `product` closes over, and a function that gives `gs` a derivative."""
-    # Traced for the same reason. It is not evaluated here.
+    # Traced now, since this trace may have ended when the derivative is taken. Not evaluated.
     hessian = jax.make_jaxpr(product)(list(xs))
 
     def derived(constants: Arrays, gs: Arrays, xs: Arrays) -> Arrays:

@@ -205,10 +205,10 @@ def _of_leaves(
         f"({', '.join([*(a.name for a in arguments), 'upstream'])})."
     )
 
-    def refuse(*_: Gradient) -> Structure:
+    def misfit(*_: Gradient) -> Structure:
         raise TypeError(message)
 
-    return refuse
+    return misfit
 
 
 class _Signature(NamedTuple):
@@ -221,17 +221,11 @@ class _Signature(NamedTuple):
     is_of_r: bool = False
 
 
-def _signature(f: Function, needed: int) -> _Signature | None:
-    """The signature of `f`; torch.compile cannot tell defaults, and takes all but the needed."""
-    if isinstance(f, types.FunctionType) and not f.__code__.co_flags & inspect.CO_VARKEYWORDS:
-        # What torch.compile can trace, unlike inspect.signature.
-        names, count = list(f.__code__.co_varnames), f.__code__.co_argcount
-        is_clear = needed == count or not _backends.is_compiling()
-        required = names[: count - len(f.__defaults__ or ()) if is_clear else min(needed, count)]
-        keywords = names[count : count + f.__code__.co_kwonlyargcount]
-        has_star = bool(f.__code__.co_flags & inspect.CO_VARARGS)
-        return _Signature(names[:count], required, keywords, has_star)
-    signature = None if _backends.is_compiling() else calls.signature_of(f)
+def _signature(f: Function, count: int) -> _Signature | None:
+    """The signature of `f`, which may get `count` upstream gradients; None if it is unknown."""
+    if _backends.is_compiling():
+        return _signature_in_code(f, count)
+    signature = calls.signature_of(f)
     if signature is None:
         return None
     parameters = list(signature.parameters.values())
@@ -242,6 +236,23 @@ def _signature(f: Function, needed: int) -> _Signature | None:
         [p.name for p in parameters if p.kind is p.KEYWORD_ONLY],
         any(p.kind is p.VAR_POSITIONAL for p in parameters),
         reticulate.is_r_function(f),
+    )
+
+
+def _signature_in_code(f: Function, count: int) -> _Signature | None:
+    """The signature as far as torch.compile can trace it, which is not the defaults.
+
+    So of the parameters by position, as many as there may be upstream gradients have none.
+    """
+    if not isinstance(f, types.FunctionType) or f.__code__.co_flags & inspect.CO_VARKEYWORDS:
+        return None
+    code = f.__code__
+    positional, rest = code.co_varnames[: code.co_argcount], code.co_varnames[code.co_argcount :]
+    return _Signature(
+        list(positional),
+        list(positional[:count]),
+        list(rest[: code.co_kwonlyargcount]),
+        bool(code.co_flags & inspect.CO_VARARGS),
     )
 
 

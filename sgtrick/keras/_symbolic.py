@@ -27,13 +27,13 @@ class Call(keras.Operation):  # type: ignore[misc]
         return self._function(*args, **kwargs)
 
     def compute_output_spec(self, args: Args, kwargs: Kwargs) -> Structure:
-        leaves = keras.tree.flatten((args, kwargs))
+        leaves = _structures.leaves((args, kwargs))
 
         # jax traces all arguments. So functions and variables are not among them.
         def of_symbols(*values: Tensor) -> Structure:
             rest = iter(values)
             given = [next(rest) if _is_symbolic(leaf) else leaf for leaf in leaves]
-            return self.call(*keras.tree.pack_sequence_as((args, kwargs), given))
+            return self.call(*_structures.pack((args, kwargs), given))
 
         symbols = tuple(map(_dense, filter(_is_symbolic, leaves)))
         operation = Call(of_symbols, name=self.name)
@@ -59,5 +59,5 @@ def _is_symbolic(leaf: TensorLike) -> bool:
 
 
 def _dense(leaf: keras.KerasTensor) -> keras.KerasTensor:
-    """Keras takes `2 * x` for sparse while `x` is symbolic; called, it is dense."""
+    """A tensor that is dense: Keras takes `2 * x` for sparse, but only while it is symbolic."""
     return keras.KerasTensor(leaf.shape, leaf.dtype) if leaf.sparse else leaf

@@ -107,7 +107,7 @@ def _check_not_symbolic(hx: Function, x: Structure) -> None:
 
 
 def _with_rule(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
-    """Returns `fx` with the Jacobians of the leaves, and `product` as their derivative."""
+    """Adds the Jacobians of the leaves to `fx`, and `product` as their derivative."""
     if not leaves:
         return fx
     (h,) = _backends.native().with_vjp(ValueRule(fx, leaves, product))
@@ -115,7 +115,7 @@ def _with_rule(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> T
 
 
 class ValueRule:
-    """A value whose Jacobians, and perhaps Hessian, are known, as a `Rule`.
+    """A value with known Jacobians, and perhaps a Hessian, beside its own derivative: a `Rule`.
 
     Its inputs are the value, constants of the Hessian, the Jacobians and the points.
     """
@@ -134,13 +134,14 @@ class ValueRule:
     def __call__(self, *inputs: Tensor) -> tuple[list[Tensor], Pullback]:
         def pull(u: Tensor) -> Gradients:
             gradients = [KERAS.transpose(leaf, u) for leaf in self._at(inputs)]
-            return [None] * (len(inputs) - len(gradients)) + gradients
+            return [u, *[None] * (len(inputs) - 1 - len(gradients)), *gradients]
 
         return [inputs[0]], pull
 
     def push(self, inputs: Tensors, tangents: Tensors) -> list[Tensor]:
         """Returns the tangent of the value."""
-        return [KERAS.push(self._at(inputs), tangents[-len(self._leaves) :], like=inputs[0])]
+        dtype, of_xs = KERAS.dtype_of(inputs[0]), tangents[-len(self._leaves) :]
+        return [KERAS.add([tangents[0], *KERAS.linear(self._at(inputs), of_xs, dtype)])]
 
     def _at(self, inputs: Tensors) -> list[Leaf]:
         """The leaves at these inputs, with Jacobians that have a derivative."""
@@ -174,17 +175,13 @@ def _product(hx: Structure, x: Structure, fx: Tensor, leaves: Sequence[Leaf]) ->
 
 
 def _unstopped(fx: Tensor, leaves: Sequence[Leaf], product: Product | None) -> Tensor:
-    """Returns `fx + sum_i <gx_i, x_i - stop(x_i)>`, where `fx` and `gx` keep their derivatives.
-
-    `gx` has its own derivative here, so `product` is added as the derivative of a second, zero
-    gradient.
-    """
+    """Returns `fx + sum_i <gx_i, x_i - stop(x_i)>`, where `fx` and `gx` keep their derivatives."""
     zeros = [_backends.native().zero(leaf.x) for leaf in leaves]
     fx = KERAS.add([fx, *KERAS.linear(leaves, zeros, KERAS.dtype_of(fx))])
     if product is None:
         return fx
-    nothing = [leaf._replace(gx=ops.zeros_like(leaf.gx)) for leaf in leaves]
-    return fx + _with_rule(ops.zeros_like(fx), nothing, product)
+    # gx has derivatives of its own here, so product belongs to a second gradient of zeros.
+    return _with_rule(fx, [leaf._replace(gx=ops.zeros_like(leaf.gx)) for leaf in leaves], product)
 
 
 _SYMBOLIC = (

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._check import finite_differences, leaves
-from sgtrick._check.leaves import Named, OfLeaves, concatenate, unit_roundoff
+from sgtrick._check import finite_differences, vectors
 from sgtrick._check.recorded import Recorded
+from sgtrick._check.vectors import Named, OfLeaves, concatenate, unit_roundoff
 from sgtrick._types import Array, Tensor
 
 # A derivative such as 1 - tanh(x)^2 is a small difference of numbers of the size of the value.
@@ -30,8 +30,8 @@ def relative_tolerance(unit: Array) -> Array:
     return np.fmax(1e-6, np.sqrt(unit))
 
 
-class Point:
-    """A function at a point.
+class FunctionAtPoint:
+    """A function at a point, in the dtypes of the caller and in float64.
 
     Attributes:
         leaves: The names of its leaves.
@@ -60,10 +60,10 @@ class Point:
                 "it has no derivative there. Choose an x where f is finite."
             )
         self._tensors = [*self.recorded.xs, *self.recorded.ys]
-        self.least = max(map(leaves.least_normal, self._tensors))
+        self.least = max(map(vectors.least_normal, self._tensors))
         self.why_narrow = self._widen() if self.narrow_dtypes else ""
-        self.leaf_of = leaves.repeated(range(len(inputs)), self.recorded.xs)
-        self.sizes = leaves.sizes_of_leaves(self.widened.xs)
+        self.leaf_of = vectors.repeated(range(len(inputs)), self.recorded.xs)
+        self.sizes = vectors.sizes_of_leaves(self.widened.xs)
         x = self.widened.x
         self.scales = np.where(x == 0, np.minimum(self.sizes, 1.0), np.abs(x))
         self.check_repeatable()
@@ -71,7 +71,7 @@ class Point:
     @property
     def names(self) -> list[str]:
         """The names of the entries of `x`."""
-        return leaves.names_of_entries(self._inputs)
+        return vectors.names_of_entries(self._inputs)
 
     @property
     def value(self) -> Array:
@@ -97,7 +97,7 @@ class Point:
     def units(self, direction: Array, weights: Array | None) -> Array:
         """The rounding units of the derivatives of each value, or of one projection."""
         xs, ys = (list(map(unit_roundoff, ts)) for ts in (self.recorded.xs, self.recorded.ys))
-        units = leaves.repeated(ys, self.recorded.ys)
+        units = vectors.repeated(ys, self.recorded.ys)
         if weights is not None:
             units = np.max(units, where=weights != 0, initial=0.0, keepdims=True)
         moving: Array = np.max([xs[leaf] for leaf in np.unique(self.leaf_of[direction != 0])])
@@ -111,7 +111,7 @@ class Point:
     @functools.cached_property
     def _sizes_around(self) -> Array:
         x, xs = self.widened.x, self.widened.xs
-        values = [self._beside(leaves.split(c * x, xs))[0] for c in TOWARDS_ZERO]
+        values = [self._beside(vectors.split(c * x, xs))[0] for c in TOWARDS_ZERO]
         sizes = np.abs([self.value, *values])
         largest: Array = np.max(sizes, axis=0, where=np.isfinite(sizes), initial=0.0)
         return largest
@@ -127,7 +127,7 @@ class Point:
         squared = np.sum(direction**2)
 
         def move(step: float) -> tuple[Array, float]:
-            moved = leaves.split(self.widened.x + step * direction, self.widened.xs)
+            moved = vectors.split(self.widened.x + step * direction, self.widened.xs)
             taken = concatenate(moved) - self.widened.x  # rounded to the dtype
             value, why = self._beside(moved)
             self.beyond = self.beyond or why
@@ -173,7 +173,7 @@ class Point:
     def _units(self) -> Array:
         """The rounding units of the entries of the value, as differences are taken of it."""
         ys = self.widened.ys
-        return leaves.repeated(list(map(unit_roundoff, ys)), ys)
+        return vectors.repeated(list(map(unit_roundoff, ys)), ys)
 
     def _widen(self) -> str:
         """Changes to float64, in which differences have the most digits, or says why not."""

@@ -1,4 +1,4 @@
-"""Tensors with names, their entries as one vector, and their rounding."""
+"""Tensors with names as one vector of their entries; sizes and rounding of these."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
