@@ -9,7 +9,7 @@ import tensorflow as tf
 from sgtrick._host import differences, members
 from sgtrick._host.engine import QUESTIONS, Engine
 from sgtrick._host.layout import Layout, Parts
-from sgtrick._tensorflow import graphs, host_calls
+from sgtrick._tensorflow import graphs, numpy_function
 from sgtrick._types import Array, DTypeLike, Tensor
 
 
@@ -65,7 +65,7 @@ class HostCall:
         # Second derivatives come with a value, and forward mode over forward mode traces them where
         # TensorFlow allows no new captures.
         if not tf.executing_eagerly():
-            host_calls.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
+            numpy_function.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
             # Whatever these are inputs of does not call the host with what has derivatives.
             outputs = list(map(tf.stop_gradient, outputs))
         values = outputs[:n]
@@ -130,7 +130,8 @@ class HostCall:
         xs = [tf.stop_gradient(x) for x in xs]
         with tf.device("CPU:0"):
             xs = [_at_leisure(x) for x in xs]
-            first, *others = host_calls.host_call(functools.partial(_tersely, callback), xs, dtypes)
+            tersely = functools.partial(_tersely, callback)
+            first, *others = numpy_function.host_call(tersely, xs, dtypes)
             # The value passes through a few ops, and they would be ready beside the first
             # expensive op that uses a gradient.
             return [first, *map(_at_leisure, others)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._host.derived import Dims, Leaves
+from sgtrick._host.autodiff import Dims, Leaves
 from sgtrick._types import Function, Structure
 
 # In jax since 0.8, in jax.experimental before.

@@ -12,7 +12,7 @@ import torch
 # Tensors without values, by which torch.compile and torch.export trace. There is no public name.
 from torch._subclasses import fake_tensor
 
-from sgtrick._host.derived import Dims, Leaves
+from sgtrick._host.autodiff import Dims, Leaves
 from sgtrick._types import Function, Structure
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from sgtrick._host import checks, packages
 from sgtrick._host.arguments import Given
-from sgtrick._host.derived import Derived, Framework
+from sgtrick._host.autodiff import Framework, MappedFunctions
 from sgtrick._host.engine import Engine, floating, number
 from sgtrick._host.host_function import HostFunction
 from sgtrick._host.layout import Space, check_fills, value_space
@@ -172,15 +172,15 @@ def _form(
 
     def engine_of(name: str) -> Engine:
         takes, argnums = options["event_ndims"], options["argnums"]
-        derived = Derived(fn, framework(), name)
+        mapped = MappedFunctions(fn, framework(), name)
 
         def gives(given: Given, dtype: np.dtype[Any]) -> Space:
-            found = derived.value_space(given, dtype)
+            found = mapped.value_space(given, dtype)
             check_fills(found, instead)
             return found
 
         return Engine(
-            name, takes, argnums, value or gives, derived.functions, dtype,
+            name, takes, argnums, value or gives, mapped.functions, dtype,
             vectorized=True, broadcasts=True, instead=instead,
         )  # fmt: skip
 

@@ -255,7 +255,7 @@ def of_every_point(
     )
 
 
-class Derived:
+class MappedFunctions:
     """The functions of an engine, from a function of one batch member and a framework.
 
     Each is mapped over the batch. Arguments that members share have batch dimensions of size 1, and
