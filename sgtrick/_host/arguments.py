@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
         return tuple(self.x.shape[self.batch_ndims :].as_list()) if self.is_tensor else ()
 
 
-class Given(NamedTuple):
+class BoundArguments(NamedTuple):
     """The arguments of a call, by position.
 
     Attributes:
@@ -81,7 +81,7 @@ class Given(NamedTuple):
     dtype: DTypeLike
 
 
-def given(
+def bind(
     function: calls.Callee,
     args: Args,
     kwargs: Kwargs,
@@ -89,7 +89,7 @@ def given(
     argnums: Argnums | None,
     name: str,
     default: DTypeLike,
-) -> Given:
+) -> BoundArguments:
     """The arguments of a call. Defaults that it leaves out are not among them.
 
     Args:
@@ -144,7 +144,7 @@ def given(
     is_flat = not any(map(tf.nest.is_nested, values))
     like = (None,) * len(values) if is_flat else _emptied(values, names)
     leaves, dtype = _read(flat, default)
-    return Given(names, like, leaves, selected, dtype)
+    return BoundArguments(names, like, leaves, selected, dtype)
 
 
 def _emptied(values: Args, names: Sequence[str]) -> Structure:
@@ -268,8 +268,8 @@ def _read(flat: Sequence[Leaf], default: DTypeLike) -> tuple[list[Leaf], DTypeLi
             floating.append(leaf.x.dtype.name)
             if leaf.x.dtype.size < 4:
                 # Gradients are added up over the batch, and in half precision this stops at 2,048.
-                wide = of_dtypes.widest(["float32", tf.as_dtype(default).name])
-                leaf = leaf._replace(x=standing_for(leaf.x, tf.cast(leaf.x, wide)))
+                dtype = of_dtypes.widest(["float32", tf.as_dtype(default).name])
+                leaf = leaf._replace(x=standing_for(leaf.x, tf.cast(leaf.x, dtype)))
         leaves.append(leaf)
     # A Python float has no dtype of its own.
     return leaves, tf.as_dtype(of_dtypes.widest(floating) or default).as_numpy_dtype

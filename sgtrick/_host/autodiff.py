@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import shapes
-from sgtrick._host.arguments import Given, Leaf
+from sgtrick._host.arguments import BoundArguments, Leaf
 from sgtrick._host.engine import QUESTIONS, WrongUseError
 from sgtrick._host.layout import Layout, Space, value_space
 from sgtrick._types import DTypeLike, Function, Structure
@@ -273,13 +273,13 @@ class MappedFunctions:
         """The functions that answer each question."""
         return {key: [functools.partial(self._answer, key)] for key in QUESTIONS}
 
-    def value_space(self, given: Given, dtype: np.dtype[Any]) -> Space:
+    def value_space(self, bound: BoundArguments, dtype: np.dtype[Any]) -> Space:
         """The value for these arguments, if floating ones have this dtype."""
-        leaves = specs_of(given.leaves, dtype)
+        leaves = specs_of(bound.leaves, dtype)
         self._refuse_text(leaves)
-        key = *(s if isinstance(s, tuple) else type(s) for s in leaves), repr(given.like)
+        key = *(s if isinstance(s, tuple) else type(s) for s in leaves), repr(bound.like)
         if key not in self._spaces:
-            self._spaces[key] = value_space(shapes_of(self._function(given.like, ()), leaves))
+            self._spaces[key] = value_space(shapes_of(self._function(bound.like, ()), leaves))
         return self._spaces[key]
 
     def _refuse_text(self, leaves: Sequence[Any]) -> None:

@@ -19,7 +19,7 @@ from sgtrick._core import unknown
 from sgtrick._core.override import keep
 from sgtrick._core.rule import Rule, plus
 from sgtrick._host import checks
-from sgtrick._host.host_call import HostCall, Told, as_high
+from sgtrick._host.host_call import HostCall, ValueExtras, as_high
 from sgtrick._tensorflow import mapping, tapes
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Tangent, Tensor
@@ -30,17 +30,17 @@ class Evaluation(NamedTuple):
 
     Attributes:
         call: The host call.
-        at: The leaves that were sent; batch dimensions that members share may have size 1.
+        sent: The leaves that were sent; batch dimensions that members share may have size 1.
         points: The leaves that have derivatives, with the batch of the values.
         values: The values.
-        told: What came with these.
+        extras: What came with these.
     """
 
     call: HostCall
-    at: Sequence[Tensor]
+    sent: Sequence[Tensor]
     points: Sequence[Tensor]
     values: Sequence[Tensor]
-    told: Told
+    extras: ValueExtras
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
     def gives(self, key: str) -> bool:
         """Whether there are products with the Jacobians, by these or by a function."""
         functions = self.call.engine.functions
-        return bool(self.told.jacobians or self.call.engine.scheme or key in functions)
+        return bool(self.extras.jacobians or self.call.engine.scheme or key in functions)
 
     @property
     def hessp(self) -> str | None:
@@ -60,7 +60,7 @@ class Evaluation(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, each once. First the points."""
-        groups = [self.points, self.at, self.values, *self.told]
+        groups = [self.points, self.sent, self.values, *self.extras]
         return list({id(t): t for group in groups for t in group}.values())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Evaluation":
@@ -70,8 +70,8 @@ class Evaluation(NamedTuple):
         def taken(group: Sequence[Tensor]) -> list[Tensor]:
             return [others[id(t)] for t in group]
 
-        points, at, values = map(taken, (self.points, self.at, self.values))
-        return Evaluation(self.call, at, points, values, Told(*map(taken, self.told)))
+        points, sent, values = map(taken, (self.points, self.sent, self.values))
+        return Evaluation(self.call, sent, points, values, ValueExtras(*map(taken, self.extras)))
 
     def here(self) -> "Evaluation":
         """The same in the graph that is being traced."""
@@ -79,22 +79,22 @@ class Evaluation(NamedTuple):
 
     def with_jacobians(self) -> "Evaluation":
         """The same with differences, if these are taken."""
-        if self.told.jacobians or not self.call.engine.scheme:
+        if self.extras.jacobians or not self.call.engine.scheme:
             return self
-        jacobians = self.call.differences(self.at, self.told)
-        found = self._replace(told=self.told._replace(jacobians=jacobians))
+        jacobians = self.call.differences(self.sent, self.extras)
+        found = self._replace(extras=self.extras._replace(jacobians=jacobians))
         found.set_shapes()
         return found
 
     def set_shapes(self) -> None:
-        """Sets the static shapes of what the host told, as far as they are known."""
+        """Sets the static shapes of what came with the values, as far as they are known."""
         y, n = self.values[0], len(self.call.layout.value.shapes[0])
         batch = y.shape[: y.shape.rank - n]
-        for t, y in zip(self.told.wide, self.values, strict=False):
+        for t, y in zip(self.extras.in_float64, self.values, strict=False):
             t.set_shape(y.shape)
-        for t in [*self.told.failed, *self.told.wide[len(self.values) :]]:
+        for t in [*self.extras.failed, *self.extras.precision]:
             t.set_shape(batch)
-        for t in self.told.unknown:
+        for t in self.extras.unknown:
             t.set_shape(batch.concatenate([None]))
         for row, y in zip(self.rows(), self.values, strict=False):
             for leaf in row:
@@ -108,7 +108,7 @@ class Evaluation(NamedTuple):
             Leaf(layout.leaves[k].path, x, gx, ndims)
             for (k, x), gx in zip(
                 list(zip(layout.places, self.points, strict=True)) * len(self.values),
-                self.told.jacobians,
+                self.extras.jacobians,
                 strict=False,
             )
         ]
@@ -122,7 +122,7 @@ class Evaluation(NamedTuple):
         `inputs` are the vectors and then its tensors, and whether each has a batch dimension.
         """
         sizes = [(t.shape[0], tf.shape(t)[:1]) for t, is_stacked in inputs if is_stacked]
-        sent_alone = {id(t) for t in self.at} - {id(t) for t in self.points}
+        sent_alone = {id(t) for t in self.sent} - {id(t) for t in self.points}
         tensors = []
         for (t, is_stacked), like in zip(inputs, [*vectors, *self.tensors], strict=True):
             if sizes and not is_stacked:
@@ -164,9 +164,9 @@ def _vjp(e: Evaluation, us: Sequence[Tensor], *, is_first: bool = True) -> list[
     if not e.gives("vjp"):
         return list(unknown.failures(e.points, _no_gradient(e), us))
     found, n = _pulled(e, us, is_first), len(e.points)
-    if not e.told.jacobians:
+    if not e.extras.jacobians:
         return _known(e, found, us)
-    for flag in e.told.unknown:
+    for flag in e.extras.unknown:
         for row, u in enumerate(us):
             first = len(us) + row * n
             found = _known(e, [*found, flag[..., first : first + n]], [u])
@@ -211,7 +211,7 @@ def _jvp(e: Evaluation, ts: Sequence[Tensor], *, is_first: bool = True) -> list[
         message = _NO_JVP.format(e.name)
         return [unknown.failure(y, message, ts) for y in e.values]
     products, n, m = _pushed(e, ts, is_first), len(e.values), len(e.points)
-    for flag in e.told.unknown:
+    for flag in e.extras.unknown:
         for row, y in enumerate(products):
             for j, (t, message) in enumerate(zip(ts, _unknown(e, flag), strict=False)):
                 is_lost = tf.reduce_any(flag[..., n + row * m + j]) & ~unknown.are_zero([t])
@@ -273,7 +273,7 @@ def _times_hessian(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) ->
 
 def _second_of(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
     """The products, and which of them are not known if a function tells it."""
-    products, flags = e.call.product(str(e.hessp), e.at, e.told, [*us, *vs], vs)
+    products, flags = e.call.product(str(e.hessp), e.sent, e.extras, [*us, *vs], vs)
     data, no_third, n = _Data(e), _NO_THIRD.format(e.name), len(us)
 
     def pull(*zs: Tensor) -> list[Gradient]:
@@ -309,8 +309,8 @@ def _split(
 
 def _transposed(e: Evaluation, us: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The products of the transposed Jacobians, and which are not known if a function tells it."""
-    if not e.told.jacobians:
-        return e.call.product("vjp", e.at, e.told, us, e.points)
+    if not e.extras.jacobians:
+        return e.call.product("vjp", e.sent, e.extras, us, e.points)
     pulled = [
         [TENSORFLOW.transpose(leaf, u) for leaf in row] for row, u in zip(e.rows(), us, strict=True)
     ]
@@ -319,8 +319,8 @@ def _transposed(e: Evaluation, us: Sequence[Tensor]) -> tuple[list[Tensor], list
 
 def _times(e: Evaluation, ts: Sequence[Tensor]) -> list[Tensor]:
     """The products of the Jacobians with vectors like the points."""
-    if not e.told.jacobians:
-        return e.call.product("jvp", e.at, e.told, ts, e.values)[0]
+    if not e.extras.jacobians:
+        return e.call.product("jvp", e.sent, e.extras, ts, e.values)[0]
     return [TENSORFLOW.push(row, ts, y) for row, y in zip(e.rows(), e.values, strict=True)]
 
 
@@ -345,7 +345,7 @@ def _zero(is_lost: Tensor, message: str, like: Tensor) -> Tensor:
 
     There, TensorFlow would run what may raise even if nobody uses it.
     """
-    if not tf.executing_eagerly() and mapping.members():
+    if not tf.executing_eagerly() and mapping.member_indices():
         nan, zero = (tf.constant(number, like.dtype) for number in (float("nan"), 0.0))
         return tf.where(is_lost, nan, zero)
     return tf.cast(unknown.zero_if(~is_lost, message, []), like.dtype)
@@ -368,12 +368,12 @@ class _Data:
         # By the place among the tensors after the points.
         self._refused = [
             (
-                places[id(e.at[k])],
-                e.at[k],
+                places[id(e.sent[k])],
+                e.sent[k],
                 checks.DATA.format(e.name, layout.leaves[k].path, e.call.engine.argnums),
             )
             for k in layout.data
-            if not tf.executing_eagerly() or tapes.is_recorded([e.at[k]])
+            if not tf.executing_eagerly() or tapes.is_recorded([e.sent[k]])
         ]
 
     def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:

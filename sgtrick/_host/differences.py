@@ -27,8 +27,8 @@ def ask(at_steps: members.Asking, *arrays: Array | bytes) -> list[Array]:
 
     Args:
         at_steps: Asks for values in float64: rounded, they would give noise.
-        arrays: The leaves of the arguments, the values in float64, their precision, and where it
-            failed if told.
+        arrays: The leaves of the arguments, the values in float64, their precision, and perhaps
+            where it failed.
     """
     engine, layout = at_steps.engine, at_steps.layout
     n, m = len(layout.leaves), len(layout.leaves) + len(layout.value.shapes)
@@ -40,13 +40,13 @@ def ask(at_steps: members.Asking, *arrays: Array | bytes) -> list[Array]:
     ys = [np.expand_dims(y, axis) for y in arrays[n:m]]
     if steps.total:
         found = at_steps(*points)
-        values, told = found[: len(ys)], found[len(ys) : -1]
+        values, failures = found[: len(ys)], found[len(ys) : -1]
     else:
-        values, told = [y[(slice(None),) * axis + (slice(0),)] for y in ys], []
+        values, failures = [y[(slice(None),) * axis + (slice(0),)] for y in ys], []
     with np.errstate(all="ignore"):
         jacobians = []
         for value, y in zip(values, ys, strict=True):
-            for failed in told:
+            for failed in failures:
                 value = np.where(_behind(failed, value), np.nan, value)
             for slopes in _slopes(steps, np.moveaxis(value, axis, 0), np.moveaxis(y, axis, 0)):
                 for where in arrays[m + 1 :]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sgtrick._host import checks, packages
-from sgtrick._host.arguments import Given
+from sgtrick._host.arguments import BoundArguments
 from sgtrick._host.autodiff import Framework, MappedFunctions
 from sgtrick._host.engine import Engine, floating, number
 from sgtrick._host.host_function import HostFunction
@@ -174,8 +174,8 @@ def _form(
         takes, argnums = options["event_ndims"], options["argnums"]
         mapped = MappedFunctions(fn, framework(), name)
 
-        def gives(given: Given, dtype: np.dtype[Any]) -> Space:
-            found = mapped.value_space(given, dtype)
+        def gives(bound: BoundArguments, dtype: np.dtype[Any]) -> Space:
+            found = mapped.value_space(bound, dtype)
             check_fills(found, instead)
             return found
 

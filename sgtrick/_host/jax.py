@@ -44,7 +44,7 @@ class Jax:
     def raised(self, f: Function, dims: Dims, groups: Sequence[Leaves]) -> Exception | None:
         """See `Framework`."""
         try:
-            with wide(a for group in groups for a in group):
+            with x64_for(a for group in groups for a in group):
                 _mapped(f, dims).lower(*groups)
         except Exception as error:
             return error
@@ -53,7 +53,7 @@ class Jax:
     def shapes(self, f: Function, leaves: Sequence[Any]) -> Structure:
         """See `Framework`."""
         specs = [jax.ShapeDtypeStruct(*s) if isinstance(s, tuple) else s for s in leaves]
-        with wide(specs):
+        with x64_for(specs):
             returned = jax.eval_shape(f, specs)
         return tf.nest.map_structure(lambda y: tf.TensorShape(jnp.shape(y)), returned)
 
@@ -96,7 +96,7 @@ class Jax:
         f = _mapped(f, dims)
 
         def of_arrays(*groups: Leaves) -> Structure:
-            with wide(a for group in groups for a in group):
+            with x64_for(a for group in groups for a in group):
                 return tf.nest.map_structure(np.asarray, f(*groups))
 
         return of_arrays
@@ -108,10 +108,10 @@ def _mapped(f: Function, dims: Dims) -> Any:
     return jax.jit(f)
 
 
-def wide(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """A scope for these arrays: JAX would truncate those of 64 bits, integers too.
+def x64_for(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """A scope in which JAX takes these arrays as they are: by itself it truncates 64 bits to 32.
 
-    The mode is left alone for arrays of 32 bits.
+    The mode is left alone if all have 32 bits.
     """
-    is_wide = any(hasattr(a, "dtype") and a.dtype.itemsize == 8 for a in leaves)
-    return _enable_x64(True) if is_wide else contextlib.nullcontext()
+    has_64_bits = any(hasattr(a, "dtype") and a.dtype.itemsize == 8 for a in leaves)
+    return _enable_x64(True) if has_64_bits else contextlib.nullcontext()

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._host import checks
-from sgtrick._host.arguments import Given
+from sgtrick._host.arguments import BoundArguments
 from sgtrick._host.engine import QUESTIONS
 from sgtrick._types import Array, DTypeLike, Structure
 
@@ -101,7 +101,7 @@ class Part(NamedTuple):
     what: str
 
 
-class Sent(NamedTuple):
+class SentLeaf(NamedTuple):
     """A leaf of the arguments that is sent to the engine, without its tensor.
 
     Attributes:
@@ -137,30 +137,32 @@ class Layout:
         lists: The names of arguments that are lists.
     """
 
-    def __init__(self, name: str, given: Given, value: Space) -> None:
-        self.name, self.value, self.value_dtype = name, value, given.dtype
-        self.like = given.like
-        pairs = zip(given.names, given.like, strict=True)
+    def __init__(self, name: str, bound: BoundArguments, value: Space) -> None:
+        self.name, self.value, self.value_dtype = name, value, bound.dtype
+        self.like = bound.like
+        pairs = zip(bound.names, bound.like, strict=True)
         self.lists = [key for key, like in pairs if isinstance(like, list)]
         self._constants, self._sent = list[Any](), list[int | None]()  # for each leaf
-        self.leaves = list[Sent]()
-        for leaf in given.leaves:
+        self.leaves = list[SentLeaf]()
+        for leaf in bound.leaves:
             self._sent.append(len(self.leaves) if leaf.is_tensor else None)
             self._constants.append(None if leaf.is_tensor else leaf.x)
             if leaf.is_tensor:
                 dtype = leaf.x.dtype.as_numpy_dtype if leaf.is_floating else None
-                self.leaves.append(Sent(leaf.path, leaf.event, dtype, leaf.is_point, leaf.is_text))
+                self.leaves.append(
+                    SentLeaf(leaf.path, leaf.event, dtype, leaf.is_point, leaf.is_text)
+                )
         # A fast path for the usual case.
-        self._is_flat = len(given.like) == len(self.leaves) and None not in self._sent
-        self._is_flat &= not any(map(tf.nest.is_nested, given.like))
-        of_arguments = iter(range(len(given.leaves)))
-        own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in given.like]
-        like = tuple(given.like[i] for i in given.selected)
-        selected = [k for i in given.selected for k in own[i]]
+        self._is_flat = len(bound.like) == len(self.leaves) and None not in self._sent
+        self._is_flat &= not any(map(tf.nest.is_nested, bound.like))
+        of_arguments = iter(range(len(bound.leaves)))
+        own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in bound.like]
+        like = tuple(bound.like[i] for i in bound.selected)
+        selected = [k for i in bound.selected for k in own[i]]
         self.point = Space(
             like[0] if len(like) == 1 else like,
-            [given.leaves[k].path for k in selected],
-            [given.leaves[k].event for k in selected],
+            [bound.leaves[k].path for k in selected],
+            [bound.leaves[k].event for k in selected],
         )
         self._selected = [self._sent[k] for k in selected]
         self.places = [k for k in self._selected if k is not None and self.leaves[k].is_point]
@@ -171,8 +173,8 @@ class Layout:
         self._taken: dict[str, list[tuple[str, int, bool, bool]]] = {}
         self._answers: dict[str, list[Part]] = {}
 
-    def wide(self) -> "Layout":
-        """The same with a value in float64."""
+    def with_float64_value(self) -> "Layout":
+        """This layout with a value in float64."""
         other = copy.copy(self)
         other.value_dtype, other._answers = np.float64, {}
         return other
@@ -218,17 +220,17 @@ class Layout:
     def arguments(self, key: str, leaves: Sequence[Any]) -> Sequence[Structure]:
         """The arguments of the function that answers."""
         n = len(self.leaves)
-        given: Sequence[Structure] = leaves[:n]
+        arguments: Sequence[Structure] = leaves[:n]
         if not self._is_flat:
-            given = tf.nest.pack_sequence_as(self.like, self._with_constants(leaves))
+            arguments = tf.nest.pack_sequence_as(self.like, self._with_constants(leaves))
         if len(leaves) == n:
-            return given
+            return arguments
         groups = self._vectors(key, leaves)
         vectors = [
             self.value.pack(g) if w == "u" else self.like_points(g)
             for w, g in zip(QUESTIONS[key].vectors, groups, strict=True)
         ]
-        return [*given, *vectors]
+        return [*arguments, *vectors]
 
     def _with_constants(self, leaves: Sequence[Any]) -> list[Any]:
         pairs = zip(self._sent, self._constants, strict=True)

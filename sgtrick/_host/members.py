@@ -34,10 +34,10 @@ class Asking:
         step: For points around the one that was asked for, what errors say of them.
         what: Whose answer it is, in errors.
         numbers: What fills the parts of the answer where the engine fails.
-        may_be_unknown: Whether it is told which gradients are unknown.
-        tells_failures: Whether it is told where a number has replaced the value.
-        tells_precision: Whether it is told in which precision values came.
-        dtypes: Those of the parts, and of what is told.
+        may_be_unknown: Whether there is an array that says which gradients are unknown.
+        tells_failures: Whether there is one that says where a number has replaced the value.
+        tells_precision: Whether there is one with the precision in which values came.
+        dtypes: The dtypes of the parts, and of these three.
     """
 
     def __init__(self, engine: Engine, layout: Layout, key: str, step: str = "") -> None:
@@ -50,9 +50,9 @@ class Asking:
         self.may_be_unknown = layout.may_be_unknown(key)
         self.tells_failures = question.is_first and engine.instead is not None
         self.tells_precision = question.is_first and engine.scheme is not None
-        told: list[np.dtype[Any]] = [np.dtype(bool)] * (self.may_be_unknown + self.tells_failures)
-        told += [np.dtype(float)] * self.tells_precision
-        self.dtypes = [*(part.dtype for part in answer), *told]
+        flags: list[np.dtype[Any]] = [np.dtype(bool)] * (self.may_be_unknown + self.tells_failures)
+        precision = [np.dtype(float)] * self.tells_precision
+        self.dtypes = [*(part.dtype for part in answer), *flags, *precision]
 
     def __call__(self, *arrays: Array | bytes) -> list[Array]:
         """The answer for all members.
@@ -114,13 +114,13 @@ class _Call:
             parts = layout.parts(key, answer, batch, events)
             unknown = self._noted(parts, batch, events)
             # Copies, as engines may return the same buffer each time.
-            return self._told(parts, cast_copy, batch, unknown={(): unknown})
+            return self._with_extras(parts, cast_copy, batch, unknown={(): unknown})
         if self._replaces(answer) and math.prod(batch) > 1:
             # One bad member must not reject the others. The failed call may have modified
             # `leaves`, so copy them again.
             return self._of_members(layout.copies(key, self._arrays, engine.dtype), batch, events)
         self._fail(answer)
-        return self._told(self._columns(batch, events), cast, batch, failed=[()])
+        return self._with_extras(self._columns(batch, events), cast, batch, failed=[()])
 
     def _of_members(
         self, leaves: Sequence[Array], batch: Shape, events: Sequence[Shape]
@@ -165,7 +165,7 @@ class _Call:
         for i in failed:
             for column, number in zip(columns, self._asked.numbers, strict=True):
                 column[i] = number
-        return self._told(columns, cast, batch, failed, unknown)
+        return self._with_extras(columns, cast, batch, failed, unknown)
 
     def _columns(self, batch: Shape, events: Sequence[Shape]) -> list[Array]:
         """The parts if all calls fail."""
@@ -181,7 +181,7 @@ class _Call:
             return []
         return self._layout.fill_unknown(self._key, parts, batch, events)
 
-    def _told(
+    def _with_extras(
         self,
         parts: Parts,
         owned: Callable[[Array, DTypeLike], Array],
@@ -189,7 +189,7 @@ class _Call:
         failed: Sequence[Shape] = (),
         unknown: Mapping[Shape, Sequence[int]] = MappingProxyType({}),
     ) -> list[Array]:
-        """The parts, and what is told of them.
+        """The parts, and what comes with them: which are unknown, and so on.
 
         Args:
             parts: The parts.

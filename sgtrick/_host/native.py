@@ -15,11 +15,11 @@ from sgtrick._arguments import calls
 from sgtrick._core import unknown
 from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.rule import Rule
-from sgtrick._host.arguments import Leaf, broadcast_batches, given, standing_for
+from sgtrick._host.arguments import Leaf, bind, broadcast_batches, standing_for
 from sgtrick._host.autodiff import Differentiable, check_floats, of_every_point, shapes_of
 from sgtrick._host.checks import DATA
 from sgtrick._host.engine import WrongUseError, floating
-from sgtrick._host.jax import Jax, wide
+from sgtrick._host.jax import Jax, x64_for
 from sgtrick._tensorflow import autograph, tapes, tracing
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.mapping import map_jax_by
@@ -133,7 +133,7 @@ class Operation:
             likes = [
                 jax.ShapeDtypeStruct([n or 1 for n in x.shape], x.dtype.as_numpy_dtype) for x in xs
             ]
-            with wide([np.empty(0, like.dtype) for like in likes]):
+            with x64_for([np.empty(0, like.dtype) for like in likes]):
                 try:
                     # What is not there is only missed when it is lowered.
                     jax.jit(self._jvp._f).lower(*likes, *(likes[i] for i in self._places))
@@ -217,7 +217,7 @@ class Operation:
             polymorphic_shapes=[self._shape(i, x) for i, x in enumerate(xs)],
             native_serialization_platforms=_platforms(),
         )
-        with wide(likes), tapes.not_recording():
+        with x64_for(likes), tapes.not_recording():
             try:
                 ys = f(*xs)
             except WrongUseError:
@@ -310,12 +310,12 @@ class _OfTensors(NamedTuple):
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Structure:
         """The value."""
-        called = given(
+        bound = bind(
             self.function, args, kwargs, self.event_ndims, self.argnums, self.name, self.dtype
         )
         with tf.name_scope(_SCOPE):
-            leaves = list(map(self._sent, called.leaves))
-            operation, value = self._operation(called.like, leaves)
+            leaves = list(map(self._sent, bound.leaves))
+            operation, value = self._operation(bound.like, leaves)
             # The others are the same for all members.
             stacked = [leaf.batch_ndims > 0 for leaf in leaves]
             points, batch = broadcast_batches([leaf for leaf in leaves if leaf.batch_ndims])
@@ -331,7 +331,7 @@ class _OfTensors(NamedTuple):
                 # Not by what was added, where derivatives may not be finite.
                 xs = [tf.where(is_empty, tf.stop_gradient(x), x) for x in xs]
                 ys = [_cut(y, shape, batch) for y in operation(*xs)]
-        return tf.nest.pack_sequence_as(value, [tf.cast(y, called.dtype) for y in ys])
+        return tf.nest.pack_sequence_as(value, [tf.cast(y, bound.dtype) for y in ys])
 
     def _sent(self, leaf: Leaf) -> Leaf:
         """A leaf in the dtype of JAX. A number of Python has none."""
