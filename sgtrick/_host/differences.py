@@ -15,7 +15,7 @@ import numpy as np
 
 from sgtrick._host import checks, members
 from sgtrick._host.engine import Engine
-from sgtrick._host.layout import Layout, Shape, cast_copy
+from sgtrick._host.layout import Layout, Shape, cast_copy, with_ones_behind
 from sgtrick._types import Array
 
 # By their names in SciPy: the power of eps in the step, and the directions of the steps.
@@ -47,10 +47,11 @@ def ask(at_steps: members.Asking, *arrays: Array | bytes) -> list[Array]:
         jacobians = []
         for value, y in zip(values, ys, strict=True):
             for failed in failures:
-                value = np.where(_behind(failed, value), np.nan, value)
+                value = np.where(with_ones_behind(failed, value.ndim - failed.ndim), np.nan, value)
             for slopes in _slopes(steps, np.moveaxis(value, axis, 0), np.moveaxis(y, axis, 0)):
-                for where in arrays[m + 1 :]:
-                    slopes = np.where(_behind(np.asarray(where), slopes[0]), 0, slopes)
+                for failed in map(np.asarray, arrays[m + 1 :]):
+                    ndims = slopes[0].ndim - failed.ndim
+                    slopes = np.where(with_ones_behind(failed, ndims), 0, slopes)
                 jacobians.append(np.moveaxis(slopes, 0, -1))
     events = itertools.cycle(steps.events)
     jacobians = [j.reshape((*j.shape[:-1], *e)) for j, e in zip(jacobians, events, strict=False)]
@@ -115,10 +116,6 @@ def _slopes(steps: _Steps, moved: Array, y: Array) -> Iterator[Array]:
     for far in steps.distances:
         end = first + far.shape[-1]
         other = moved[steps.total + first :][: end - first] if steps.is_central else y
-        yield (moved[first:end] - other) / _behind(np.moveaxis(far, -1, 0), moved)
+        far = with_ones_behind(np.moveaxis(far, -1, 0), moved.ndim - far.ndim)
+        yield (moved[first:end] - other) / far
         first = end
-
-
-def _behind(a: Array, like: Array) -> Array:
-    """`a` with as many dimensions as another array, those of size 1 behind."""
-    return a.reshape((*a.shape, *[1] * (like.ndim - a.ndim)))

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from sgtrick._host import differences, members
 from sgtrick._host.engine import QUESTIONS, Engine
-from sgtrick._host.layout import Layout, Parts
+from sgtrick._host.layout import Layout, Parts, with_ones_behind
 from sgtrick._tensorflow import graphs, numpy_function
 from sgtrick._types import Array, DTypeLike, Tensor
 
@@ -109,9 +109,11 @@ class HostCall:
         outputs = self._call(asked, [*sent, *ws], dtypes)
         outputs, unknown = outputs[: len(likes)], outputs[len(likes) :]
         number = float("nan") if key.startswith("hessp") else 0
+        ndims = self.layout.event_ndims(key)
         for failed in extras.failed:
             outputs = [
-                tf.where(as_high(failed, y), tf.constant(number, y.dtype), y) for y in outputs
+                tf.where(with_ones_behind(failed, n), tf.constant(number, y.dtype), y)
+                for y, n in zip(outputs, ndims, strict=True)
             ]
         for output, like in zip(outputs, likes, strict=True):
             output.set_shape(like.shape)
@@ -159,12 +161,6 @@ _UNSAVABLE = (
     "A host engine (from_numpy, from_torch, from_jax) cannot be stored in a SavedModel: it is "
     "Python code of this process. Store the parameters, and create it again where they are loaded."
 )
-
-
-def as_high(t: Tensor, like: Tensor) -> Tensor:
-    """A tensor with dimensions of size 1 behind, as many as another one has more."""
-    ones = tf.ones([tf.rank(like) - tf.rank(t)], tf.int32)
-    return tf.reshape(t, tf.concat([tf.shape(t), ones], 0))
 
 
 def _at_leisure(x: Tensor) -> Tensor:

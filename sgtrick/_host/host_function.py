@@ -172,7 +172,7 @@ class HostFunction:
             e = derivatives.Evaluation(call, sent, points, values, extras)
             if not tf.executing_eagerly():
                 e.set_shapes()
-            return layout.value.pack(derivatives.embedded(e))
+            return layout.value.pack(derivatives.differentiable_values(e))
 
     def _host_call(self, bound: BoundArguments) -> HostCall:
         """The call for these arguments, which is that of the last ones if these are like them."""

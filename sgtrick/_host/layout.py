@@ -301,6 +301,14 @@ class Layout:
             for p in self.answer(key)
         ]
 
+    def event_ndims(self, key: str) -> list[int]:
+        """The number of event dimensions of each part of an answer."""
+        return [
+            (0 if p.row is None else len(self.value.shapes[p.row]))
+            + (0 if p.column is None else len(self.leaves[p.column].event))
+            for p in self.answer(key)
+        ]
+
     def parts(self, key: str, answer: Structure, batch: Shape, events: Sequence[Shape]) -> Parts:
         """The parts of an answer, checked; None for unknown ones.
 
@@ -477,3 +485,8 @@ def cast_copy(array: Any, dtype: DTypeLike) -> Array:
         return np.array(array)
     with np.errstate(all="ignore"):  # numbers outside the range of a narrower dtype overflow
         return np.array(array, dtype)
+
+
+def with_ones_behind(a: Any, count: int) -> Any:
+    """An array or a tensor with as many dimensions of size 1 behind its own."""
+    return a[(..., *[np.newaxis] * count)] if count else a
