@@ -14,6 +14,24 @@ from sgtrick._host.checks import too_few_dimensions
 from sgtrick._types import Argnums, Args, DTypeLike, Kwargs, Structure, Tensor
 
 
+class SentLeaf(NamedTuple):
+    """A leaf that is sent to the engine as an array, without the numbers in it.
+
+    Attributes:
+        path: Its name.
+        event: Its event shape, as far as it is known.
+        dtype: The dtype of its gradient; None for a leaf that is not floating.
+        is_point: Whether it has derivatives.
+        is_text: Whether it was passed as text, of which TensorFlow makes bytes.
+    """
+
+    path: str
+    event: shapes.Shape
+    dtype: DTypeLike | None
+    is_point: bool
+    is_text: bool
+
+
 class Leaf(NamedTuple):
     """A leaf of the arguments.
 
@@ -22,7 +40,7 @@ class Leaf(NamedTuple):
         x: The tensor; or a number or text of Python, which the engine gets as it is.
         ndims: Its number of event dimensions.
         is_selected: Whether its argument has gradients.
-        is_text: Whether it was passed as text, of which TensorFlow makes bytes.
+        is_text: Whether it was passed as text.
     """
 
     path: str
@@ -52,15 +70,17 @@ class Leaf(NamedTuple):
         return int(self.x.shape.rank - self.ndims) if self.is_tensor else 0
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """What there is to know without the numbers of the tensor."""
-        of = (self.x.dtype, self.event) if self.is_tensor else (type(self.x), repr(self.x))
-        return self.path, *of, *self[2:]
-
-    @property
     def event(self) -> shapes.Shape:
         """Its event shape, as far as it is known."""
         return tuple(self.x.shape[self.batch_ndims :].as_list()) if self.is_tensor else ()
+
+    @property
+    def sent(self) -> SentLeaf | None:
+        """What is sent; None for what the engine gets as it is."""
+        if not self.is_tensor:
+            return None
+        dtype = self.x.dtype.as_numpy_dtype if self.is_floating else None
+        return SentLeaf(self.path, self.event, dtype, self.is_point, self.is_text)
 
 
 class BoundArguments(NamedTuple):

@@ -304,8 +304,8 @@ class MappedFunctions:
         if is_alone:
             check_floats(self._name, xs)
             key = "value"
-        batch_ndims = layout.batch_ndims(key, leaves)
-        groups, dims = _mapped(batch_ndims, [xs, *vectors])
+        batch, _ = layout.batch_and_events(key, leaves)
+        groups, dims = _mapped(batch, [xs, *vectors])
         form = key, places, dims, repr(layout.like)
         member = self._function(layout.like, places)
         fs = [getattr(member, method) for method in _METHODS[key]]
@@ -321,7 +321,7 @@ class MappedFunctions:
                     self._raised[form] = type(self._framework.raised(fs[0], dims, groups))
                 if self._raised[form] is not type(error):
                     raise
-            events = [x.shape[batch_ndims:] for x in xs if isinstance(x, np.ndarray)]
+            events = [x.shape[len(batch) :] for x in xs if isinstance(x, np.ndarray)]
             raise of_every_point(self._framework, self._name, error, events) from error
         if key == "value and Jacobian":
             return answer[0], layout.like_points(answer[1])
@@ -334,15 +334,14 @@ class MappedFunctions:
         return answer if QUESTIONS[key].like_value else layout.like_points(answer)
 
 
-def _mapped(count: int, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
-    """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
+def _mapped(batch: shapes.Shape, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
+    """The leaves without batch dimensions that members share, and the dimensions to map over."""
     # A number of Python belongs to all members, even if there is one.
-    alone = (0,) * count
+    count, alone = len(batch), (None,) * len(batch)
     fronts = [
         [leaf.shape[:count] if isinstance(leaf, np.ndarray) else alone for leaf in group]
         for group in groups
     ]
-    batch = np.broadcast_shapes(*(f for group in fronts for f in group if f is not alone))
     dims = tuple(
         tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
         for k, size in enumerate(batch)

@@ -178,7 +178,8 @@ class HostFunction:
         """The call for these arguments, which is that of the last ones if these are like them."""
         engine, gives = self._engine, self._engine.gives
         value = gives if isinstance(gives, Space) else gives(bound, engine.dtype)
-        key = *bound[:2], *bound[3:], id(value), [leaf.kind for leaf in bound.leaves]
+        leaves = [leaf.sent or (type(leaf.x), repr(leaf.x)) for leaf in bound.leaves]
+        key = *bound[:2], *bound[3:], id(value), leaves
         last, call = self._last
         if call is None or last != key:
             call = HostCall(engine, Layout(self._name, bound, value))

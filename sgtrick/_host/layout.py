@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._host import checks
-from sgtrick._host.arguments import BoundArguments
+from sgtrick._host.arguments import BoundArguments, SentLeaf
 from sgtrick._host.engine import QUESTIONS
 from sgtrick._types import Array, DTypeLike, Structure
 
@@ -101,24 +101,6 @@ class Part(NamedTuple):
     what: str
 
 
-class SentLeaf(NamedTuple):
-    """A leaf of the arguments that is sent to the engine, without its tensor.
-
-    Attributes:
-        path: Its name.
-        event: Its event shape.
-        dtype: That of its gradient; None for a leaf that is not floating.
-        is_point: Whether it has derivatives.
-        is_text: Whether bytes become text again.
-    """
-
-    path: str
-    event: shapes.Shape
-    dtype: DTypeLike | None
-    is_point: bool
-    is_text: bool
-
-
 class Layout:
     """One kind of call of an engine: what it takes, and what it must return.
 
@@ -145,13 +127,10 @@ class Layout:
         self._constants, self._sent = list[Any](), list[int | None]()  # for each leaf
         self.leaves = list[SentLeaf]()
         for leaf in bound.leaves:
-            self._sent.append(len(self.leaves) if leaf.is_tensor else None)
-            self._constants.append(None if leaf.is_tensor else leaf.x)
-            if leaf.is_tensor:
-                dtype = leaf.x.dtype.as_numpy_dtype if leaf.is_floating else None
-                self.leaves.append(
-                    SentLeaf(leaf.path, leaf.event, dtype, leaf.is_point, leaf.is_text)
-                )
+            self._sent.append(len(self.leaves) if leaf.sent else None)
+            self._constants.append(None if leaf.sent else leaf.x)
+            if leaf.sent:
+                self.leaves.append(leaf.sent)
         # A fast path for the usual case.
         self._is_flat = len(bound.like) == len(self.leaves) and None not in self._sent
         self._is_flat &= not any(map(tf.nest.is_nested, bound.like))
@@ -255,10 +234,6 @@ class Layout:
         vectors = [[], *vectors] if key == "hessp" else vectors  # without u
         places = tuple(self._sent.index(k) for k in self.places)
         return self._with_constants(leaves), places, vectors
-
-    def batch_ndims(self, key: str, leaves: Sequence[Any]) -> int:
-        """The number of batch dimensions, which all leaves have."""
-        return int(leaves[0].ndim - self.taken(key)[0][1]) if self.leaves else 0
 
     # What comes out.
 
@@ -462,6 +437,15 @@ def _with_leaves(stated: Structure, path: str) -> Structure:
         f"{path} must be a tuple of ints, such as (3,), or a dict or tuple of such tuples, got "
         f"{stated!r}. The batch is not part of it."
     )
+
+
+def broadcast(leaves: Sequence[Array], batch: Shape, events: Sequence[Shape]) -> list[Array]:
+    """The leaves of all members: what they share as read-only views, which take no memory."""
+    shapes_of_all = [batch + event for event in events]
+    return [
+        a if a.shape == shape else np.broadcast_to(a, shape)
+        for a, shape in zip(leaves, shapes_of_all, strict=True)
+    ]
 
 
 def _copy(array: Any, is_text: bool) -> Array:

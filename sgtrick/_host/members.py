@@ -1,6 +1,7 @@
 """Calls an engine for the members of a batch: in order, on an executor, or for all at once."""
 
 import contextlib
+import copy
 import itertools
 import math
 import time
@@ -17,7 +18,7 @@ import tensorflow as tf
 from sgtrick._arguments import calls, structures
 from sgtrick._host import checks, reticulate
 from sgtrick._host.engine import QUESTIONS, Engine, WrongUseError
-from sgtrick._host.layout import Layout, Parts, Shape, cast, cast_copy
+from sgtrick._host.layout import Layout, Parts, Shape, broadcast, cast, cast_copy
 from sgtrick._types import Args, Array, DTypeLike, Function, Structure
 
 # Mistakes in the code of an engine, to which `on_error` does not apply.
@@ -101,14 +102,8 @@ class _Call:
         if 0 in batch or (batch and not engine.vectorized):
             return self._of_members(leaves, batch, events)
         if not engine.broadcasts:
-            if batch:
-                whole = [batch + event for event in events]
-                leaves = [
-                    a if a.shape == shape else np.broadcast_to(a, shape)  # takes no memory
-                    for a, shape in zip(leaves, whole, strict=True)
-                ]
-            else:
-                leaves = [a[()] for a in leaves]  # numbers, not arrays
+            # Without a batch, numbers and not arrays.
+            leaves = broadcast(leaves, batch, events) if batch else [a[()] for a in leaves]
         answer = self._answered(self._started(leaves))
         if not isinstance(answer, _Failure):
             parts = layout.parts(key, answer, batch, events)
@@ -128,19 +123,11 @@ class _Call:
         """The answers for each member, joined. A vectorized engine gets batches of one."""
         layout, key = self._layout, self._key
         one = (1,) * len(batch) if self._engine.vectorized else ()
-        shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
-        is_plain = not (one or any(shared))
-
-        def start(i: Shape) -> Callable[[], Structure]:
-            if is_plain:  # a fast path for the usual case
-                return self._started([a[i] for a in leaves])
-            pairs = zip(leaves, shared, strict=True)
-            return self._started([_of(i, a, is_shared, one) for a, is_shared in pairs])
-
+        leaves = broadcast(leaves, batch, events)
         varies = QUESTIONS[key].like_value and not layout.value.is_known
         is_noted = self._asked.may_be_unknown or self._asked.tells_precision
         places = list(itertools.product(*map(range, batch)))
-        results = map(start, places)
+        results = (self._started(_of(i, leaves, one)) for i in places)
         columns: list[Array] = []
         failed, unknown = list[Shape](), dict[Shape, list[int]]()
         for i, result in zip(
@@ -357,11 +344,11 @@ _NONFINITE = (
 def shown(layout: Layout, key: str, arrays: Sequence[Array | bytes], i: Shape) -> str:
     """What an engine was called with for member `i`, in errors."""
     show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
-    lines = [
-        f"\n  {path} = {show(np.asarray(_of(i, np.asarray(a))))}"
-        for (path, *_), a in zip(layout.taken(key), arrays, strict=False)
-    ]
-    return "".join(lines)
+    leaves = list(map(np.asarray, arrays))
+    if i:
+        leaves = broadcast(leaves, *layout.batch_and_events(key, leaves))
+    pairs = zip(layout.taken(key), leaves, strict=True)
+    return "".join(f"\n  {path} = {show(np.asarray(a[i]))}" for (path, *_), a in pairs)
 
 
 def _column(batch: Shape, shape: Shape, dtype: np.dtype[Any]) -> Array:
@@ -404,18 +391,14 @@ def _own(returned: Structure) -> Structure:
     return returned
 
 
-def _of(i: Shape, a: Array, shared: bool = True, one: Shape = ()) -> Any:
-    """The part of a leaf for member `i`: an array, or a number of NumPy.
+def _of(i: Shape, leaves: Sequence[Array], one: Shape) -> list[Any]:
+    """The leaves of member `i`, from those of all members: arrays, or numbers of NumPy.
 
-    A shared leaf is copied, so that each member may modify its own copy. `one` is the batch shape
-    of a batch of one.
+    The member may modify them, so what members share is copied. `one` is the batch shape of a batch
+    of one, or empty.
     """
-    if shared:
-        i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
-    own = a[i]
-    if shared and isinstance(own, np.ndarray):
-        own = own.copy()
-    return np.reshape(own, one + np.shape(own)) if one else own
+    own = [a[i] if a.flags.writeable else copy.copy(a[i]) for a in leaves]
+    return [np.reshape(a, one + np.shape(a)) for a in own] if one else own
 
 
 def _lost(name: str, error: BaseException) -> str:
