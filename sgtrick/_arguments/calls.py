@@ -17,10 +17,10 @@ class Call:
     """The arguments of one call, with keywords turned into positions and defaults filled in.
 
     Attributes:
-        values: Those by position, followed by those by keyword.
-        keywords: The names of the latter.
-        left_out: The names of those that the caller left out.
-        parameters: Those that they were matched with.
+        values: The arguments by position, followed by those by keyword.
+        keywords: The names of the arguments by keyword.
+        left_out: The names of the arguments that the caller left out.
+        parameters: The parameters that the arguments were matched with.
     """
 
     values: Sequence[Structure]
@@ -75,7 +75,7 @@ class Callee:
     Attributes:
         f: The function itself.
         name: Its name in errors.
-        defaults: Those of its parameters.
+        defaults: The defaults of its parameters, by name.
         form: The function that is called in its place.
         is_held_by: Whether it is a method of a class.
     """

@@ -16,7 +16,7 @@ def is_differentiable(dtype: str) -> bool:
 def of_jacobian(fx: str, gx: str, x: str, names: Names) -> str:
     """Returns the dtype in which a Jacobian is multiplied, and the products are added up.
 
-    That is the widest of the three. In half precision, a sum over a batch would stop at 2,048.
+    It is the widest of the three. In half precision, a sum over a batch would stop at 2,048.
 
     Raises:
         TypeError: `x` has no derivatives.
@@ -35,7 +35,7 @@ def of_jacobian(fx: str, gx: str, x: str, names: Names) -> str:
 def of_number(value: object, beside: Iterable[str]) -> str | None:
     """Returns the dtype in which a number of Python is read, which has none of its own.
 
-    That is the widest of those beside it, real for a real number. None: it is no such number, or
+    It is the widest dtype beside it, real for a real number. None: this is no such number, or
     nothing beside it has derivatives.
     """
     if type(value) not in (float, complex):

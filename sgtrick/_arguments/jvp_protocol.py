@@ -22,8 +22,8 @@ def keywords_of(
 ) -> Callable[[], dict[str, int]]:
     """What a JVP rule is given by keyword: names, and where their values are in a call.
 
-    Those are the function's arguments by keyword that the rule can take. Whoever asks gets an error
-    if it cannot take one that does not have its default.
+    It is given the function's arguments by keyword that it can take. Whoever asks gets an error if
+    it cannot take one that does not have its default.
     """
     given = dict(zip(call.keywords, range(call.positional, len(call.values)), strict=True))
     defaulted = function.defaulted(call) if given else set()

@@ -172,12 +172,12 @@ def holds_tensors(leaf: object) -> bool:
 
 
 def numbers_of(leaf: Any) -> Any:
-    """The tensor with the numbers of a ragged tensor; others are their own."""
+    """The tensor with the numbers of a ragged tensor; any other leaf itself."""
     return leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
 
 
 def with_numbers(leaf: Any, numbers: Any) -> Any:
-    """The same leaf with other numbers, or None instead of it."""
+    """A leaf with other numbers, or None instead of it."""
     is_ragged = isinstance(leaf, tf.RaggedTensor) and numbers is not None
     return leaf.with_flat_values(numbers) if is_ragged else numbers
 
@@ -285,7 +285,7 @@ def _dtype_of(leaf: Any) -> str:
 def refuse(value: Any, name: str) -> None:
     """Raises for what is like a tensor, but carries no derivatives.
 
-    That is a reference variable of TensorFlow 1, a tensor that refers to one, a placeholder of
+    It may be a reference variable of TensorFlow 1, a tensor that refers to one, a placeholder of
     Keras, or a tensor of another framework that is being differentiated there.
     """
     dtype = getattr(value, "dtype", None)

@@ -65,7 +65,7 @@ def gradients_of(
     """Returns `(gradient, path)` for each primal that is not None, from what `rule` returned.
 
     Args:
-        arguments: Those of the call.
+        arguments: The arguments of the call.
         primals: Their leaves, None for those with respect to which nothing is differentiated.
         returned: One gradient for each argument, or one for each leaf.
         rule: The name of the rule in errors.
@@ -133,7 +133,7 @@ def _readings(arguments: Sequence[Argument], returned: Structure) -> list[dict[s
 def _by_argument(
     arguments: Sequence[Argument], gradients: Sequence[Structure]
 ) -> dict[str, Gradient] | None:
-    """The same, if each argument has a gradient in its structure, or None."""
+    """The gradients by path, if there is one for each argument, in its structure or None."""
     if len(gradients) != len(arguments):
         return None
     found: dict[str, Gradient] = {}

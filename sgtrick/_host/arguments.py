@@ -91,7 +91,7 @@ class BoundArguments(NamedTuple):
         like: Their structure, with None as the leaves.
         leaves: Their leaves.
         selected: The positions of those that have gradients, in the order of these.
-        dtype: That of the value.
+        dtype: The dtype of the value.
     """
 
     names: Sequence[str]
@@ -114,8 +114,8 @@ def bind(
 
     Args:
         function: The engine.
-        args: The arguments of the call.
-        kwargs: Those by keyword.
+        args: The arguments by position.
+        kwargs: The arguments by keyword.
         event_ndims: As the caller stated it.
         argnums: As the caller stated it.
         name: The name of the engine in errors.

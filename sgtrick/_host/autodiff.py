@@ -11,7 +11,7 @@ import tensorflow as tf
 from sgtrick._arguments import shapes
 from sgtrick._host.arguments import BoundArguments, Leaf
 from sgtrick._host.engine import QUESTIONS, WrongUseError
-from sgtrick._host.layout import Layout, Space, value_space
+from sgtrick._host.layout import Layout, Space, check_fills, value_space
 from sgtrick._types import DTypeLike, Function, Structure
 
 Leaves = Sequence[Any]  # arrays of NumPy, or tensors of the framework
@@ -116,7 +116,7 @@ class Differentiable(NamedTuple):
     def jvp_by_reverse_mode(self, xs: Leaves, ts: Leaves) -> tuple[Structure, Any]:
         """The tangent of what has a rule for reverse mode alone, and whether this is linear.
 
-        That is the transpose of the pullback, by reverse mode again, with the dot-product test.
+        It is the transpose of the pullback, by reverse mode again, with the dot-product test.
         """
         points = self._points(xs)
         ts = list(map(self.framework.like, ts, points))
@@ -138,7 +138,7 @@ class Differentiable(NamedTuple):
         return self.framework.symmetric(self._gradient(xs, us or [1.0]), points, vs)
 
     def hessian_by_reverse_mode(self, xs: Leaves, us: Leaves, vs: Leaves) -> Leaves:
-        """The same of what has a rule for reverse mode alone."""
+        """The product with the Hessian of what has a rule for reverse mode alone."""
         points = self._points(xs)
         vs = list(map(self.framework.like, vs, points))
         pull = self.framework.vjp(self._gradient(xs, us or [1.0]), points)[1]
@@ -262,8 +262,11 @@ class MappedFunctions:
     are not mapped over.
     """
 
-    def __init__(self, fn: Function, framework: Framework, name: str) -> None:
-        self._fn, self._framework, self._name = fn, framework, name
+    def __init__(
+        self, fn: Function, framework: Framework, name: str, instead: float | None
+    ) -> None:
+        """`instead` is the number that replaces the value where the engine fails."""
+        self._fn, self._framework, self._name, self._instead = fn, framework, name, instead
         self._compiled: dict[Any, list[Function]] = {}
         self._raised: dict[Any, type] = {}  # what is raised for tensors without values
         self._spaces: dict[Any, Space] = {}
@@ -279,7 +282,9 @@ class MappedFunctions:
         self._refuse_text(leaves)
         key = *(s if isinstance(s, tuple) else type(s) for s in leaves), repr(bound.like)
         if key not in self._spaces:
-            self._spaces[key] = value_space(shapes_of(self._function(bound.like, ()), leaves))
+            found = value_space(shapes_of(self._function(bound.like, ()), leaves))
+            check_fills(found, self._instead)
+            self._spaces[key] = found
         return self._spaces[key]
 
     def _refuse_text(self, leaves: Sequence[Any]) -> None:

@@ -112,7 +112,7 @@ def cause_of_shape(batch: Shape, value: shapes.Shape, events: Sequence[Shape], c
     Args:
         batch: The batch shape of the call.
         value: The shape of the value, without batch.
-        events: Those of the arguments.
+        events: The event shapes of the arguments.
         came: The shape that came.
     """
     if batch and shapes.compatible(came, value):

@@ -67,7 +67,7 @@ class Evaluation(NamedTuple):
         return list({id(t): t for group in groups for t in group}.values())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Evaluation":
-        """The same with other tensors."""
+        """This evaluation with other tensors."""
         others = {id(t): other for t, other in zip(self.tensors, tensors, strict=True)}
 
         def taken(group: Sequence[Tensor]) -> list[Tensor]:
@@ -77,11 +77,11 @@ class Evaluation(NamedTuple):
         return Evaluation(self.call, sent, points, values, ValueExtras(*map(taken, self.extras)))
 
     def here(self) -> "Evaluation":
-        """The same in the graph that is being traced."""
+        """This evaluation in the graph that is being traced."""
         return self if tf.executing_eagerly() else self.with_tensors(list(map(here, self.tensors)))
 
     def with_jacobians(self) -> "Evaluation":
-        """The same with differences, if these are taken."""
+        """This evaluation with Jacobians by differences, if these are taken."""
         if self.extras.jacobians or not self.call.engine.scheme:
             return self
         jacobians = self.call.differences(self.sent, self.extras)
@@ -120,7 +120,7 @@ class Evaluation(NamedTuple):
     def of_all(
         self, vectors: Sequence[Tensor], inputs: Sequence[tuple[Tensor, bool]]
     ) -> tuple["Evaluation", list[Tensor]]:
-        """The same, and vectors, for all members of a `tf.vectorized_map`.
+        """This evaluation, and vectors, for all members of a `tf.vectorized_map`.
 
         `inputs` are the vectors and then its tensors, and whether each has a batch dimension.
         """
@@ -169,11 +169,11 @@ class _Result(abc.ABC):
 
     @abc.abstractmethod
     def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
-        """Those by the vectors, and then by the points, for cotangents of the tensors."""
+        """The gradients by the vectors and then by the points, for cotangents of the tensors."""
 
     @abc.abstractmethod
     def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
-        """Those of the tensors, if the vectors move along `ts`, and the points as in `moved`."""
+        """The tangents, if the vectors move along `ts`, and the points along `moved`."""
 
     def kept(self) -> list[Tensor]:
         """The tensors with their derivatives, and which of them are not known."""
@@ -186,19 +186,19 @@ class _Result(abc.ABC):
         return Rule(self.e.name, self.pull, self.push, batched=self.batched, is_of_caller=True)
 
     def pull(self, *zs: Tensor) -> list[Gradient]:
-        """See `Rule`."""
+        """The gradients by the vectors and by all tensors of the evaluation."""
         zs = zs[: len(zs) - self._flags]
         return [*self.here().gradients(zs), *self._data.gradients(zs)]
 
     def push(self, *ts: Tensor) -> list[Tangent]:
-        """See `Rule`."""
+        """The tangents of the outputs along those of vectors and tensors."""
         n = len(self.vectors)
         m = n + len(self.e.points)
         along = self.here().tangents(ts[:n], ts[n:m])
         return [*self._data.refused(along, ts[m:]), *[None] * self._flags]
 
     def batched(self, inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
-        """See `Rule`."""
+        """The outputs for all members of a `tf.vectorized_map`."""
         e, vectors = self.e.of_all(self.vectors, inputs)
         return type(self)(e, vectors, is_first=self.is_first).kept()
 
@@ -436,7 +436,7 @@ class _Data:
         ]
 
     def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
-        """Those by the tensors of the evaluation after the points."""
+        """The gradients by the tensors of the evaluation after the points."""
         found = list[Gradient]([None] * self._count)
         for i, x, message in self._refused:
             found[i] = unknown.failure(here(x), message, zs)

@@ -111,7 +111,7 @@ class Layout:
         name: The engine's name in errors.
         leaves: The leaves that are sent.
         value: The value.
-        value_dtype: That of the value.
+        value_dtype: The dtype of the value.
         point: The arguments that have gradients, as gradients and vectors are structured: if there
             is one, it is not in a tuple.
         places: The indices of the leaves that have derivatives, in the order of `point`.

@@ -378,7 +378,7 @@ class _Owning:
 
 
 def _own(returned: Structure) -> Structure:
-    """The same numbers in memory of our own, as far as these are numbers."""
+    """What an engine returned, with its numbers in memory of our own."""
     if returned is None or isinstance(returned, (float, int)):
         return returned
     if isinstance(returned, np.ndarray):
