@@ -160,8 +160,6 @@ class _Result(abc.ABC):
         self, e: Evaluation, vectors: Sequence[Tensor] = (), *, is_first: bool = True
     ) -> None:
         self.e, self.vectors, self.is_first = e, list(vectors), is_first
-        self._data = _Data(e)
-        self._flags = 0  # how many outputs follow the tensors, if kept
 
     @abc.abstractmethod
     def computed(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -178,7 +176,7 @@ class _Result(abc.ABC):
     def kept(self) -> list[Tensor]:
         """The tensors with their derivatives, and which of them are not known."""
         tensors, flags = self.computed()
-        self._flags = len(flags)
+        self._data, self._flags = _Data(self.e), len(flags)
         return keep([*tensors, *flags], [*self.vectors, *self.e.tensors], self.rule())
 
     def rule(self) -> Rule:
