@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import shapes
-from sgtrick._host.arguments import BoundArguments, Leaf
+from sgtrick._host.bound_arguments import BoundArguments, Leaf
 from sgtrick._host.engine import QUESTIONS, WrongUseError
 from sgtrick._host.layout import Layout, Space, check_fills, value_space
 from sgtrick._types import DTypeLike, Function, Structure

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import calls
 from sgtrick._host import derivatives
-from sgtrick._host.arguments import BoundArguments, bind, broadcast_batches, padded
+from sgtrick._host.bound_arguments import BoundArguments, bind, broadcast_batches, padded
 from sgtrick._host.engine import COUNTERS, Engine
 from sgtrick._host.host_call import HostCall
 from sgtrick._host.layout import Layout, Space

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._host import checks
-from sgtrick._host.arguments import BoundArguments, SentLeaf
+from sgtrick._host.bound_arguments import BoundArguments, SentLeaf
 from sgtrick._host.engine import QUESTIONS
 from sgtrick._types import Array, DTypeLike, Structure
 

@@ -15,8 +15,8 @@ from sgtrick._arguments import calls
 from sgtrick._core import unknown
 from sgtrick._core.override import keep, with_transpose
 from sgtrick._core.rule import Rule
-from sgtrick._host.arguments import Leaf, bind, broadcast_batches, standing_for
 from sgtrick._host.autodiff import Differentiable, check_floats, of_every_point, shapes_of
+from sgtrick._host.bound_arguments import Leaf, bind, broadcast_batches, standing_for
 from sgtrick._host.checks import DATA
 from sgtrick._host.engine import WrongUseError, floating
 from sgtrick._host.jax import Jax, x64_for
