@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from sgtrick._arguments import calls
-from sgtrick._host import derivatives
 from sgtrick._host.bound_arguments import BoundArguments, bind, broadcast_batches, padded
+from sgtrick._host.derivatives import differentiable_values
 from sgtrick._host.engine import COUNTERS, Engine
+from sgtrick._host.evaluation import Evaluation
 from sgtrick._host.host_call import HostCall
 from sgtrick._host.layout import Layout, Space
 from sgtrick._host.progress import progress
@@ -169,10 +170,10 @@ class HostFunction:
             if not tf.executing_eagerly():
                 # On the caller's device; the call is on the CPU.
                 values = list(map(tf.identity, values))
-            e = derivatives.Evaluation(call, sent, points, values, extras)
+            e = Evaluation(call, sent, points, values, extras)
             if not tf.executing_eagerly():
                 e.set_shapes()
-            return layout.value.pack(derivatives.differentiable_values(e))
+            return layout.value.pack(differentiable_values(e))
 
     def _host_call(self, bound: BoundArguments) -> HostCall:
         """The call for these arguments, which is that of the last ones if these are like them."""

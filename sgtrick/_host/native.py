@@ -328,7 +328,7 @@ class _OfTensors(NamedTuple):
     operations: dict[Any, tuple[Operation, Structure]]
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Structure:
-        """The value."""
+        """The value at these arguments, with its derivatives."""
         bound = bind(
             self.function, args, kwargs, self.event_ndims, self.argnums, self.name, self.dtype
         )
