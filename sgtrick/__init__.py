@@ -9,7 +9,7 @@ from sgtrick._custom_jvp import custom_jvp
 from sgtrick._custom_vjp import custom_vjp
 from sgtrick._from_value_and_gradient import from_value_and_gradient
 from sgtrick._host.executors import MainThreadExecutor
-from sgtrick._host.frameworks import from_jax, from_torch
+from sgtrick._host.from_framework import from_jax, from_torch
 from sgtrick._host.from_numpy import from_numpy
 from sgtrick._host.host_function import HostFunction
 from sgtrick._implicit import implicit_reparameterize, implicit_root

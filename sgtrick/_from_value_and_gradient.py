@@ -14,8 +14,9 @@ from sgtrick._arguments.returned import as_tuple, checked_value, pair_of
 from sgtrick._arguments.structures import Leaf
 from sgtrick._core import adjoint, known_jacobian, unknown
 from sgtrick._core.adjoint import paired
+from sgtrick._core.covered import select
 from sgtrick._core.guarded import message
-from sgtrick._core.point import ValueAtPoint, select
+from sgtrick._core.stopped_point import ValueAtPoint
 from sgtrick._tensorflow import autograph, graphs, ongoing, operation, tapes
 from sgtrick._types import (
     Argnums,

@@ -172,7 +172,7 @@ def holds_tensors(leaf: object) -> bool:
 
 
 def numbers_of(leaf: Any) -> Any:
-    """The tensor with the numbers of a ragged tensor; others are their own."""
+    """The tensor with the numbers of a ragged tensor; any other leaf itself."""
     return leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
 
 

@@ -80,7 +80,7 @@ class OfBatch(Rule):
         if callable(rule.push):
             self.push = None if rule.transposes else self._transposed
 
-    def pull(self, *upstream: Tensor | None) -> list[Gradient]:
+    def pull(self, *upstream: Tensor) -> list[Gradient]:
         """The gradients of all members; of what they share, the sum."""
         # The derivative of a reshape is dense. Where the size is unknown, TensorFlow gathers what
         # is mapped, and cannot differentiate the slices again.

@@ -1,6 +1,7 @@
 """The derivative of outputs with respect to inputs, as a form defines it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sgtrick._types import Gradient, Pullback, Pushforward, Tangent, Tensor
 
@@ -27,7 +28,7 @@ class Rule:
     is_guarded: bool = False
     is_of_caller: bool = False
 
-    def pull(self, *upstream: Tensor | None) -> Sequence[Gradient]:
+    def pull(self, *upstream: Any) -> Sequence[Gradient]:
         """Returns one gradient or None for each input.
 
         Args:

@@ -56,7 +56,7 @@ def real_array(
             f"{_named(what, by)} must be real numbers, got {show(value)}."
             + (hint if isinstance(value, Mapping) and by is None else "")
         )
-    if array.shape != shape and not _fits(array.shape, shape):
+    if array.shape != shape and not shapes.compatible(array.shape, shape):
         # A number in R is a vector of length one; solvers return [value] or [[value]].
         is_number = type(value) in (int, float) or (by is None and array.ndim > len(shape))
         known = [1 if n is None else n for n in shape]
@@ -112,10 +112,10 @@ def cause_of_shape(batch: Shape, value: shapes.Shape, events: Sequence[Shape], c
     Args:
         batch: The batch shape of the call.
         value: The shape of the value, without batch.
-        events: Those of the arguments.
+        events: The event shapes of the arguments.
         came: The shape that came.
     """
-    if batch and _fits(came, value):
+    if batch and shapes.compatible(came, value):
         return (
             " The engine is called for the whole batch, so it must return one value for each "
             "batch member: sum only over the event dimensions, for example with axis=-1, or leave "
@@ -130,13 +130,6 @@ def cause_of_shape(batch: Shape, value: shapes.Shape, events: Sequence[Shape], c
     if came[: len(batch)] == batch:
         return f" If the value is an array, pass its shape, value_shape={came[len(batch) :]}."
     return ""
-
-
-def _fits(shape: Shape, expected: shapes.Shape) -> bool:
-    """Whether a shape is the expected one, in which None stands for any dimension."""
-    return len(shape) == len(expected) and all(
-        n in (None, m) for m, n in zip(shape, expected, strict=True)
-    )
 
 
 def too_few_dimensions(path: str, shape: shapes.Shape, ndims: int) -> ValueError:

@@ -8,347 +8,297 @@ its override. So it is the same function for the members of a `tf.vectorized_map
 and branches it uses nothing from outside.
 """
 
+import abc
+import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from sgtrick._arguments.structures import Leaf
 from sgtrick._arguments.tensors import TENSORFLOW
 from sgtrick._core import unknown
-from sgtrick._core.override import keep
+from sgtrick._core.kept import with_derivatives
 from sgtrick._core.rule import Rule, plus
 from sgtrick._host import checks
-from sgtrick._host.host_call import HostCall, Told, as_high
-from sgtrick._tensorflow import mapping, tapes
+from sgtrick._host.evaluation import Evaluation
+from sgtrick._host.layout import with_ones_behind
+from sgtrick._tensorflow import mapping, ongoing, tapes
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Tangent, Tensor
 
 
-class Evaluation(NamedTuple):
-    """One call of an engine for its values.
-
-    Attributes:
-        call: The host call.
-        at: The leaves that were sent; batch dimensions that members share may have size 1.
-        points: The leaves that have derivatives, with the batch of the values.
-        values: The values.
-        told: What came with these.
-    """
-
-    call: HostCall
-    at: Sequence[Tensor]
-    points: Sequence[Tensor]
-    values: Sequence[Tensor]
-    told: Told
-
-    @property
-    def name(self) -> str:
-        """The name of the engine in errors."""
-        return self.call.layout.name
-
-    def gives(self, key: str) -> bool:
-        """Whether there are products with the Jacobians, by these or by a function."""
-        functions = self.call.engine.functions
-        return bool(self.told.jacobians or self.call.engine.scheme or key in functions)
-
-    @property
-    def hessp(self) -> str | None:
-        """The question for second derivatives, if there is an answer."""
-        return self.call.engine.hessp(self.call.layout.value.is_number)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors, each once. First the points."""
-        groups = [self.points, self.at, self.values, *self.told]
-        return list({id(t): t for group in groups for t in group}.values())
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Evaluation":
-        """The same with other tensors."""
-        others = {id(t): other for t, other in zip(self.tensors, tensors, strict=True)}
-
-        def taken(group: Sequence[Tensor]) -> list[Tensor]:
-            return [others[id(t)] for t in group]
-
-        points, at, values = map(taken, (self.points, self.at, self.values))
-        return Evaluation(self.call, at, points, values, Told(*map(taken, self.told)))
-
-    def here(self) -> "Evaluation":
-        """The same in the graph that is being traced."""
-        return self if tf.executing_eagerly() else self.with_tensors(list(map(here, self.tensors)))
-
-    def with_jacobians(self) -> "Evaluation":
-        """The same with differences, if these are taken."""
-        if self.told.jacobians or not self.call.engine.scheme:
-            return self
-        jacobians = self.call.differences(self.at, self.told)
-        found = self._replace(told=self.told._replace(jacobians=jacobians))
-        found.set_shapes()
-        return found
-
-    def set_shapes(self) -> None:
-        """Sets the static shapes of what the host told, as far as they are known."""
-        y, n = self.values[0], len(self.call.layout.value.shapes[0])
-        batch = y.shape[: y.shape.rank - n]
-        for t, y in zip(self.told.wide, self.values, strict=False):
-            t.set_shape(y.shape)
-        for t in [*self.told.failed, *self.told.wide[len(self.values) :]]:
-            t.set_shape(batch)
-        for t in self.told.unknown:
-            t.set_shape(batch.concatenate([None]))
-        for row, y in zip(self.rows(), self.values, strict=False):
-            for leaf in row:
-                leaf.gx.set_shape(y.shape.concatenate(leaf.x.shape[batch.rank :]))
-
-    def rows(self) -> list[list[Leaf]]:
-        """For each value, the points with its Jacobians, if these are known."""
-        layout, m = self.call.layout, len(self.points)
-        ndims = self.values[0].shape.rank - len(layout.value.shapes[0])
-        leaves = [
-            Leaf(layout.leaves[k].path, x, gx, ndims)
-            for (k, x), gx in zip(
-                list(zip(layout.places, self.points, strict=True)) * len(self.values),
-                self.told.jacobians,
-                strict=False,
-            )
-        ]
-        return [leaves[i : i + m] for i in range(0, len(leaves), m)] if m else []
-
-    def of_all(
-        self, vectors: Sequence[Tensor], inputs: Sequence[tuple[Tensor, bool]]
-    ) -> tuple["Evaluation", list[Tensor]]:
-        """The same, and vectors, for all members of a `tf.vectorized_map`.
-
-        `inputs` are the vectors and then its tensors, and whether each has a batch dimension.
-        """
-        sizes = [(t.shape[0], tf.shape(t)[:1]) for t, is_stacked in inputs if is_stacked]
-        sent_alone = {id(t) for t in self.at} - {id(t) for t in self.points}
-        tensors = []
-        for (t, is_stacked), like in zip(inputs, [*vectors, *self.tensors], strict=True):
-            if sizes and not is_stacked:
-                t = t[tf.newaxis]
-                if id(like) not in sent_alone:  # the host broadcasts these itself
-                    t = tf.broadcast_to(t, tf.concat([sizes[0][1], tf.shape(t)[1:]], 0))
-            t.set_shape([t.shape[0], *like.shape] if sizes else like.shape)
-            tensors.append(t)
-        return self.with_tensors(tensors[len(vectors) :]), tensors[: len(vectors)]
-
-
-def embedded(e: Evaluation) -> list[Tensor]:
-    """The values with their derivatives."""
+def differentiable_values(e: Evaluation) -> list[Tensor]:
+    """The values of an evaluation, with their derivatives."""
     if not (e.points or e.call.layout.data):
         return list(e.values)
-    data = _Data(e)
+    return _Values(e).kept()
 
-    def pull(*us: Tensor) -> list[Gradient]:
-        now = e.here().with_jacobians()
-        return [*_vjp(now, us), *data.gradients(us)]
 
-    def push(*ts: Tensor) -> list[Tangent]:
-        now, n = e.here().with_jacobians(), len(e.points)
-        return data.refused(_jvp(now, ts[:n]), ts[n:])
+class _Result(Rule):
+    """Tensors that are computed of an evaluation and of vectors, with their derivatives by both.
 
-    def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
-        return embedded(e.of_all([], inputs)[0])
+    Derivatives by the vectors and by the points are what a subclass says, in the graph where they
+    are asked for. Derivatives by data are errors.
 
-    rule = Rule(e.name, pull, push if e.gives("jvp") else _NO_JVP.format(e.name), batched=batched)
-    return keep(e.values, e.tensors, rule)
+    Attributes:
+        e: The evaluation.
+        vectors: The vectors.
+        is_first: Whether these are first derivatives, if they are derivatives.
+    """
+
+    is_of_caller = True
+
+    def __init__(
+        self, e: Evaluation, vectors: Sequence[Tensor] = (), *, is_first: bool = True
+    ) -> None:
+        self.e, self.vectors, self.is_first = e, list(vectors), is_first
+        self.name = e.name
+
+    @abc.abstractmethod
+    def computed(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors, and which of them are not known if a function tells it."""
+
+    @abc.abstractmethod
+    def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
+        """The gradients by the vectors and then by the points, for cotangents of the tensors."""
+
+    @abc.abstractmethod
+    def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
+        """The tangents, if the vectors move along `ts`, and the points along `moved`."""
+
+    def kept(self) -> list[Tensor]:
+        """The tensors with their derivatives, and which of them are not known."""
+        tensors, flags = self.computed()
+        self._data, self._flags = _Data(self.e), len(flags)
+        return with_derivatives([*tensors, *flags], [*self.vectors, *self.e.tensors], self)
+
+    def pull(self, *zs: Tensor) -> list[Gradient]:
+        """The gradients by the vectors and by all tensors of the evaluation."""
+        zs = zs[: len(zs) - self._flags]
+        return [*self.here().gradients(zs), *self._data.gradients(zs)]
+
+    def push(self, *ts: Tensor) -> list[Tangent]:
+        """The tangents of the outputs along those of vectors and tensors."""
+        n = len(self.vectors)
+        m = n + len(self.e.points)
+        along = self.here().tangents(ts[:n], ts[n:m])
+        return [*self._data.refused(along, ts[m:]), *[None] * self._flags]
+
+    def batched(self, inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
+        """The outputs for all members of a `tf.vectorized_map`."""
+        e, vectors = self.e.of_all(self.vectors, inputs)
+        return type(self)(e, vectors, is_first=self.is_first).kept()
+
+    def here(self) -> "_Result":
+        """This result, of tensors of the graph that is being traced."""
+        return type(self)(self.e.here(), list(map(here, self.vectors)), is_first=self.is_first)
+
+
+class _Values(_Result):
+    """The values of an evaluation. Their derivatives are products of `_Vjp` and `_Jvp`."""
+
+    is_of_caller = False
+
+    def __init__(
+        self, e: Evaluation, vectors: Sequence[Tensor] = (), *, is_first: bool = True
+    ) -> None:
+        super().__init__(e, vectors, is_first=is_first)
+        if not e.gives("jvp"):
+            self.push = _NO_JVP.format(e.name)  # type: ignore[method-assign, assignment]
+
+    def computed(self) -> tuple[list[Tensor], list[Tensor]]:
+        return list(self.e.values), []
+
+    def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
+        return _vjp(self.e.with_jacobians(), zs)
+
+    def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
+        del ts  # there are no vectors
+        return list(_jvp(self.e.with_jacobians(), moved))
 
 
 # Products with Jacobians are linear, and the derivative of each along its vector is the other one.
 # By the point, their derivative is the Hessian or unknown. Third derivatives are unknown.
 
 
-def _vjp(e: Evaluation, us: Sequence[Tensor], *, is_first: bool = True) -> list[Gradient]:
+class _Vjp(_Result):
     """The products of the transposed Jacobians with vectors like the values."""
+
+    def computed(self) -> tuple[list[Tensor], list[Tensor]]:
+        e = self.e
+        if not e.extras.jacobians:
+            return e.call.product("vjp", e.sent, e.extras, self.vectors, e.points)
+        pulled = [
+            [TENSORFLOW.transpose(leaf, u) for leaf in row]
+            for row, u in zip(e.rows(), self.vectors, strict=True)
+        ]
+        return [tf.add_n(column) for column in zip(*pulled, strict=True)], []
+
+    def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
+        e, us = self.e, self.vectors
+        by_points = _by_points(e, self.is_first, zs, us, zs)
+        if e.gives("jvp"):
+            return [*_jvp(e, zs, is_first=False), *by_points]
+        return [*unknown.failures(us, _no_jvp(e, self.is_first), zs), *by_points]
+
+    def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
+        e, no_second = self.e, _no_second(self.e, self.is_first)
+        along: list[Tangent] = list(_vjp(e, ts, is_first=False))
+        if no_second:
+            return unknown.unless_moving(no_second, along, moved, e.points)
+        return plus(along, _second(e, self.vectors, moved))
+
+
+class _Jvp(_Result):
+    """The products of the Jacobians with vectors like the points, NaN where parts are not known."""
+
+    def computed(self) -> tuple[list[Tensor], list[Tensor]]:
+        e = self.e
+        if not e.extras.jacobians:
+            return e.call.product("jvp", e.sent, e.extras, self.vectors, e.values)
+        rows = zip(e.rows(), e.values, strict=True)
+        return [TENSORFLOW.push(row, self.vectors, y) for row, y in rows], []
+
+    def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
+        by_points = _by_points(self.e, self.is_first, zs, zs, self.vectors)
+        return [*_vjp(self.e, zs, is_first=False), *by_points]
+
+    def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
+        e, no_second = self.e, _no_second(self.e, self.is_first)
+        along: list[Tangent] = list(_jvp(e, ts, is_first=False))
+        if no_second or not e.call.layout.value.is_number:
+            message = no_second or _NO_TWICE.format(e.name)
+            return unknown.unless_moving(message, along, moved, e.points)
+        (y,) = e.values
+        return plus(along, [_inner(moved, _second(e, [tf.ones_like(y)], self.vectors), y)])
+
+
+class _HessianProduct(_Result):
+    """The Hessian of the sum of `u * value`, times `v`; the vectors are those like `v` and `u`."""
+
+    @property
+    def vs(self) -> list[Tensor]:
+        """The vectors like the points."""
+        return self.vectors[: len(self.e.points)]
+
+    @property
+    def us(self) -> list[Tensor]:
+        """The vectors like the values; none if that is one number."""
+        return self.vectors[len(self.e.points) :]
+
+    def computed(self) -> tuple[list[Tensor], list[Tensor]]:
+        e = self.e
+        return e.call.product(str(e.hessp), e.sent, e.extras, [*self.us, *self.vs], e.points)
+
+    def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
+        others = [*self.us, *self.e.points]
+        message = _NO_THIRD.format(self.e.name)
+        others = unknown.failures(others, message, zs, self.vs)
+        return [*_times_hessian(self.e, self.us, zs), *others]
+
+    def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
+        e, n = self.e, len(self.e.points)
+        along = _times_hessian(e, self.us, ts[:n])
+        message = _NO_THIRD.format(e.name)
+        return unknown.unless_moving(message, along, [*ts[n:], *moved], [*self.us, *e.points])
+
+
+def _vjp(e: Evaluation, us: Sequence[Tensor], *, is_first: bool = True) -> list[Gradient]:
+    """The transposed Jacobians times vectors like the values, with errors for what is unknown."""
     if not e.gives("vjp"):
         return list(unknown.failures(e.points, _no_gradient(e), us))
-    found, n = _pulled(e, us, is_first), len(e.points)
-    if not e.told.jacobians:
-        return _known(e, found, us)
-    for flag in e.told.unknown:
+    found, n = _Vjp(e, us, is_first=is_first).kept(), len(e.points)
+    if not e.extras.jacobians:
+        return _known(e, found[:n], found[n:], us)
+    gradients: list[Gradient] = list(found)
+    for flag in e.extras.unknown:
         for row, u in enumerate(us):
             first = len(us) + row * n
-            found = _known(e, [*found, flag[..., first : first + n]], [u])
-    return list(found)
-
-
-def _pulled(e: Evaluation, us: Sequence[Tensor], is_first: bool) -> list[Tensor]:
-    """The same, and which of them are not known if a function tells it."""
-    data, no_second = _Data(e), _no_second(e, is_first)
-    products, flags = _transposed(e, us)
-
-    def pull(*zs: Tensor) -> list[Gradient]:
-        now, vs, zs = e.here(), list(map(here, us)), zs[: len(products)]
-        by_points = _by_points(now, no_second, zs, vs, zs)
-        if e.gives("jvp"):
-            by_us: Sequence[Gradient] = _jvp(now, zs, is_first=False)
-        else:
-            by_us = unknown.failures(vs, _no_jvp(e, is_first), zs)
-        return [*by_us, *by_points, *data.gradients(zs)]
-
-    def push(*ts: Tensor) -> list[Tangent]:
-        now, vs = e.here(), list(map(here, us))
-        zs, moved, rest = _split(e, ts, len(us))
-        along: list[Tangent] = list(_vjp(now, zs, is_first=False))
-        if no_second:
-            along = unknown.unless_moving(no_second, along, moved, now.points)
-        else:
-            along = plus(along, _second(now, vs, moved))
-        return [*data.refused(along, rest), *[None] * len(flags)]
-
-    def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
-        of_all, vectors = e.of_all(us, inputs)
-        return _pulled(of_all, vectors, is_first)
-
-    rule = Rule(e.name, pull, push, batched=batched, is_of_caller=True)
-    return keep([*products, *flags], [*us, *e.tensors], rule)
+            gradients = _known(e, gradients, [flag[..., first : first + n]], [u])
+    return gradients
 
 
 def _jvp(e: Evaluation, ts: Sequence[Tensor], *, is_first: bool = True) -> list[Tensor]:
-    """The products of the Jacobians with vectors like the points."""
+    """The Jacobians times vectors like the points, with errors for what is unknown."""
     if not e.gives("jvp"):
         message = _NO_JVP.format(e.name)
         return [unknown.failure(y, message, ts) for y in e.values]
-    products, n, m = _pushed(e, ts, is_first), len(e.values), len(e.points)
-    for flag in e.told.unknown:
-        for row, y in enumerate(products):
+    products, n, m = _Jvp(e, ts, is_first=is_first).kept(), len(e.values), len(e.points)
+    for flag in e.extras.unknown:
+        for row in range(n):
             for j, (t, message) in enumerate(zip(ts, _unknown(e, flag), strict=False)):
-                is_lost = tf.reduce_any(flag[..., n + row * m + j]) & ~unknown.are_zero([t])
-                y += _zero(is_lost, message, y)
-            products[row] = y
+                is_lost = tf.reduce_any(flag[..., n + row * m + j])
+                moved = [tf.where(is_lost, t, tf.zeros_like(t))]
+                with _raising():
+                    products[row : row + 1] = unknown.unless_moving(
+                        message, [products[row]], moved, e.points
+                    )
     return products
-
-
-def _pushed(e: Evaluation, ts: Sequence[Tensor], is_first: bool) -> list[Tensor]:
-    """The same, NaN where parts are not known."""
-    data, no_second = _Data(e), _no_second(e, is_first)
-
-    def pull(*zs: Tensor) -> list[Gradient]:
-        now, vs = e.here(), list(map(here, ts))
-        by_points = _by_points(now, no_second, zs, zs, vs)
-        return [*_vjp(now, zs, is_first=False), *by_points, *data.gradients(zs)]
-
-    def push(*tangents: Tensor) -> list[Tangent]:
-        now, vs = e.here(), list(map(here, ts))
-        zs, moved, rest = _split(e, tangents, len(ts))
-        along = _jvp(now, zs, is_first=False)
-        if no_second or not e.call.layout.value.is_number:
-            message = no_second or _NO_TWICE.format(e.name)
-            return data.refused(unknown.unless_moving(message, along, moved, now.points), rest)
-        (y,) = now.values
-        bent = _second(now, [tf.ones_like(y)], vs)
-        return data.refused(plus(along, [_inner(moved, bent, y)]), rest)
-
-    def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
-        of_all, vectors = e.of_all(ts, inputs)
-        return _pushed(of_all, vectors, is_first)
-
-    rule = Rule(e.name, pull, push, batched=batched, is_of_caller=True)
-    return keep(_times(e, ts), [*ts, *e.tensors], rule)
 
 
 def _by_points(
     e: Evaluation,
-    no_second: str | None,
+    is_first: bool,
     zs: Sequence[Tensor],
     us: Sequence[Tensor],
     vs: Sequence[Tensor],
 ) -> list[Gradient]:
     """The gradients of products by the points for the cotangents `zs`; errors if there are none."""
+    no_second = _no_second(e, is_first)
     return list(unknown.failures(e.points, no_second, zs)) if no_second else _second(e, us, vs)
 
 
 def _second(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Gradient]:
     """The Hessian of the sum of `u * value`, times `v`."""
-    if e.call.layout.value.is_number:
+    layout = e.call.layout
+    if layout.value.is_number:
         (u,) = us
-        us, vs = [], [v * tf.cast(as_high(u, v), v.dtype) for v in vs]
+        ndims = [len(layout.leaves[k].event) for k in layout.places]
+        us, vs = (
+            [],
+            [v * tf.cast(with_ones_behind(u, n), v.dtype) for v, n in zip(vs, ndims, strict=True)],
+        )
     return _times_hessian(e, us, vs)
 
 
 def _times_hessian(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Gradient]:
-    return _known(e, _second_of(e, us, vs), vs)
+    """The question `hessp` with these vectors, with errors for what is unknown."""
+    found, n = _HessianProduct(e, [*vs, *us]).kept(), len(e.points)
+    return _known(e, found[:n], found[n:], vs)
 
 
-def _second_of(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
-    """The products, and which of them are not known if a function tells it."""
-    products, flags = e.call.product(str(e.hessp), e.at, e.told, [*us, *vs], vs)
-    data, no_third, n = _Data(e), _NO_THIRD.format(e.name), len(us)
-
-    def pull(*zs: Tensor) -> list[Gradient]:
-        now, now_us, now_vs = e.here(), list(map(here, us)), list(map(here, vs))
-        zs = zs[: len(vs)]
-        others = unknown.failures([*now_us, *now.points], no_third, zs, now_vs)
-        return [*_times_hessian(now, now_us, zs), *others, *data.gradients(zs)]
-
-    def push(*tangents: Tensor) -> list[Tangent]:
-        now, now_us = e.here(), list(map(here, us))
-        zs, moved, rest = tangents[: len(vs)], *_split(e, tangents[len(vs) :], n)[1:]
-        moved = [*tangents[len(vs) :][:n], *moved]
-        along = _times_hessian(now, now_us, zs)
-        of = [*now_us, *now.points]
-        along = unknown.unless_moving(no_third, along, moved, of)
-        return [*data.refused(along, rest), *[None] * len(flags)]
-
-    def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
-        of_all, vectors = e.of_all([*vs, *us], inputs)
-        return _second_of(of_all, vectors[len(vs) :], vectors[: len(vs)])
-
-    rule = Rule(e.name, pull, push, batched=batched, is_of_caller=True)
-    return keep([*products, *flags], [*vs, *us, *e.tensors], rule)
-
-
-def _split(
-    e: Evaluation, tangents: Sequence[Tensor], n: int
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """Tangents of `n` vectors, of the points, and of the other tensors of an evaluation."""
-    m = n + len(e.points)
-    return tangents[:n], tangents[n:m], tangents[m:]
-
-
-def _transposed(e: Evaluation, us: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The products of the transposed Jacobians, and which are not known if a function tells it."""
-    if not e.told.jacobians:
-        return e.call.product("vjp", e.at, e.told, us, e.points)
-    pulled = [
-        [TENSORFLOW.transpose(leaf, u) for leaf in row] for row, u in zip(e.rows(), us, strict=True)
-    ]
-    return [tf.add_n(column) for column in zip(*pulled, strict=True)], []
-
-
-def _times(e: Evaluation, ts: Sequence[Tensor]) -> list[Tensor]:
-    """The products of the Jacobians with vectors like the points."""
-    if not e.told.jacobians:
-        return e.call.product("jvp", e.at, e.told, ts, e.values)[0]
-    return [TENSORFLOW.push(row, ts, y) for row, y in zip(e.rows(), e.values, strict=True)]
-
-
-def _known(e: Evaluation, found: Sequence[Any], zs: Sequence[Tensor]) -> list[Gradient]:
+def _known(
+    e: Evaluation,
+    products: Sequence[Gradient],
+    flags: Sequence[Tensor],
+    zs: Sequence[Tensor],
+) -> list[Gradient]:
     """Products like the points, with errors for those that the engine does not know.
 
-    If something has told which these are, it follows in `found`.
+    Args:
+        e: The evaluation.
+        products: The products.
+        flags: Which of them are not known, `[batch..., points]`, if something has told it.
+        zs: The cotangents, in which they are linear.
     """
-    products = list(found[: len(e.points)])
-    for flag in found[len(e.points) :]:
-        for j, message in enumerate(_unknown(e, flag)):
-            is_lost = tf.reduce_any(flag[..., j]) & ~unknown.are_zero(zs)
+    known = list(products)
+    for flag in flags:
+        for j, (message, x) in enumerate(zip(_unknown(e, flag), e.points, strict=False)):
+            is_known = ~tf.reduce_any(flag[..., j]) | unknown.are_zero(zs)
             if not tf.executing_eagerly():
-                products[j] += _zero(is_lost, message, e.points[j])
-            elif is_lost:
-                products[j] = unknown.failure(e.points[j], message, zs, e.points)
-    return products
+                with _raising():
+                    known[j : j + 1] = unknown.known_if(is_known, message, [known[j]], [x], zs)
+            elif not is_known:
+                known[j] = unknown.failure(x, message, zs, e.points)
+    return known
 
 
-def _zero(is_lost: Tensor, message: str, like: Tensor) -> Tensor:
-    """Zero, or an error where something is lost; in a function that is mapped, NaN.
+def _raising() -> contextlib.AbstractContextManager[None]:
+    """A scope for errors, which are NaN in a function that is mapped.
 
     There, TensorFlow would run what may raise even if nobody uses it.
     """
-    if not tf.executing_eagerly() and mapping.members():
-        nan, zero = (tf.constant(number, like.dtype) for number in (float("nan"), 0.0))
-        return tf.where(is_lost, nan, zero)
-    return tf.cast(unknown.zero_if(~is_lost, message, []), like.dtype)
+    is_mapped = not tf.executing_eagerly() and bool(mapping.member_indices())
+    return ongoing.not_raising() if is_mapped else contextlib.nullcontext()
 
 
 def _unknown(e: Evaluation, flag: Tensor) -> list[str]:
@@ -368,16 +318,16 @@ class _Data:
         # By the place among the tensors after the points.
         self._refused = [
             (
-                places[id(e.at[k])],
-                e.at[k],
+                places[id(e.sent[k])],
+                e.sent[k],
                 checks.DATA.format(e.name, layout.leaves[k].path, e.call.engine.argnums),
             )
             for k in layout.data
-            if not tf.executing_eagerly() or tapes.is_recorded([e.at[k]])
+            if not tf.executing_eagerly() or tapes.is_recorded([e.sent[k]])
         ]
 
     def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
-        """Those by the tensors of the evaluation after the points."""
+        """The gradients by the tensors of the evaluation after the points."""
         found = list[Gradient]([None] * self._count)
         for i, x, message in self._refused:
             found[i] = unknown.failure(here(x), message, zs)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sgtrick._host import checks, members
 from sgtrick._host.engine import Engine
-from sgtrick._host.layout import Layout, Shape, cast_copy
+from sgtrick._host.layout import Layout, Shape, cast_copy, with_ones_behind
 from sgtrick._types import Array
 
 # By their names in SciPy: the power of eps in the step, and the directions of the steps.
@@ -27,8 +27,8 @@ def ask(at_steps: members.Asking, *arrays: Array | bytes) -> list[Array]:
 
     Args:
         at_steps: Asks for values in float64: rounded, they would give noise.
-        arrays: The leaves of the arguments, the values in float64, their precision, and where it
-            failed if told.
+        arrays: The leaves of the arguments, the values in float64, their precision, and perhaps
+            where it failed.
     """
     engine, layout = at_steps.engine, at_steps.layout
     n, m = len(layout.leaves), len(layout.leaves) + len(layout.value.shapes)
@@ -40,17 +40,18 @@ def ask(at_steps: members.Asking, *arrays: Array | bytes) -> list[Array]:
     ys = [np.expand_dims(y, axis) for y in arrays[n:m]]
     if steps.total:
         found = at_steps(*points)
-        values, told = found[: len(ys)], found[len(ys) : -1]
+        values, failures = found[: len(ys)], found[len(ys) : -1]
     else:
-        values, told = [y[(slice(None),) * axis + (slice(0),)] for y in ys], []
+        values, failures = [y[(slice(None),) * axis + (slice(0),)] for y in ys], []
     with np.errstate(all="ignore"):
         jacobians = []
         for value, y in zip(values, ys, strict=True):
-            for failed in told:
-                value = np.where(_behind(failed, value), np.nan, value)
+            for failed in failures:
+                value = np.where(with_ones_behind(failed, value.ndim - failed.ndim), np.nan, value)
             for slopes in _slopes(steps, np.moveaxis(value, axis, 0), np.moveaxis(y, axis, 0)):
-                for where in arrays[m + 1 :]:
-                    slopes = np.where(_behind(np.asarray(where), slopes[0]), 0, slopes)
+                for failed in map(np.asarray, arrays[m + 1 :]):
+                    ndims = slopes[0].ndim - failed.ndim
+                    slopes = np.where(with_ones_behind(failed, ndims), 0, slopes)
                 jacobians.append(np.moveaxis(slopes, 0, -1))
     events = itertools.cycle(steps.events)
     jacobians = [j.reshape((*j.shape[:-1], *e)) for j, e in zip(jacobians, events, strict=False)]
@@ -115,10 +116,6 @@ def _slopes(steps: _Steps, moved: Array, y: Array) -> Iterator[Array]:
     for far in steps.distances:
         end = first + far.shape[-1]
         other = moved[steps.total + first :][: end - first] if steps.is_central else y
-        yield (moved[first:end] - other) / _behind(np.moveaxis(far, -1, 0), moved)
+        far = with_ones_behind(np.moveaxis(far, -1, 0), moved.ndim - far.ndim)
+        yield (moved[first:end] - other) / far
         first = end
-
-
-def _behind(a: Array, like: Array) -> Array:
-    """`a` with as many dimensions as another array, those of size 1 behind."""
-    return a.reshape((*a.shape, *[1] * (like.ndim - a.ndim)))

@@ -64,7 +64,7 @@ class Engine:
     Attributes:
         name: Its name in errors.
         takes: The event dimensions of its arguments, as stated.
-        argnums: Those that have gradients, as stated; None for all.
+        argnums: The arguments that have gradients, as stated; None for all.
         gives: Its value, a `Space`, or a function that finds it, from the structure of the
             arguments and their leaves.
         functions: The functions that answer each of the `QUESTIONS`. If they are two, the value

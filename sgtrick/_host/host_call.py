@@ -8,25 +8,27 @@ import tensorflow as tf
 
 from sgtrick._host import differences, members
 from sgtrick._host.engine import QUESTIONS, Engine
-from sgtrick._host.layout import Layout, Parts
-from sgtrick._tensorflow import graphs, host_calls
+from sgtrick._host.layout import Layout, Parts, with_ones_behind
+from sgtrick._tensorflow import graphs, numpy_function
 from sgtrick._types import Array, DTypeLike, Tensor
 
 
-class Told(NamedTuple):
-    """What an engine told with its values, tensors with their batch dimensions.
+class ValueExtras(NamedTuple):
+    """What comes with the values of an engine, tensors with their batch dimensions.
 
     Attributes:
-        jacobians: Those of each value by each point, if they come with the values.
+        jacobians: The Jacobian of each value by each point, if they come with the values.
         unknown: Which of them are not known, if some may be.
         failed: Where a number has replaced the value, if one is stated.
-        wide: The values in float64, if differences are taken of them, and their precision.
+        in_float64: The values in float64, if differences are taken of them.
+        precision: In which precision the engine gave these.
     """
 
     jacobians: list[Tensor]
     unknown: list[Tensor]
     failed: list[Tensor]
-    wide: list[Tensor]
+    in_float64: list[Tensor]
+    precision: list[Tensor]
 
 
 class HostCall:
@@ -43,7 +45,7 @@ class HostCall:
     def __init__(self, engine: Engine, layout: Layout) -> None:
         self.engine, self.layout = engine, layout
         # Differences are taken of values in float64.
-        self._of_values = layout.wide() if engine.scheme else layout
+        self._of_values = layout.with_float64_value() if engine.scheme else layout
         self._asked: dict[str, members.Asking] = {}
 
     def asking(self, key: str, step: str = "") -> members.Asking:
@@ -53,8 +55,8 @@ class HostCall:
             self._asked[key + step] = members.Asking(self.engine, layout, key, step)
         return self._asked[key + step]
 
-    def value(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], Told]:
-        """The values, and what the engine told with them."""
+    def value(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], ValueExtras]:
+        """The values, and what comes with them."""
         engine, layout = self.engine, self.layout
         is_apart = bool(engine.scheme)
         asked = self.asking(engine.first(layout.value.is_number))
@@ -65,27 +67,28 @@ class HostCall:
         # Second derivatives come with a value, and forward mode over forward mode traces them where
         # TensorFlow allows no new captures.
         if not tf.executing_eagerly():
-            host_calls.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
+            numpy_function.forbid_saving(tf.compat.v1.get_default_graph(), _UNSAVABLE)
             # Whatever these are inputs of does not call the host with what has derivatives.
             outputs = list(map(tf.stop_gradient, outputs))
         values = outputs[:n]
-        wide = [*values, *outputs[end:]] if is_apart else []
-        told = Told(outputs[n:m], outputs[m:k], outputs[k:end], wide)
-        return [tf.cast(y, layout.value_dtype) for y in values] if is_apart else values, told
+        in_float64 = values if is_apart else []
+        extras = ValueExtras(outputs[n:m], outputs[m:k], outputs[k:end], in_float64, outputs[end:])
+        return [tf.cast(y, layout.value_dtype) for y in values] if is_apart else values, extras
 
-    def differences(self, at: Sequence[Tensor], told: Told) -> list[Tensor]:
+    def differences(self, sent: Sequence[Tensor], extras: ValueExtras) -> list[Tensor]:
         """The Jacobians by finite differences, zero where the engine failed."""
         layout = self.layout
         step = f"\nThis is a step of grad={self.engine.scheme!r}, not a point that was passed."
         ask = functools.partial(differences.ask, self.asking("value", step))
         dtypes = [layout.leaves[k].dtype for k in layout.places] * len(layout.value.shapes)
-        return self._call(ask, [*at, *told.wide, *told.failed], dtypes)
+        arrays = [*sent, *extras.in_float64, *extras.precision, *extras.failed]
+        return self._call(ask, arrays, dtypes)
 
     def product(
         self,
         key: str,
-        at: Sequence[Tensor],
-        told: Told,
+        sent: Sequence[Tensor],
+        extras: ValueExtras,
         ws: Sequence[Tensor],
         likes: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -96,19 +99,21 @@ class HostCall:
 
         Args:
             key: The question.
-            at: The leaves.
-            told: What the engine told with the values.
+            sent: The leaves.
+            extras: What came with the values.
             ws: The leaves of the vectors.
             likes: Tensors of the shapes and dtypes of the product.
         """
         asked = self.asking(key)
         dtypes = [like.dtype for like in likes] + [tf.bool] * asked.may_be_unknown
-        outputs = self._call(asked, [*at, *ws], dtypes)
+        outputs = self._call(asked, [*sent, *ws], dtypes)
         outputs, unknown = outputs[: len(likes)], outputs[len(likes) :]
         number = float("nan") if key.startswith("hessp") else 0
-        for failed in told.failed:
+        ndims = self.layout.event_ndims(key)
+        for failed in extras.failed:
             outputs = [
-                tf.where(as_high(failed, y), tf.constant(number, y.dtype), y) for y in outputs
+                tf.where(with_ones_behind(failed, n), tf.constant(number, y.dtype), y)
+                for y, n in zip(outputs, ndims, strict=True)
             ]
         for output, like in zip(outputs, likes, strict=True):
             output.set_shape(like.shape)
@@ -130,7 +135,8 @@ class HostCall:
         xs = [tf.stop_gradient(x) for x in xs]
         with tf.device("CPU:0"):
             xs = [_at_leisure(x) for x in xs]
-            first, *others = host_calls.host_call(functools.partial(_tersely, callback), xs, dtypes)
+            tersely = functools.partial(_tersely, callback)
+            first, *others = numpy_function.host_call(tersely, xs, dtypes)
             # The value passes through a few ops, and they would be ready beside the first
             # expensive op that uses a gradient.
             return [first, *map(_at_leisure, others)]
@@ -155,12 +161,6 @@ _UNSAVABLE = (
     "A host engine (from_numpy, from_torch, from_jax) cannot be stored in a SavedModel: it is "
     "Python code of this process. Store the parameters, and create it again where they are loaded."
 )
-
-
-def as_high(t: Tensor, like: Tensor) -> Tensor:
-    """A tensor with dimensions of size 1 behind, as many as another one has more."""
-    ones = tf.ones([tf.rank(like) - tf.rank(t)], tf.int32)
-    return tf.reshape(t, tf.concat([tf.shape(t), ones], 0))
 
 
 def _at_leisure(x: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from sgtrick._arguments import calls
-from sgtrick._host import derivatives
-from sgtrick._host.arguments import Given, broadcast_batches, given, padded
+from sgtrick._host.bound_arguments import BoundArguments, bind, broadcast_batches, padded
+from sgtrick._host.derivatives import differentiable_values
 from sgtrick._host.engine import COUNTERS, Engine
+from sgtrick._host.evaluation import Evaluation
 from sgtrick._host.host_call import HostCall
 from sgtrick._host.layout import Layout, Space
 from sgtrick._host.progress import progress
@@ -146,42 +147,43 @@ class HostFunction:
     @unconverted
     def _evaluate(self, args: Args, kwargs: Kwargs) -> Structure:
         engine = self._engine
-        called = given(
+        bound = bind(
             self._callee, args, kwargs, engine.takes, engine.argnums, self._name, engine.dtype
         )
         # Scopes must begin with an ASCII letter or digit; names may begin with "_" or be Greek.
         with tf.name_scope(re.sub(r"[^A-Za-z0-9_]", "", self._name).lstrip("_") or "host"):
-            sent = [leaf for leaf in called.leaves if leaf.is_tensor]
-            broadcast, batch = broadcast_batches(sent)
+            leaves = [leaf for leaf in bound.leaves if leaf.is_tensor]
+            broadcast, batch = broadcast_batches(leaves)
             # What all members share is sent to the host once, which broadcasts it itself. In a
             # branch of tf.cond, gradients reach only tensors that belong to the branch.
-            padded_ones = [padded(leaf, batch.rank) for leaf in sent]
-            at = list(map(here, padded_ones))
-            call = self._host_call(called)
+            padded_ones = [padded(leaf, batch.rank) for leaf in leaves]
+            sent = list(map(here, padded_ones))
+            call = self._host_call(bound)
             layout = call.layout
             points = [
-                at[k] if broadcast[k] is padded_ones[k] else here(broadcast[k])
+                sent[k] if broadcast[k] is padded_ones[k] else here(broadcast[k])
                 for k in layout.places
             ]
-            values, told = call.value(at)
+            values, extras = call.value(sent)
             for value, shape in zip(values, layout.value.shapes, strict=True):
                 value.set_shape(batch.concatenate(shape))
             if not tf.executing_eagerly():
                 # On the caller's device; the call is on the CPU.
                 values = list(map(tf.identity, values))
-            e = derivatives.Evaluation(call, at, points, values, told)
+            e = Evaluation(call, sent, points, values, extras)
             if not tf.executing_eagerly():
                 e.set_shapes()
-            return layout.value.pack(derivatives.embedded(e))
+            return layout.value.pack(differentiable_values(e))
 
-    def _host_call(self, called: Given) -> HostCall:
+    def _host_call(self, bound: BoundArguments) -> HostCall:
         """The call for these arguments, which is that of the last ones if these are like them."""
         engine, gives = self._engine, self._engine.gives
-        value = gives if isinstance(gives, Space) else gives(called, engine.dtype)
-        key = *called[:2], *called[3:], id(value), [leaf.kind for leaf in called.leaves]
+        value = gives if isinstance(gives, Space) else gives(bound, engine.dtype)
+        leaves = [leaf.sent or (type(leaf.x), repr(leaf.x)) for leaf in bound.leaves]
+        key = *bound[:2], *bound[3:], id(value), leaves
         last, call = self._last
         if call is None or last != key:
-            call = HostCall(engine, Layout(self._name, called, value))
+            call = HostCall(engine, Layout(self._name, bound, value))
             self._last = key, call
         return call
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from sgtrick._host.derived import Dims, Leaves
+from sgtrick._host.autodiff import Dims, Leaves
 from sgtrick._types import Function, Structure
 
 # In jax since 0.8, in jax.experimental before.
@@ -25,11 +25,11 @@ class Jax:
     jvp = staticmethod(jax.jvp)
 
     def symmetric(self, gradient: Function, points: Leaves, vs: Leaves) -> Leaves:
-        """See `Framework`."""
+        """The product with the Hessian, forward over reverse."""
         return jax.jvp(gradient, (points,), (vs,))[1]  # type: ignore[no-any-return]
 
     def like(self, u: Any, y: Any) -> Any:
-        """See `Framework`."""
+        """A cotangent or tangent `u` as an array like `y`, whose sizes may be symbolic."""
         u, shape = jnp.asarray(u, jnp.result_type(y)), jnp.shape(y)
         for axis, (n, m) in enumerate(zip(u.shape, shape, strict=False)):
             if n is not m and str(n) != str(m):  # a symbolic size may have another name
@@ -37,28 +37,28 @@ class Jax:
         return jnp.broadcast_to(u, shape)
 
     def probe(self, y: Any) -> Any:
-        """See `Framework`."""
+        """Irregular numbers of order 1, like `y`."""
         angles = jnp.arange(jnp.size(y), dtype=jnp.result_type(y))
         return jnp.cos(2.4 * angles + 1).reshape(jnp.shape(y))
 
     def raised(self, f: Function, dims: Dims, groups: Sequence[Leaves]) -> Exception | None:
-        """See `Framework`."""
+        """What JAX raises when it traces and lowers the mapped function."""
         try:
-            with wide(a for group in groups for a in group):
+            with x64_for(a for group in groups for a in group):
                 _mapped(f, dims).lower(*groups)
         except Exception as error:
             return error
         return None
 
     def shapes(self, f: Function, leaves: Sequence[Any]) -> Structure:
-        """See `Framework`."""
+        """The shapes by `jax.eval_shape`."""
         specs = [jax.ShapeDtypeStruct(*s) if isinstance(s, tuple) else s for s in leaves]
-        with wide(specs):
+        with x64_for(specs):
             returned = jax.eval_shape(f, specs)
         return tf.nest.map_structure(lambda y: tf.TensorShape(jnp.shape(y)), returned)
 
     def refusal(self, value: Any) -> str | None:
-        """See `Framework`."""
+        """Why a value is not an array of floating numbers; None if it is one."""
         if value is None:
             return "got None."
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
@@ -66,12 +66,12 @@ class Jax:
         return None
 
     def is_connected(self, value: object) -> bool:
-        """See `Framework`. JAX itself raises where a value is cut off."""
+        """Always true: JAX itself raises where a value is cut off."""
         del value
         return True
 
     def advice(self, error: Exception) -> str | None:
-        """See `Framework`."""
+        """What to do about code that cannot be traced."""
         if isinstance(error, jax.errors.TracerArrayConversionError):
             return (
                 "calls NumPy on a JAX array, which cannot be differentiated. Use jax.numpy, or "
@@ -92,11 +92,11 @@ class Jax:
         return None
 
     def compiled(self, f: Function, dims: Dims) -> Function:
-        """See `Framework`."""
+        """The mapped function by `jax.jit`, once for each shape."""
         f = _mapped(f, dims)
 
         def of_arrays(*groups: Leaves) -> Structure:
-            with wide(a for group in groups for a in group):
+            with x64_for(a for group in groups for a in group):
                 return tf.nest.map_structure(np.asarray, f(*groups))
 
         return of_arrays
@@ -108,10 +108,10 @@ def _mapped(f: Function, dims: Dims) -> Any:
     return jax.jit(f)
 
 
-def wide(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """A scope for these arrays: JAX would truncate those of 64 bits, integers too.
+def x64_for(leaves: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """A scope in which JAX takes these arrays as they are: by itself it truncates 64 bits to 32.
 
-    The mode is left alone for arrays of 32 bits.
+    The mode is left alone if all have 32 bits.
     """
-    is_wide = any(hasattr(a, "dtype") and a.dtype.itemsize == 8 for a in leaves)
-    return _enable_x64(True) if is_wide else contextlib.nullcontext()
+    has_64_bits = any(hasattr(a, "dtype") and a.dtype.itemsize == 8 for a in leaves)
+    return _enable_x64(True) if has_64_bits else contextlib.nullcontext()

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import shapes, structures
 from sgtrick._host import checks
-from sgtrick._host.arguments import Given
+from sgtrick._host.bound_arguments import BoundArguments, SentLeaf
 from sgtrick._host.engine import QUESTIONS
 from sgtrick._types import Array, DTypeLike, Structure
 
@@ -101,24 +101,6 @@ class Part(NamedTuple):
     what: str
 
 
-class Sent(NamedTuple):
-    """A leaf of the arguments that is sent to the engine, without its tensor.
-
-    Attributes:
-        path: Its name.
-        event: Its event shape.
-        dtype: That of its gradient; None for a leaf that is not floating.
-        is_point: Whether it has derivatives.
-        is_text: Whether bytes become text again.
-    """
-
-    path: str
-    event: shapes.Shape
-    dtype: DTypeLike | None
-    is_point: bool
-    is_text: bool
-
-
 class Layout:
     """One kind of call of an engine: what it takes, and what it must return.
 
@@ -129,7 +111,7 @@ class Layout:
         name: The engine's name in errors.
         leaves: The leaves that are sent.
         value: The value.
-        value_dtype: That of the value.
+        value_dtype: The dtype of the value.
         point: The arguments that have gradients, as gradients and vectors are structured: if there
             is one, it is not in a tuple.
         places: The indices of the leaves that have derivatives, in the order of `point`.
@@ -137,30 +119,29 @@ class Layout:
         lists: The names of arguments that are lists.
     """
 
-    def __init__(self, name: str, given: Given, value: Space) -> None:
-        self.name, self.value, self.value_dtype = name, value, given.dtype
-        self.like = given.like
-        pairs = zip(given.names, given.like, strict=True)
+    def __init__(self, name: str, bound: BoundArguments, value: Space) -> None:
+        self.name, self.value, self.value_dtype = name, value, bound.dtype
+        self.like = bound.like
+        pairs = zip(bound.names, bound.like, strict=True)
         self.lists = [key for key, like in pairs if isinstance(like, list)]
         self._constants, self._sent = list[Any](), list[int | None]()  # for each leaf
-        self.leaves = list[Sent]()
-        for leaf in given.leaves:
-            self._sent.append(len(self.leaves) if leaf.is_tensor else None)
-            self._constants.append(None if leaf.is_tensor else leaf.x)
-            if leaf.is_tensor:
-                dtype = leaf.x.dtype.as_numpy_dtype if leaf.is_floating else None
-                self.leaves.append(Sent(leaf.path, leaf.event, dtype, leaf.is_point, leaf.is_text))
+        self.leaves = list[SentLeaf]()
+        for leaf in bound.leaves:
+            self._sent.append(len(self.leaves) if leaf.sent else None)
+            self._constants.append(None if leaf.sent else leaf.x)
+            if leaf.sent:
+                self.leaves.append(leaf.sent)
         # A fast path for the usual case.
-        self._is_flat = len(given.like) == len(self.leaves) and None not in self._sent
-        self._is_flat &= not any(map(tf.nest.is_nested, given.like))
-        of_arguments = iter(range(len(given.leaves)))
-        own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in given.like]
-        like = tuple(given.like[i] for i in given.selected)
-        selected = [k for i in given.selected for k in own[i]]
+        self._is_flat = len(bound.like) == len(self.leaves) and None not in self._sent
+        self._is_flat &= not any(map(tf.nest.is_nested, bound.like))
+        of_arguments = iter(range(len(bound.leaves)))
+        own = [[next(of_arguments) for _ in tf.nest.flatten(arg)] for arg in bound.like]
+        like = tuple(bound.like[i] for i in bound.selected)
+        selected = [k for i in bound.selected for k in own[i]]
         self.point = Space(
             like[0] if len(like) == 1 else like,
-            [given.leaves[k].path for k in selected],
-            [given.leaves[k].event for k in selected],
+            [bound.leaves[k].path for k in selected],
+            [bound.leaves[k].event for k in selected],
         )
         self._selected = [self._sent[k] for k in selected]
         self.places = [k for k in self._selected if k is not None and self.leaves[k].is_point]
@@ -171,8 +152,8 @@ class Layout:
         self._taken: dict[str, list[tuple[str, int, bool, bool]]] = {}
         self._answers: dict[str, list[Part]] = {}
 
-    def wide(self) -> "Layout":
-        """The same with a value in float64."""
+    def with_float64_value(self) -> "Layout":
+        """This layout with a value in float64."""
         other = copy.copy(self)
         other.value_dtype, other._answers = np.float64, {}
         return other
@@ -218,17 +199,17 @@ class Layout:
     def arguments(self, key: str, leaves: Sequence[Any]) -> Sequence[Structure]:
         """The arguments of the function that answers."""
         n = len(self.leaves)
-        given: Sequence[Structure] = leaves[:n]
+        arguments: Sequence[Structure] = leaves[:n]
         if not self._is_flat:
-            given = tf.nest.pack_sequence_as(self.like, self._with_constants(leaves))
+            arguments = tf.nest.pack_sequence_as(self.like, self._with_constants(leaves))
         if len(leaves) == n:
-            return given
+            return arguments
         groups = self._vectors(key, leaves)
         vectors = [
             self.value.pack(g) if w == "u" else self.like_points(g)
             for w, g in zip(QUESTIONS[key].vectors, groups, strict=True)
         ]
-        return [*given, *vectors]
+        return [*arguments, *vectors]
 
     def _with_constants(self, leaves: Sequence[Any]) -> list[Any]:
         pairs = zip(self._sent, self._constants, strict=True)
@@ -253,10 +234,6 @@ class Layout:
         vectors = [[], *vectors] if key == "hessp" else vectors  # without u
         places = tuple(self._sent.index(k) for k in self.places)
         return self._with_constants(leaves), places, vectors
-
-    def batch_ndims(self, key: str, leaves: Sequence[Any]) -> int:
-        """The number of batch dimensions, which all leaves have."""
-        return int(leaves[0].ndim - self.taken(key)[0][1]) if self.leaves else 0
 
     # What comes out.
 
@@ -296,6 +273,14 @@ class Layout:
         rows = [tuple(n or 0 for n in shape) for shape in self.value.shapes]
         return [
             (() if p.row is None else rows[p.row]) + (() if p.column is None else events[p.column])
+            for p in self.answer(key)
+        ]
+
+    def event_ndims(self, key: str) -> list[int]:
+        """The number of event dimensions of each part of an answer."""
+        return [
+            (0 if p.row is None else len(self.value.shapes[p.row]))
+            + (0 if p.column is None else len(self.leaves[p.column].event))
             for p in self.answer(key)
         ]
 
@@ -454,6 +439,15 @@ def _with_leaves(stated: Structure, path: str) -> Structure:
     )
 
 
+def broadcast(leaves: Sequence[Array], batch: Shape, events: Sequence[Shape]) -> list[Array]:
+    """The leaves of all members: what they share as read-only views, which take no memory."""
+    shapes_of_all = [batch + event for event in events]
+    return [
+        a if a.shape == shape else np.broadcast_to(a, shape)
+        for a, shape in zip(leaves, shapes_of_all, strict=True)
+    ]
+
+
 def _copy(array: Any, is_text: bool) -> Array:
     """A copy in its own dtype."""
     # As a NumPy string, bytes would lose trailing zeros.
@@ -475,3 +469,8 @@ def cast_copy(array: Any, dtype: DTypeLike) -> Array:
         return np.array(array)
     with np.errstate(all="ignore"):  # numbers outside the range of a narrower dtype overflow
         return np.array(array, dtype)
+
+
+def with_ones_behind(a: Any, count: int) -> Any:
+    """An array or a tensor with as many dimensions of size 1 behind its own."""
+    return a[(..., *[np.newaxis] * count)] if count else a

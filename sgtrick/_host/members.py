@@ -1,6 +1,7 @@
 """Calls an engine for the members of a batch: in order, on an executor, or for all at once."""
 
 import contextlib
+import copy
 import itertools
 import math
 import time
@@ -17,7 +18,7 @@ import tensorflow as tf
 from sgtrick._arguments import calls, structures
 from sgtrick._host import checks, reticulate
 from sgtrick._host.engine import QUESTIONS, Engine, WrongUseError
-from sgtrick._host.layout import Layout, Parts, Shape, cast, cast_copy
+from sgtrick._host.layout import Layout, Parts, Shape, broadcast, cast, cast_copy
 from sgtrick._types import Args, Array, DTypeLike, Function, Structure
 
 # Mistakes in the code of an engine, to which `on_error` does not apply.
@@ -34,10 +35,10 @@ class Asking:
         step: For points around the one that was asked for, what errors say of them.
         what: Whose answer it is, in errors.
         numbers: What fills the parts of the answer where the engine fails.
-        may_be_unknown: Whether it is told which gradients are unknown.
-        tells_failures: Whether it is told where a number has replaced the value.
-        tells_precision: Whether it is told in which precision values came.
-        dtypes: Those of the parts, and of what is told.
+        may_be_unknown: Whether there is an array that says which gradients are unknown.
+        tells_failures: Whether there is one that says where a number has replaced the value.
+        tells_precision: Whether there is one with the precision in which values came.
+        dtypes: The dtypes of the parts, and of these three.
     """
 
     def __init__(self, engine: Engine, layout: Layout, key: str, step: str = "") -> None:
@@ -50,9 +51,9 @@ class Asking:
         self.may_be_unknown = layout.may_be_unknown(key)
         self.tells_failures = question.is_first and engine.instead is not None
         self.tells_precision = question.is_first and engine.scheme is not None
-        told: list[np.dtype[Any]] = [np.dtype(bool)] * (self.may_be_unknown + self.tells_failures)
-        told += [np.dtype(float)] * self.tells_precision
-        self.dtypes = [*(part.dtype for part in answer), *told]
+        flags: list[np.dtype[Any]] = [np.dtype(bool)] * (self.may_be_unknown + self.tells_failures)
+        precision = [np.dtype(float)] * self.tells_precision
+        self.dtypes = [*(part.dtype for part in answer), *flags, *precision]
 
     def __call__(self, *arrays: Array | bytes) -> list[Array]:
         """The answer for all members.
@@ -101,26 +102,20 @@ class _Call:
         if 0 in batch or (batch and not engine.vectorized):
             return self._of_members(leaves, batch, events)
         if not engine.broadcasts:
-            if batch:
-                whole = [batch + event for event in events]
-                leaves = [
-                    a if a.shape == shape else np.broadcast_to(a, shape)  # takes no memory
-                    for a, shape in zip(leaves, whole, strict=True)
-                ]
-            else:
-                leaves = [a[()] for a in leaves]  # numbers, not arrays
+            # Without a batch, numbers and not arrays.
+            leaves = broadcast(leaves, batch, events) if batch else [a[()] for a in leaves]
         answer = self._answered(self._started(leaves))
         if not isinstance(answer, _Failure):
             parts = layout.parts(key, answer, batch, events)
             unknown = self._noted(parts, batch, events)
             # Copies, as engines may return the same buffer each time.
-            return self._told(parts, cast_copy, batch, unknown={(): unknown})
+            return self._with_extras(parts, cast_copy, batch, unknown={(): unknown})
         if self._replaces(answer) and math.prod(batch) > 1:
             # One bad member must not reject the others. The failed call may have modified
             # `leaves`, so copy them again.
             return self._of_members(layout.copies(key, self._arrays, engine.dtype), batch, events)
         self._fail(answer)
-        return self._told(self._columns(batch, events), cast, batch, failed=[()])
+        return self._with_extras(self._columns(batch, events), cast, batch, failed=[()])
 
     def _of_members(
         self, leaves: Sequence[Array], batch: Shape, events: Sequence[Shape]
@@ -128,19 +123,11 @@ class _Call:
         """The answers for each member, joined. A vectorized engine gets batches of one."""
         layout, key = self._layout, self._key
         one = (1,) * len(batch) if self._engine.vectorized else ()
-        shared = [a.shape != batch + event for a, event in zip(leaves, events, strict=True)]
-        is_plain = not (one or any(shared))
-
-        def start(i: Shape) -> Callable[[], Structure]:
-            if is_plain:  # a fast path for the usual case
-                return self._started([a[i] for a in leaves])
-            pairs = zip(leaves, shared, strict=True)
-            return self._started([_of(i, a, is_shared, one) for a, is_shared in pairs])
-
+        leaves = broadcast(leaves, batch, events)
         varies = QUESTIONS[key].like_value and not layout.value.is_known
         is_noted = self._asked.may_be_unknown or self._asked.tells_precision
         places = list(itertools.product(*map(range, batch)))
-        results = map(start, places)
+        results = (self._started(_of(i, leaves, one)) for i in places)
         columns: list[Array] = []
         failed, unknown = list[Shape](), dict[Shape, list[int]]()
         for i, result in zip(
@@ -165,7 +152,7 @@ class _Call:
         for i in failed:
             for column, number in zip(columns, self._asked.numbers, strict=True):
                 column[i] = number
-        return self._told(columns, cast, batch, failed, unknown)
+        return self._with_extras(columns, cast, batch, failed, unknown)
 
     def _columns(self, batch: Shape, events: Sequence[Shape]) -> list[Array]:
         """The parts if all calls fail."""
@@ -181,7 +168,7 @@ class _Call:
             return []
         return self._layout.fill_unknown(self._key, parts, batch, events)
 
-    def _told(
+    def _with_extras(
         self,
         parts: Parts,
         owned: Callable[[Array, DTypeLike], Array],
@@ -189,7 +176,7 @@ class _Call:
         failed: Sequence[Shape] = (),
         unknown: Mapping[Shape, Sequence[int]] = MappingProxyType({}),
     ) -> list[Array]:
-        """The parts, and what is told of them.
+        """The parts, and what comes with them: which are unknown, and so on.
 
         Args:
             parts: The parts.
@@ -357,11 +344,11 @@ _NONFINITE = (
 def shown(layout: Layout, key: str, arrays: Sequence[Array | bytes], i: Shape) -> str:
     """What an engine was called with for member `i`, in errors."""
     show = partial(np.array2string, separator=", ", threshold=100, floatmode="unique")
-    lines = [
-        f"\n  {path} = {show(np.asarray(_of(i, np.asarray(a))))}"
-        for (path, *_), a in zip(layout.taken(key), arrays, strict=False)
-    ]
-    return "".join(lines)
+    leaves = list(map(np.asarray, arrays))
+    if i:
+        leaves = broadcast(leaves, *layout.batch_and_events(key, leaves))
+    pairs = zip(layout.taken(key), leaves, strict=True)
+    return "".join(f"\n  {path} = {show(np.asarray(a[i]))}" for (path, *_), a in pairs)
 
 
 def _column(batch: Shape, shape: Shape, dtype: np.dtype[Any]) -> Array:
@@ -391,7 +378,7 @@ class _Owning:
 
 
 def _own(returned: Structure) -> Structure:
-    """The same numbers in memory of our own, as far as these are numbers."""
+    """What an engine returned, with its numbers in memory of our own."""
     if returned is None or isinstance(returned, (float, int)):
         return returned
     if isinstance(returned, np.ndarray):
@@ -404,18 +391,14 @@ def _own(returned: Structure) -> Structure:
     return returned
 
 
-def _of(i: Shape, a: Array, shared: bool = True, one: Shape = ()) -> Any:
-    """The part of a leaf for member `i`: an array, or a number of NumPy.
+def _of(i: Shape, leaves: Sequence[Array], one: Shape) -> list[Any]:
+    """The leaves of member `i`, from those of all members: arrays, or numbers of NumPy.
 
-    A shared leaf is copied, so that each member may modify its own copy. `one` is the batch shape
-    of a batch of one.
+    The member may modify them, so what members share is copied. `one` is the batch shape of a batch
+    of one, or empty.
     """
-    if shared:
-        i = tuple(k if n > 1 else 0 for k, n in zip(i, a.shape, strict=False))
-    own = a[i]
-    if shared and isinstance(own, np.ndarray):
-        own = own.copy()
-    return np.reshape(own, one + np.shape(own)) if one else own
+    own = [a[i] if a.flags.writeable else copy.copy(a[i]) for a in leaves]
+    return [np.reshape(a, one + np.shape(a)) for a in own] if one else own
 
 
 def _lost(name: str, error: BaseException) -> str:

@@ -13,13 +13,13 @@ import tensorflow as tf
 
 from sgtrick._arguments import calls
 from sgtrick._core import unknown
-from sgtrick._core.override import keep, with_transpose
-from sgtrick._core.rule import Rule
-from sgtrick._host.arguments import Leaf, broadcast_batches, given, standing_for
+from sgtrick._core.kept import WithTranspose, with_derivatives
+from sgtrick._core.rule import Rule, Stated
+from sgtrick._host.autodiff import Differentiable, check_floats, of_every_point, shapes_of
+from sgtrick._host.bound_arguments import Leaf, bind, broadcast_batches, standing_for
 from sgtrick._host.checks import DATA
-from sgtrick._host.derived import Differentiable, check_floats, of_every_point, shapes_of
 from sgtrick._host.engine import WrongUseError, floating
-from sgtrick._host.jax import Jax, wide
+from sgtrick._host.jax import Jax, x64_for
 from sgtrick._tensorflow import autograph, tapes, tracing
 from sgtrick._tensorflow.graphs import here
 from sgtrick._tensorflow.mapping import map_jax_by
@@ -76,10 +76,10 @@ class Operation:
             places: The indices of the arguments that have derivatives.
             refused: For other floating arguments the error for a derivative by these.
             ins: The batch dimensions of its arguments.
-            outs: Those of its results.
+            outs: The batch dimensions of its results.
             has_jvp: Whether JAX has forward mode of it; None to find out when a gradient is taken.
         """
-        self._name, self._f, self._places, self._refused = name, f, places, refused
+        self.name, self._f, self.places, self.refused = name, f, places, refused
         self._ins, self._outs = ins, outs
         self._mapped: dict[tuple[bool, ...], Operation] = {}
         self._functions: dict[tuple[Spec, ...], ConcreteFunction] = {}
@@ -87,67 +87,29 @@ class Operation:
 
     def __call__(self, *xs: Tensor) -> list[Tensor]:
         """The results, with their derivatives."""
-        xs = tuple(map(here, xs))  # all that the rule uses is in the graph of the call
+        return _Call(self, xs).results()
 
-        def pull(*upstream: Tensor) -> list[Gradient]:
-            us = map(_shaped, upstream, ys)
-            try:
-                found: Sequence[Gradient] = self._vjp(*xs, *us)
-            except WrongUseError as error:
-                points = [here(xs[i]) for i in self._places]
-                found = unknown.failures(points, self._unknown(error), upstream)
-            pulled = dict(zip(self._places, found, strict=True))
-            for i, message in self._refused.items():
-                pulled[i] = unknown.failure(here(xs[i]), message, upstream)
-            return [pulled.get(i) for i in range(len(xs))]
-
-        def push(*tangents: Tangent) -> list[Tangent]:
-            ts = [_shaped(tangents[i], xs[i]) for i in self._places]
-            try:
-                along: list[Tangent] = list(self._pushed(*xs, *ts))
-            except WrongUseError as error:
-                along = list(unknown.failures(list(map(here, ys)), self._unknown(error), ts))
-            for i, message in self._refused.items():
-                moved = [_shaped(tangents[i], xs[i])]
-                along = unknown.unless_moving(message, along, moved, [here(xs[i])])
-            return along
-
-        def batched(inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
-            tensors, stacked = zip(*inputs, strict=True)
-            return self.over(stacked)(*tensors)
-
-        with tapes.not_recording():
-            ys = list(self._traced(*map(tf.stop_gradient, xs)))
-        rule = Rule(self._name, pull, push, batched=batched)
-        # A rule of JAX for reverse mode alone may not be linear, which `push` tests.
-        tested = with_transpose(rule, push, xs)
-
-        def pull_of_either(*upstream: Tensor) -> Sequence[Gradient]:
-            return (rule if self._is_pushed(xs) else tested).pull(*upstream)
-
-        return keep(ys, xs, rule._replace(pull=pull_of_either))
-
-    def _is_pushed(self, xs: Sequence[Tensor]) -> bool:
+    def is_pushed(self, xs: Sequence[Tensor]) -> bool:
         """Whether JAX has forward mode of the function; false if it does not say."""
         if self._has_jvp is None:
             likes = [
                 jax.ShapeDtypeStruct([n or 1 for n in x.shape], x.dtype.as_numpy_dtype) for x in xs
             ]
-            with wide([np.empty(0, like.dtype) for like in likes]):
+            with x64_for([np.empty(0, like.dtype) for like in likes]):
                 try:
                     # What is not there is only missed when it is lowered.
-                    jax.jit(self._jvp._f).lower(*likes, *(likes[i] for i in self._places))
+                    jax.jit(self._jvp._f).lower(*likes, *(likes[i] for i in self.places))
                     self._has_jvp = True
                 except (TypeError, ValueError):
                     self._has_jvp = False
         return self._has_jvp
 
     @functools.cached_property
-    def _vjp(self) -> "Operation":
+    def vjp(self) -> "Operation":
         """From the arguments and upstream gradients to the gradients of floating arguments."""
-        return self._product("vjp", self._outs, [self._ins[i] for i in self._places])
+        return self._product("vjp", self._outs, [self._ins[i] for i in self.places])
 
-    def _pushed(self, *xs: Tensor) -> list[Tensor]:
+    def pushed(self, *xs: Tensor) -> list[Tensor]:
         """From the arguments and tangents of the floating ones to the tangents of the results."""
         try:
             return self._jvp(*xs)
@@ -158,17 +120,17 @@ class Operation:
 
     @functools.cached_property
     def _jvp(self) -> "Operation":
-        return self._product("jvp", [self._ins[i] for i in self._places], self._outs)
+        return self._product("jvp", [self._ins[i] for i in self.places], self._outs)
 
     @functools.cached_property
     def _jvp_by_reverse_mode(self) -> "Operation":
-        ins = [self._ins[i] for i in self._places]
+        ins = [self._ins[i] for i in self.places]
         return self._product("jvp_by_reverse_mode", ins, self._outs)
 
     def _product(self, method: str, vectors: Sequence[Names], outs: Sequence[Names]) -> "Operation":
         """The operation of a method of `Differentiable`, whose vectors are arguments too."""
         n, like = len(self._ins), [None] * len(self._ins)
-        multiply = getattr(Differentiable(_JAX, self._name, self._f, like, self._places), method)
+        multiply = getattr(Differentiable(_JAX, self.name, self._f, like, self.places), method)
         ins = [*self._ins, *vectors]
 
         def product(*args: Any) -> tuple[Any, ...]:
@@ -182,23 +144,24 @@ class Operation:
             )
 
         return Operation(
-            self._name,
+            self.name,
             product,
-            [*self._places, *range(n, len(ins))],
-            self._refused,
+            [*self.places, *range(n, len(ins))],
+            self.refused,
             ins,
             outs,
             has_jvp=True,  # what is asked is whether the function itself has one
         )
 
-    def _unknown(self, error: WrongUseError) -> str:
+    def message_of(self, error: WrongUseError) -> str:
+        """The error for a derivative that JAX cannot compute."""
         raised = error.__cause__ or error
         return (
-            f"{self._name} was asked for a derivative that JAX cannot compute: "
+            f"{self.name} was asked for a derivative that JAX cannot compute: "
             f"{type(raised).__name__}: {raised}\nUse from_numpy with a function for it."
         )
 
-    def _traced(self, *xs: Tensor) -> Sequence[Tensor]:
+    def traced(self, *xs: Tensor) -> Sequence[Tensor]:
         """The results, without derivatives."""
         # JAX lowers the function once for each signature. Known shapes are kept, as a `tf.function`
         # would not: unknown ones need assertions that a JAX which is newer than TensorFlow writes
@@ -217,20 +180,20 @@ class Operation:
             polymorphic_shapes=[self._shape(i, x) for i, x in enumerate(xs)],
             native_serialization_platforms=_platforms(),
         )
-        with wide(likes), tapes.not_recording():
+        with x64_for(likes), tapes.not_recording():
             try:
                 ys = f(*xs)
             except WrongUseError:
                 raise
             except Exception as error:
                 events = [tuple(x.shape[len(own) :]) for x, own in zip(xs, self._ins, strict=True)]
-                raise of_every_point(_JAX, self._name, error, events) from error
+                raise of_every_point(_JAX, self.name, error, events) from error
         map_jax_by(tf.compat.v1.get_default_graph(), self._of_batch)
         return tuple(ys)
 
     def _of_batch(self, xs: Sequence[Tensor], stacked: Sequence[bool]) -> Sequence[Tensor]:
         """The results for all members of a batch, without their derivatives."""
-        return self.over(stacked)._traced(*xs)
+        return self.over(stacked).traced(*xs)
 
     def over(self, stacked: Sequence[bool]) -> "Operation":
         """The operation for all members of a batch; `stacked` tells which arguments differ."""
@@ -240,10 +203,10 @@ class Operation:
         if key not in self._mapped:
             batch = f"n{len(set(itertools.chain(*self._ins)))}"
             self._mapped[key] = Operation(
-                self._name,
+                self.name,
                 jax.vmap(self._f, in_axes=tuple(0 if is_stacked else None for is_stacked in key)),
-                self._places,
-                self._refused,
+                self.places,
+                self.refused,
                 [(batch, *own) if s else own for own, s in zip(self._ins, key, strict=True)],
                 [(batch, *own) for own in self._outs],
                 self._has_jvp,
@@ -255,6 +218,61 @@ class Operation:
         names = [*self._ins[i], *(f"x{i}_{k}" for k in range(x.shape.rank - len(self._ins[i])))]
         sizes = zip(x.shape.as_list(), names, strict=True)
         return f"({', '.join(name if n is None else str(n) for n, name in sizes)})"
+
+
+class _Call(Rule):
+    """One call of an operation, and its derivatives by all its arguments."""
+
+    def __init__(self, operation: Operation, xs: Sequence[Tensor]) -> None:
+        # All that the rule uses is in the graph of the call.
+        self._operation, self._xs = operation, list(map(here, xs))
+        with tapes.not_recording():
+            self._ys = list(operation.traced(*map(tf.stop_gradient, self._xs)))
+        self.name = operation.name
+        # A rule of JAX for reverse mode alone may not be linear, which `push` tests.
+        rule = Stated(self.name, self._untested, self.push)
+        self._tested = WithTranspose(rule, self.push, self._xs)
+
+    def results(self) -> list[Tensor]:
+        """The results, with their derivatives."""
+        return with_derivatives(self._ys, self._xs, self)
+
+    def pull(self, *upstream: Tensor) -> Sequence[Gradient]:
+        """The gradients by the arguments, tested where JAX has reverse mode alone."""
+        is_tested = not self._operation.is_pushed(self._xs)
+        return self._tested.pull(*upstream) if is_tested else self._untested(*upstream)
+
+    def _untested(self, *upstream: Tensor) -> list[Gradient]:
+        operation, xs = self._operation, self._xs
+        us = map(_shaped, upstream, self._ys)
+        try:
+            found: Sequence[Gradient] = operation.vjp(*xs, *us)
+        except WrongUseError as error:
+            points = [here(xs[i]) for i in operation.places]
+            found = unknown.failures(points, operation.message_of(error), upstream)
+        pulled = dict(zip(operation.places, found, strict=True))
+        for i, message in operation.refused.items():
+            pulled[i] = unknown.failure(here(xs[i]), message, upstream)
+        return [pulled.get(i) for i in range(len(xs))]
+
+    def push(self, *tangents: Tangent) -> list[Tangent]:
+        """The tangents of the results."""
+        operation, xs = self._operation, self._xs
+        ts = [_shaped(tangents[i], xs[i]) for i in operation.places]
+        try:
+            along: list[Tangent] = list(operation.pushed(*xs, *ts))
+        except WrongUseError as error:
+            ys = list(map(here, self._ys))
+            along = list(unknown.failures(ys, operation.message_of(error), ts))
+        for i, message in operation.refused.items():
+            moved = [_shaped(tangents[i], xs[i])]
+            along = unknown.unless_moving(message, along, moved, [here(xs[i])])
+        return along
+
+    def batched(self, inputs: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
+        """The results for all members of a `tf.vectorized_map`, with their derivatives."""
+        tensors, stacked = zip(*inputs, strict=True)
+        return self._operation.over(stacked)(*tensors)
 
 
 def _shaped(t: Tensor | None, like: Tensor) -> Tensor:
@@ -289,16 +307,16 @@ def as_operations(
 
 
 class _OfTensors(NamedTuple):
-    """That function of tensors.
+    """A JAX function of one batch member, as a function of tensors.
 
     Attributes:
         function: The JAX function.
         name: Its name in errors.
-        event_ndims: See `from_jax`.
-        argnums: See `from_jax`.
-        dtype: That of floating arguments in JAX.
-        operations: The operation, and the structure of its value, by that of the arguments and by
-            their shapes and dtypes, on all of which it may depend.
+        event_ndims: The event dimensions of its arguments, as stated.
+        argnums: The arguments that have gradients, as stated.
+        dtype: The dtype of floating arguments in JAX.
+        operations: An operation, and the structure of its value, for each structure of the
+            arguments and their shapes and dtypes, on all of which both may depend.
     """
 
     function: calls.Callee
@@ -309,13 +327,13 @@ class _OfTensors(NamedTuple):
     operations: dict[Any, tuple[Operation, Structure]]
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Structure:
-        """The value."""
-        called = given(
+        """The value at these arguments, with its derivatives."""
+        bound = bind(
             self.function, args, kwargs, self.event_ndims, self.argnums, self.name, self.dtype
         )
         with tf.name_scope(_SCOPE):
-            leaves = list(map(self._sent, called.leaves))
-            operation, value = self._operation(called.like, leaves)
+            leaves = list(map(self._sent, bound.leaves))
+            operation, value = self._operation(bound.like, leaves)
             # The others are the same for all members.
             stacked = [leaf.batch_ndims > 0 for leaf in leaves]
             points, batch = broadcast_batches([leaf for leaf in leaves if leaf.batch_ndims])
@@ -331,7 +349,7 @@ class _OfTensors(NamedTuple):
                 # Not by what was added, where derivatives may not be finite.
                 xs = [tf.where(is_empty, tf.stop_gradient(x), x) for x in xs]
                 ys = [_cut(y, shape, batch) for y in operation(*xs)]
-        return tf.nest.pack_sequence_as(value, [tf.cast(y, called.dtype) for y in ys])
+        return tf.nest.pack_sequence_as(value, [tf.cast(y, bound.dtype) for y in ys])
 
     def _sent(self, leaf: Leaf) -> Leaf:
         """A leaf in the dtype of JAX. A number of Python has none."""

@@ -12,7 +12,7 @@ import torch
 # Tensors without values, by which torch.compile and torch.export trace. There is no public name.
 from torch._subclasses import fake_tensor
 
-from sgtrick._host.derived import Dims, Leaves
+from sgtrick._host.autodiff import Dims, Leaves
 from sgtrick._types import Function, Structure
 
 
@@ -26,22 +26,22 @@ class Torch:
     vjp, jvp = staticmethod(torch.func.vjp), staticmethod(torch.func.jvp)
 
     def symmetric(self, gradient: Function, points: Leaves, vs: Leaves) -> Leaves:
-        """See `Framework`."""
+        """The product with the Hessian, reverse over reverse."""
         # Reverse over reverse works for everything that torch can differentiate twice. It gives the
         # transpose of the Hessian, which is symmetric.
         return torch.func.vjp(gradient, points)[1](vs)[0]  # type: ignore[no-any-return]
 
     def like(self, u: Any, y: Any) -> Any:
-        """See `Framework`."""
+        """A cotangent or tangent `u` as a tensor like `y`."""
         return torch.as_tensor(u, dtype=y.dtype, device=y.device).expand(y.shape)
 
     def probe(self, y: torch.Tensor) -> torch.Tensor:
-        """See `Framework`."""
+        """Irregular numbers of order 1, like `y`."""
         angles = torch.arange(y.numel(), dtype=y.dtype, device=y.device)
         return torch.cos(2.4 * angles + 1).reshape(y.shape)
 
     def raised(self, f: Function, dims: Dims, groups: Sequence[Leaves]) -> Exception | None:
-        """See `Framework`."""
+        """What PyTorch raises for tensors without values."""
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [
                 tuple(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in group)
@@ -62,7 +62,7 @@ class Torch:
         raise NotImplementedError
 
     def refusal(self, value: object) -> str | None:
-        """See `Framework`."""
+        """Why a value is not a tensor of floating numbers; None if it is one."""
         if not isinstance(value, torch.Tensor):
             return (
                 f"got {type(value).__name__}. A torch.Tensor that was computed from the arguments "
@@ -73,12 +73,12 @@ class Torch:
         return None
 
     def is_connected(self, value: torch.Tensor) -> bool:
-        """See `Framework`."""
+        """Whether reverse or forward mode reaches the value."""
         tangent = torch.autograd.forward_ad.unpack_dual(value).tangent
         return value.requires_grad or tangent is not None
 
     def compiled(self, f: Function, dims: Dims) -> Function:
-        """See `Framework`."""
+        """The mapped function, by `torch.func.vmap`; it is not compiled further."""
         f = _mapped(f, dims)
 
         def of_arrays(*groups: Leaves) -> Structure:
@@ -88,7 +88,7 @@ class Torch:
         return of_arrays
 
     def advice(self, error: Exception) -> str | None:
-        """See `Framework`."""
+        """What to do about mixed dtypes, code that cannot be mapped, and NumPy."""
         for pattern, advice in _ADVICE:
             if re.search(pattern, str(error)):
                 return advice

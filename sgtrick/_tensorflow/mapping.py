@@ -34,7 +34,7 @@ class Vectorized(NamedTuple):
     outputs: Sequence[Tensor]
 
 
-def members() -> list[Tensor]:
+def member_indices() -> list[Tensor]:
     """The index of the member, for each `tf.vectorized_map` whose function is being traced.
 
     It is in the stack frame that traces the function.

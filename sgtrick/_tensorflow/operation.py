@@ -17,7 +17,7 @@ from sgtrick._arguments.structures import is_differentiable
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.connections import IS_CONNECTED, PASSES_ON, VALUES
-from sgtrick._tensorflow.mapping import Vectorized, convert, members
+from sgtrick._tensorflow.mapping import Vectorized, convert, member_indices
 from sgtrick._tensorflow.tapes import not_recording, record_override
 from sgtrick._tensorflow.tracing import Traced
 from sgtrick._types import Gradient, Graph, Operation, Pullback, Pushforward, Tensor
@@ -152,7 +152,7 @@ def _operation(
     # tf.vectorized_map converts no operation whose inputs are the same for all members, and may
     # copy it, so that tapes do not see it. But its gradients may differ by members, and their sum
     # is not the gradient of the sum of what flows back.
-    indices = members()
+    indices = member_indices()
 
     def vectorize(batch: Vectorized) -> Sequence[Tensor]:
         own = batch.inputs[: len(batch.inputs) - len(indices)]

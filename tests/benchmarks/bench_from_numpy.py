@@ -16,7 +16,7 @@ import tensorflow_probability as tfp
 
 import engine_functions as engines
 import sgtrick
-from sgtrick._tensorflow import host_calls
+from sgtrick._tensorflow import numpy_function
 
 CHAINS, DIMENSIONS = 8, 10
 LEAPFROGS = 50
@@ -151,13 +151,13 @@ def test_host_part(take_turns, chains, monkeypatch):
     """
     engine_of_one, asked = (lambda x: ANSWER), []
     x = X.numpy() if chains > 1 else X.numpy()[0]
-    host_call = host_calls.host_call
+    host_call = numpy_function.host_call
 
     def noting(callback, xs, dtypes):
         asked.append(callback)
         return host_call(callback, xs, dtypes)
 
-    monkeypatch.setattr(host_calls, "host_call", noting)
+    monkeypatch.setattr(numpy_function, "host_call", noting)
     tf.function(sgtrick.from_numpy(engine_of_one)).get_concrete_function(tf.constant(x))
     many = one_by_one(engine_of_one) if chains > 1 else lambda x: list(map(np.array, ANSWER))
     rivals = {"by hand": lambda: many(x), "from_numpy": lambda: asked[0](x)}

@@ -184,10 +184,10 @@ def test_the_index_of_a_member_is_in_the_frame_that_traces():
     found = []
 
     def f(x):
-        found.extend(mapping.members())
+        found.extend(mapping.member_indices())
         return x
 
     tf.vectorized_map(f, tf.constant([1.0, 2.0]))
     (index,) = found
     assert index.op.type == "PlaceholderWithDefault", "_pfor_impl has no local variable `loop_var`"
-    assert not mapping.members()
+    assert not mapping.member_indices()

@@ -11,7 +11,7 @@ import sgtrick.keras
 import sgtrick.tfp
 
 NEEDS = {
-    "sgtrick._host.frameworks": ("jax", "torch"),
+    "sgtrick._host.from_framework": ("jax", "torch"),
     "sgtrick._host.jax": ("jax",),
     "sgtrick._host.native": ("jax",),
     "sgtrick._host.torch": ("torch",),

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import shapes
-from sgtrick._host.arguments import Given, Leaf
+from sgtrick._host.bound_arguments import BoundArguments, Leaf
 from sgtrick._host.engine import QUESTIONS, WrongUseError
-from sgtrick._host.layout import Layout, Space, value_space
+from sgtrick._host.layout import Layout, Space, check_fills, value_space
 from sgtrick._types import DTypeLike, Function, Structure
 
 Leaves = Sequence[Any]  # arrays of NumPy, or tensors of the framework
@@ -116,7 +116,7 @@ class Differentiable(NamedTuple):
     def jvp_by_reverse_mode(self, xs: Leaves, ts: Leaves) -> tuple[Structure, Any]:
         """The tangent of what has a rule for reverse mode alone, and whether this is linear.
 
-        That is the transpose of the pullback, by reverse mode again, with the dot-product test.
+        It is the transpose of the pullback, by reverse mode again, with the dot-product test.
         """
         points = self._points(xs)
         ts = list(map(self.framework.like, ts, points))
@@ -138,7 +138,7 @@ class Differentiable(NamedTuple):
         return self.framework.symmetric(self._gradient(xs, us or [1.0]), points, vs)
 
     def hessian_by_reverse_mode(self, xs: Leaves, us: Leaves, vs: Leaves) -> Leaves:
-        """The same of what has a rule for reverse mode alone."""
+        """The product with the Hessian of what has a rule for reverse mode alone."""
         points = self._points(xs)
         vs = list(map(self.framework.like, vs, points))
         pull = self.framework.vjp(self._gradient(xs, us or [1.0]), points)[1]
@@ -255,15 +255,18 @@ def of_every_point(
     )
 
 
-class Derived:
+class MappedFunctions:
     """The functions of an engine, from a function of one batch member and a framework.
 
     Each is mapped over the batch. Arguments that members share have batch dimensions of size 1, and
     are not mapped over.
     """
 
-    def __init__(self, fn: Function, framework: Framework, name: str) -> None:
-        self._fn, self._framework, self._name = fn, framework, name
+    def __init__(
+        self, fn: Function, framework: Framework, name: str, instead: float | None
+    ) -> None:
+        """`instead` is the number that replaces the value where the engine fails."""
+        self._fn, self._framework, self._name, self._instead = fn, framework, name, instead
         self._compiled: dict[Any, list[Function]] = {}
         self._raised: dict[Any, type] = {}  # what is raised for tensors without values
         self._spaces: dict[Any, Space] = {}
@@ -273,13 +276,15 @@ class Derived:
         """The functions that answer each question."""
         return {key: [functools.partial(self._answer, key)] for key in QUESTIONS}
 
-    def value_space(self, given: Given, dtype: np.dtype[Any]) -> Space:
+    def value_space(self, bound: BoundArguments, dtype: np.dtype[Any]) -> Space:
         """The value for these arguments, if floating ones have this dtype."""
-        leaves = specs_of(given.leaves, dtype)
+        leaves = specs_of(bound.leaves, dtype)
         self._refuse_text(leaves)
-        key = *(s if isinstance(s, tuple) else type(s) for s in leaves), repr(given.like)
+        key = *(s if isinstance(s, tuple) else type(s) for s in leaves), repr(bound.like)
         if key not in self._spaces:
-            self._spaces[key] = value_space(shapes_of(self._function(given.like, ()), leaves))
+            found = value_space(shapes_of(self._function(bound.like, ()), leaves))
+            check_fills(found, self._instead)
+            self._spaces[key] = found
         return self._spaces[key]
 
     def _refuse_text(self, leaves: Sequence[Any]) -> None:
@@ -304,8 +309,8 @@ class Derived:
         if is_alone:
             check_floats(self._name, xs)
             key = "value"
-        batch_ndims = layout.batch_ndims(key, leaves)
-        groups, dims = _mapped(batch_ndims, [xs, *vectors])
+        batch, _ = layout.batch_and_events(key, leaves)
+        groups, dims = _mapped(batch, [xs, *vectors])
         form = key, places, dims, repr(layout.like)
         member = self._function(layout.like, places)
         fs = [getattr(member, method) for method in _METHODS[key]]
@@ -321,7 +326,7 @@ class Derived:
                     self._raised[form] = type(self._framework.raised(fs[0], dims, groups))
                 if self._raised[form] is not type(error):
                     raise
-            events = [x.shape[batch_ndims:] for x in xs if isinstance(x, np.ndarray)]
+            events = [x.shape[len(batch) :] for x in xs if isinstance(x, np.ndarray)]
             raise of_every_point(self._framework, self._name, error, events) from error
         if key == "value and Jacobian":
             return answer[0], layout.like_points(answer[1])
@@ -334,15 +339,14 @@ class Derived:
         return answer if QUESTIONS[key].like_value else layout.like_points(answer)
 
 
-def _mapped(count: int, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
-    """The leaves without their batch dimensions of size 1, and the dimensions to map over."""
+def _mapped(batch: shapes.Shape, groups: Sequence[Leaves]) -> tuple[list[Leaves], Dims]:
+    """The leaves without batch dimensions that members share, and the dimensions to map over."""
     # A number of Python belongs to all members, even if there is one.
-    alone = (0,) * count
+    count, alone = len(batch), (None,) * len(batch)
     fronts = [
         [leaf.shape[:count] if isinstance(leaf, np.ndarray) else alone for leaf in group]
         for group in groups
     ]
-    batch = np.broadcast_shapes(*(f for group in fronts for f in group if f is not alone))
     dims = tuple(
         tuple(tuple(0 if front[k] == size else None for front in group) for group in fronts)
         for k, size in enumerate(batch)

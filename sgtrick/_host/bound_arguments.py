@@ -14,6 +14,24 @@ from sgtrick._host.checks import too_few_dimensions
 from sgtrick._types import Argnums, Args, DTypeLike, Kwargs, Structure, Tensor
 
 
+class SentLeaf(NamedTuple):
+    """A leaf that is sent to the engine as an array, without the numbers in it.
+
+    Attributes:
+        path: Its name.
+        event: Its event shape, as far as it is known.
+        dtype: The dtype of its gradient; None for a leaf that is not floating.
+        is_point: Whether it has derivatives.
+        is_text: Whether it was passed as text, of which TensorFlow makes bytes.
+    """
+
+    path: str
+    event: shapes.Shape
+    dtype: DTypeLike | None
+    is_point: bool
+    is_text: bool
+
+
 class Leaf(NamedTuple):
     """A leaf of the arguments.
 
@@ -22,7 +40,7 @@ class Leaf(NamedTuple):
         x: The tensor; or a number or text of Python, which the engine gets as it is.
         ndims: Its number of event dimensions.
         is_selected: Whether its argument has gradients.
-        is_text: Whether it was passed as text, of which TensorFlow makes bytes.
+        is_text: Whether it was passed as text.
     """
 
     path: str
@@ -52,18 +70,20 @@ class Leaf(NamedTuple):
         return int(self.x.shape.rank - self.ndims) if self.is_tensor else 0
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """What there is to know without the numbers of the tensor."""
-        of = (self.x.dtype, self.event) if self.is_tensor else (type(self.x), repr(self.x))
-        return self.path, *of, *self[2:]
-
-    @property
     def event(self) -> shapes.Shape:
         """Its event shape, as far as it is known."""
         return tuple(self.x.shape[self.batch_ndims :].as_list()) if self.is_tensor else ()
 
+    @property
+    def sent(self) -> SentLeaf | None:
+        """What is sent; None for what the engine gets as it is."""
+        if not self.is_tensor:
+            return None
+        dtype = self.x.dtype.as_numpy_dtype if self.is_floating else None
+        return SentLeaf(self.path, self.event, dtype, self.is_point, self.is_text)
 
-class Given(NamedTuple):
+
+class BoundArguments(NamedTuple):
     """The arguments of a call, by position.
 
     Attributes:
@@ -71,7 +91,7 @@ class Given(NamedTuple):
         like: Their structure, with None as the leaves.
         leaves: Their leaves.
         selected: The positions of those that have gradients, in the order of these.
-        dtype: That of the value.
+        dtype: The dtype of the value.
     """
 
     names: Sequence[str]
@@ -81,7 +101,7 @@ class Given(NamedTuple):
     dtype: DTypeLike
 
 
-def given(
+def bind(
     function: calls.Callee,
     args: Args,
     kwargs: Kwargs,
@@ -89,13 +109,13 @@ def given(
     argnums: Argnums | None,
     name: str,
     default: DTypeLike,
-) -> Given:
+) -> BoundArguments:
     """The arguments of a call. Defaults that it leaves out are not among them.
 
     Args:
         function: The engine.
-        args: The arguments of the call.
-        kwargs: Those by keyword.
+        args: The arguments by position.
+        kwargs: The arguments by keyword.
         event_ndims: As the caller stated it.
         argnums: As the caller stated it.
         name: The name of the engine in errors.
@@ -144,7 +164,7 @@ def given(
     is_flat = not any(map(tf.nest.is_nested, values))
     like = (None,) * len(values) if is_flat else _emptied(values, names)
     leaves, dtype = _read(flat, default)
-    return Given(names, like, leaves, selected, dtype)
+    return BoundArguments(names, like, leaves, selected, dtype)
 
 
 def _emptied(values: Args, names: Sequence[str]) -> Structure:
@@ -224,7 +244,9 @@ _CALLS = {
 def _refuse_foreign(engine: str, leaf: Leaf) -> None:
     """Raises for tensors of JAX and PyTorch, from which TensorFlow would take only the value.
 
-    Or for a Keras variable that holds one. Neither is imported here.
+    Or for a Keras variable that holds one. Neither framework is imported here. Other forms take
+    these tensors as arrays, unless they are being differentiated (`structures.refuse`); engines
+    have a use for them, which the error says.
     """
     for framework, kind in _TENSORS.items():
         tensor = getattr(sys.modules.get(framework), kind, None)
@@ -268,8 +290,8 @@ def _read(flat: Sequence[Leaf], default: DTypeLike) -> tuple[list[Leaf], DTypeLi
             floating.append(leaf.x.dtype.name)
             if leaf.x.dtype.size < 4:
                 # Gradients are added up over the batch, and in half precision this stops at 2,048.
-                wide = of_dtypes.widest(["float32", tf.as_dtype(default).name])
-                leaf = leaf._replace(x=standing_for(leaf.x, tf.cast(leaf.x, wide)))
+                dtype = of_dtypes.widest(["float32", tf.as_dtype(default).name])
+                leaf = leaf._replace(x=standing_for(leaf.x, tf.cast(leaf.x, dtype)))
         leaves.append(leaf)
     # A Python float has no dtype of its own.
     return leaves, tf.as_dtype(of_dtypes.widest(floating) or default).as_numpy_dtype

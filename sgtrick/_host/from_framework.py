@@ -4,13 +4,9 @@ from __future__ import annotations  # signatures that show the names of types
 
 import functools
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from sgtrick._host import checks, packages
-from sgtrick._host.arguments import Given
-from sgtrick._host.derived import Derived, Framework
+from sgtrick._host.autodiff import Framework, MappedFunctions
 from sgtrick._host.engine import Engine, floating, number
 from sgtrick._host.host_function import HostFunction
 from sgtrick._host.layout import Space, check_fills, value_space
@@ -172,15 +168,9 @@ def _form(
 
     def engine_of(name: str) -> Engine:
         takes, argnums = options["event_ndims"], options["argnums"]
-        derived = Derived(fn, framework(), name)
-
-        def gives(given: Given, dtype: np.dtype[Any]) -> Space:
-            found = derived.value_space(given, dtype)
-            check_fills(found, instead)
-            return found
-
+        mapped = MappedFunctions(fn, framework(), name, instead)
         return Engine(
-            name, takes, argnums, value or gives, derived.functions, dtype,
+            name, takes, argnums, value or mapped.value_space, mapped.functions, dtype,
             vectorized=True, broadcasts=True, instead=instead,
         )  # fmt: skip
 
