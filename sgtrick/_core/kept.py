@@ -19,7 +19,7 @@ from sgtrick._core import adjoint, jvp_call, mapped, unknown
 from sgtrick._core.reachable import Reachable
 from sgtrick._core.rule import Changed, InAddition, Rule
 from sgtrick._core.transposed import NOT_TRANSPOSED, transposed, values_of, with_values
-from sgtrick._tensorflow import graphs, linear, mapping, ongoing, operation, tapes, tracing
+from sgtrick._tensorflow import graphs, linear, ongoing, operation, pfor, tapes, tracing
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Graph, Pushforward, Tangent, Tensor
@@ -129,7 +129,7 @@ class _Kept:
                 return self._rule.push(*tangents)
             return transposed(self._rule, self._ys, tangents)
 
-    def vectorize(self, batch: mapping.Vectorized) -> list[Tensor]:
+    def vectorize(self, batch: pfor.Vectorized) -> list[Tensor]:
         """The outputs for all members of a batch, with derivatives again."""
         count = len(self._ys)
         if self._rule.batched is not None:
@@ -220,6 +220,8 @@ def _transposable(
 
 class _Transposable(Rule):
     """The identity of gradient `i` of a rule, whose own transpose is tested, in a graph."""
+
+    is_reachable = True
 
     def __init__(self, rule: Rule, i: int, upstream: Sequence[Tensor | None], graph: Graph) -> None:
         self.name = rule.name

@@ -13,12 +13,12 @@ from sgtrick._arguments.structures import present, spread
 from sgtrick._core import unknown
 from sgtrick._core.rule import Rule
 from sgtrick._core.transposed import transposed
-from sgtrick._tensorflow import graphs, mapping, ongoing, tapes, tracing
+from sgtrick._tensorflow import graphs, ongoing, pfor, tapes, tracing
 from sgtrick._types import Gradient, Tangent, Tensor
 
 
 def of_batch(
-    rule: Rule, count: int, batch: mapping.Vectorized
+    rule: Rule, count: int, batch: pfor.Vectorized
 ) -> tuple[list[Tensor], list[Tensor], Rule]:
     """The outputs for all members, the inputs, and the rule for the batch.
 
@@ -48,7 +48,7 @@ def of_batch(
     try:
         taken = map(batch.take, member.captured)
         captured = [(graphs.as_used(t), is_stacked) for t, is_stacked in taken]
-    except mapping.OutOfReachError:
+    except pfor.OutOfReachError:
         return ys, xs, _OutOfReach(rule.name, xs)
     return ys, xs, OfBatch(rule, ys, inputs, member, captured)
 
@@ -90,9 +90,7 @@ class OfBatch(Rule):
             if structures.is_differentiable(y.dtype)
         ]
         with ongoing.not_raising():
-            mapped = mapping.over_members(
-                lambda *at: present(self._member(*at)), us, self._captured
-            )
+            mapped = pfor.over_members(lambda *at: present(self._member(*at)), us, self._captured)
         gradients = spread(mapped, self._member.outputs)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, self._inputs, strict=True)):
             if g is not None:

@@ -19,6 +19,7 @@ class Rule:
         is_guarded: Whether `pull` comes with errors for derivatives that TensorFlow would lose.
         is_of_caller: Whether `pull` calls a function of the caller's that is no rule, and may close
             over anything, also over what no operation of the forward pass has used.
+        is_reachable: Whether all that `pull` closes over is in the graph of the call.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Rule:
     batched: Callable[[Sequence[tuple[Tensor, bool]]], Sequence[Tensor]] | None = None
     is_guarded: bool = False
     is_of_caller: bool = False
+    is_reachable: bool = False
 
     def pull(self, *upstream: Any) -> Sequence[Gradient]:
         """Returns one gradient or None for each input.

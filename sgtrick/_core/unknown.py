@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from sgtrick._arguments import structures
 from sgtrick._arguments.structures import present, spread
-from sgtrick._tensorflow import mapping, ongoing, operation, tapes, tracing
+from sgtrick._tensorflow import ongoing, operation, pfor, tapes, tracing
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import DType, Gradient, Tangent, Tensor
 
@@ -120,7 +120,7 @@ class _Refused:
             return [along]
         return [self._again(along, present(tangents))]
 
-    def vectorize(self, batch: mapping.Vectorized) -> list[Tensor]:
+    def vectorize(self, batch: pfor.Vectorized) -> list[Tensor]:
         """The tensors of all members, refused again."""
         (part, is_stacked), *others = batch.inputs[1:]
         part = part if is_stacked else batch.stack(part)

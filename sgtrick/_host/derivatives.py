@@ -21,7 +21,7 @@ from sgtrick._core.rule import Rule, plus
 from sgtrick._host import checks
 from sgtrick._host.evaluation import Evaluation
 from sgtrick._host.layout import with_ones_behind
-from sgtrick._tensorflow import mapping, ongoing, tapes
+from sgtrick._tensorflow import ongoing, pfor, tapes
 from sgtrick._tensorflow.graphs import here
 from sgtrick._types import Gradient, Tangent, Tensor
 
@@ -297,7 +297,7 @@ def _raising() -> contextlib.AbstractContextManager[None]:
 
     There, TensorFlow would run what may raise even if nobody uses it.
     """
-    is_mapped = not tf.executing_eagerly() and bool(mapping.member_indices())
+    is_mapped = not tf.executing_eagerly() and bool(pfor.member_indices())
     return ongoing.not_raising() if is_mapped else contextlib.nullcontext()
 
 

@@ -22,7 +22,7 @@ from sgtrick._host.engine import WrongUseError, floating
 from sgtrick._host.jax import Jax, x64_for
 from sgtrick._tensorflow import autograph, tapes, tracing
 from sgtrick._tensorflow.graphs import here
-from sgtrick._tensorflow.mapping import map_jax_by
+from sgtrick._tensorflow.pfor import map_jax_by
 from sgtrick._types import (
     Argnums,
     Args,

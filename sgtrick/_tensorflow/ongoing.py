@@ -88,9 +88,20 @@ def is_probe() -> bool:
     return probe is not None and is_part_of(probe)
 
 
-def is_probing() -> bool:
-    """Whether a probe is being traced, or a function that it calls."""
-    return _PROBE.get() is not None
+_REACHING: ContextVar[bool] = ContextVar("_REACHING", default=False)
+
+
+def reaching() -> contextlib.AbstractContextManager[None]:
+    """A scope in which a pullback is traced to find out what it closes over.
+
+    It may call its own function, whose pullback is not traced in turn: that would never end.
+    """
+    return scope(_REACHING, True)
+
+
+def is_reaching() -> bool:
+    """Whether a pullback is traced to find out what it closes over."""
+    return _REACHING.get()
 
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)

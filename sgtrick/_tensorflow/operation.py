@@ -17,7 +17,7 @@ from sgtrick._arguments.structures import is_differentiable
 from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.connections import IS_CONNECTED, PASSES_ON, VALUES
-from sgtrick._tensorflow.mapping import Vectorized, convert, member_indices
+from sgtrick._tensorflow.pfor import Vectorized, convert, member_indices
 from sgtrick._tensorflow.tapes import not_recording, record_override
 from sgtrick._tensorflow.tracing import Traced
 from sgtrick._types import Gradient, Graph, Operation, Pullback, Pushforward, Tensor
