@@ -34,7 +34,7 @@ def of_batch(
     xs = [x for x, _ in inputs]
 
     def of_member(*us: Tensor | None) -> Sequence[Gradient]:
-        with unknown.not_raising(), running(for_graph=True):
+        with unknown.not_raising(), running(for_graph=True), mapping.for_member():
             return rule.pull(*us)
 
     def trace() -> tracing.Traced:
