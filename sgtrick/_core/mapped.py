@@ -43,7 +43,7 @@ def of_batch(
     try:
         # Accumulators would add their tangents to what is traced.
         member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
-    except Exception as error:
+    except Exception as error:  # whatever the caller's code raises: the derivative does, later
         return ys, xs, _failing(rule.name, error)
     try:
         taken = map(batch.take, member.captured)
@@ -53,9 +53,11 @@ def of_batch(
 
     def pull(*upstream: Tensor) -> list[Gradient]:
         live_us = [u for u, y in zip(upstream, live, strict=True) if y is not None]
-        # The derivative of a reshape is dense. Where the size is unknown, TensorFlow gathers what
-        # is mapped, and cannot differentiate the slices again.
-        us = [u if u.shape.is_fully_defined() else tf.reshape(u, tf.shape(u)) for u in live_us]
+        # The derivative of a reshape is dense. Where the size is unknown or one, TensorFlow gathers
+        # what is mapped, and cannot differentiate the slices again.
+        is_gathered = [not u.shape.is_fully_defined() or u.shape[0] == 1 for u in live_us]
+        pairs = zip(live_us, is_gathered, strict=True)
+        us = [tf.reshape(u, tf.shape(u)) if is_so else u for u, is_so in pairs]
         with unknown.not_raising():
             mapped = mapping.over_members(lambda *at: present(member(*at)), us, captured)
         gradients = spread(mapped, member.outputs)
