@@ -10,10 +10,12 @@ import sgtrick
 from matrix import spread
 from shared import (
     FIRST_WAYS,
+    RUN_IN,
     WRAPS,
     constant,
     derivative,
     forward_derivative,
+    gradient,
     gradients,
     mapped,
     with_jvp,
@@ -155,6 +157,35 @@ def test_the_value_that_a_rule_returns(kind, wrap):
             else:
                 with pytest.raises((TypeError, ValueError), match=message):
                     wrap(mode(h))(X)
+
+
+TABLE = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
+GATHERING = {
+    "gather": lambda t: tf.gather(t, [2, 0, 1], axis=-1),
+    "rows": lambda t: tf.gather(t, [1, 0, 1]),
+    "lookup": lambda t: tf.nn.embedding_lookup(t, [1, 1, 0]),
+    "gather_nd": lambda t: tf.gather_nd(t, [[1, 2], [0, 0]]),
+    "mask": lambda t: tf.boolean_mask(t, TABLE > 0),
+    "both": lambda t: tf.concat([tf.gather(t, [1, 1]), 2 * t], 0),
+}
+
+
+class TestRulesThatGather:
+    """Their transposes are `tf.IndexedSlices`, in graphs too."""
+
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
+    @pytest.mark.parametrize("rule", GATHERING)
+    def test_are_right(self, rule, way):
+        f = GATHERING[rule]
+        form = with_jvp(lambda xs, ts: (f(xs[0]), f(ts[0])), f)
+        x = constant(TABLE)
+        shape = f(x).shape
+        u = tf.constant(np.arange(1.0, 1 + shape.num_elements()).reshape(shape))
+        found, expected = (
+            RUN_IN[way](lambda h: lambda x: gradient(h, x, u), g)(x) for g in (form, f)
+        )
+        found, expected = map(tf.convert_to_tensor, (found, expected))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def by_if(x, t):

@@ -483,32 +483,6 @@ class TestRulesInRules:
         assert is_loud(run(self.WRONG), x, along)
 
 
-GATHERING = {
-    "gather": lambda t: tf.gather(t, [2, 0, 1], axis=-1),
-    "rows": lambda t: tf.gather(t, [1, 0, 1]),
-    "lookup": lambda t: tf.nn.embedding_lookup(t, [1, 1, 0]),
-    "gather_nd": lambda t: tf.gather_nd(t, [[1, 2], [0, 0]]),
-    "mask": lambda t: tf.boolean_mask(t, X > 0),
-    "both": lambda t: tf.concat([tf.gather(t, [1, 1]), 2 * t], 0),
-}
-
-
-class TestRulesThatGather:
-    """Their transposes are `tf.IndexedSlices`, in graphs too."""
-
-    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
-    @pytest.mark.parametrize("rule", GATHERING)
-    def test_are_right(self, rule, way):
-        f = GATHERING[rule]
-        form = shared.with_jvp(lambda xs, ts: (f(xs[0]), f(ts[0])), f)
-        x = tf.constant(X)
-        shape = f(x).shape
-        u = tf.constant(np.arange(1.0, 1 + shape.num_elements()).reshape(shape))
-        found, expected = (RUN_IN[way](reverse, g)(x, u) for g in (form, f))
-        found, expected = map(tf.convert_to_tensor, (found, expected))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
 class TestRulesThatReadTangents:
     """What runs eagerly may read numbers that no operation tells."""
 
