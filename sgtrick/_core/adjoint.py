@@ -12,6 +12,7 @@ them; what is connected to nothing has to be zero, and arguments that nothing is
 to have no effect. A row that is not finite passes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from sgtrick._arguments import structures
-from sgtrick._arguments.structures import present
-from sgtrick._tensorflow import linear, ongoing, tracing
+from sgtrick._arguments.structures import present, spread
+from sgtrick._tensorflow import graphs, linear, ongoing, pfor, tapes, tracing
 from sgtrick._types import Array, DType, Gradient, Tensor
 
 # Tensors, and as many others of the same dtypes.
@@ -68,6 +69,8 @@ def transpose(
     found = tape.gradient(ys, far, zs)
     if ongoing.is_probe():
         return found, tf.constant(True), zs
+    if cotangents is not None and ongoing.is_for_member() and pfor.is_unmappable(operations):
+        return _as_one_call(f, likes, cotangents)
     if is_told and None not in found:
         return list(map(tf.convert_to_tensor, found)), tf.constant(True), []
     ts = probes(likes)
@@ -89,6 +92,58 @@ def transpose(
     if silent:
         fits &= tracing.as_one(_are_zero, *silent)
     return found, fits, [*zs, *moved]
+
+
+def _as_one_call(
+    f: Callable[[Sequence[Tensor]], Sequence[Gradient]],
+    likes: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+) -> tuple[list[Gradient], Tensor, list[Tensor]]:
+    """The transpose as an operation that is mapped by transposing the mapped function.
+
+    TensorFlow maps branches, and differentiates what it has mapped, but does not map gradients.
+    """
+    likes = list(map(graphs.here, likes))
+    # Not called by `pulled`, since TensorFlow changes branches that are differentiated.
+    member = tracing.Traced(lambda *ts: f(ts), likes)
+    captured = list(map(graphs.as_used, member.captured))
+
+    def pulled(*us: Tensor | None) -> list[Gradient]:
+        with ongoing.for_member(False):
+            found, fits, _ = transpose(f, likes, us)
+        return [*found, fits]
+
+    traced = tracing.Traced(pulled, cotangents)
+    *found, fits = traced(cotangents, traced.captured)
+    assert fits is not None
+
+    def of_batch(batch: pfor.Vectorized) -> list[tuple[Tensor, bool]]:
+        def stacked(t: Tensor, is_stacked: bool) -> Tensor:
+            return t if is_stacked else batch.stack(t)
+
+        taken = list(map(batch.take, captured))
+
+        def of_all(ts: Sequence[Tensor]) -> list[Gradient]:
+            def of_one(*at: Sequence[Tensor]) -> list[Tensor]:
+                # Of several members, only what is made of all runs. If operations of one were
+                # recorded, its branches would be differentiated.
+                with contextlib.nullcontext() if ts[0].shape[0] == 1 else tapes.not_recording():
+                    return present(member(*at))
+
+            return spread(pfor.over_members(of_one, ts, taken), member.outputs)
+
+        of_likes = [stacked(*batch.take(t)) for t in likes]
+        us = [stacked(*u) for u in batch.inputs[: len(present(cotangents))]]
+        pulled, fits, _ = transpose(of_all, of_likes, spread(us, cotangents))
+        there = [
+            (tf.zeros_like(like) if g is None else tf.convert_to_tensor(g), True)
+            for g, like, of_member in zip(pulled, of_likes, found, strict=True)
+            if of_member is not None
+        ]
+        return [*there, (fits, False)]
+
+    pfor.map_by(fits.op, of_batch)
+    return found, fits, present(cotangents)
 
 
 def _is_linear_in_a_trace(

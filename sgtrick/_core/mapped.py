@@ -34,7 +34,7 @@ def of_batch(
     live = [y if structures.is_differentiable(y.dtype) else None for y in batch.outputs[:count]]
 
     def of_member(*us: Tensor | None) -> Sequence[Gradient]:
-        with ongoing.not_raising(), ongoing.running(for_graph=True):
+        with ongoing.not_raising(), ongoing.running(for_graph=True), ongoing.for_member():
             return rule.pull(*us)
 
     def trace() -> tracing.Traced:
@@ -43,7 +43,7 @@ def of_batch(
     try:
         # Accumulators would add their tangents to what is traced.
         member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
-    except Exception as error:
+    except Exception as error:  # whatever the caller's code raises: the derivative does, later
         return ys, xs, _Failing(rule.name, error)
     try:
         taken = map(batch.take, member.captured)
@@ -82,10 +82,10 @@ class OfBatch(Rule):
 
     def pull(self, *upstream: Tensor) -> list[Gradient]:
         """The gradients of all members; of what they share, the sum."""
-        # The derivative of a reshape is dense. Where the size is unknown, TensorFlow gathers what
-        # is mapped, and cannot differentiate the slices again.
+        # The derivative of a reshape is dense. Where the size is unknown or one, TensorFlow gathers
+        # what is mapped, and cannot differentiate the slices again.
         us = [
-            u if u.shape.is_fully_defined() else tf.reshape(u, tf.shape(u))
+            u if u.shape.is_fully_defined() and u.shape[0] > 1 else tf.reshape(u, tf.shape(u))
             for u, y in zip(upstream, self._ys, strict=True)
             if structures.is_differentiable(y.dtype)
         ]

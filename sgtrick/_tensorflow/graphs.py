@@ -59,9 +59,15 @@ def may_carry(t: Tensor) -> bool:
     return t.dtype == tf.resource or carries_derivatives(t) or t.dtype != t.dtype.base_dtype
 
 
+# The registered gradients of these are None.
+_GIVE_NONE = ("Floor", "Ceil", "Round", "Rint", "FloorDiv", "TruncateDiv")
+
+
 def has_no_gradient(op: Operation) -> bool:
     """Whether TensorFlow treats an operation as one without a derivative."""
     if op.type in ("StopGradient", "PreventGradient"):
+        return True
+    if op.type in _GIVE_NONE and not is_overridden(op):
         return True
     try:
         return ops.get_gradient_function(op) is None
@@ -74,6 +80,14 @@ def is_overridden(op: Operation) -> bool:
     return bool(attribute(op, "_gradient_op_type"))
 
 
+def called(op: Operation) -> Graph:
+    """The graph of the function that an operation calls."""
+    name, graph = attribute(op, "f").name, op.graph
+    while graph._get_function(name) is None:  # as in branches and loops
+        graph = graph.outer_graph
+    return graph._get_function(name).graph
+
+
 def attribute(op: Operation, name: str) -> Any:
     """An attribute of an operation, None if it has none of this name."""
     try:
@@ -84,6 +98,8 @@ def attribute(op: Operation, name: str) -> Any:
 
 def type_has_no_gradient(type_: str) -> bool:
     """The same for eager operations of a type. The type of a call is the name of the function."""
+    if type_ in _GIVE_NONE:
+        return True
     try:
         return ops.gradient_registry.lookup(type_) is None
     except LookupError:

@@ -1,11 +1,11 @@
 """Whether results are linear in some tensors, as the types of the operations in between tell.
 
 What is found to be linear here is, and TensorFlow's gradient of it is the transpose. Of anything
-else nothing is said: calls of functions, loops and overridden gradients are not looked into, but
-those that pass derivatives on.
+else nothing is said: branches, loops and overridden gradients are not looked into, but those that
+pass derivatives on. Calls of functions are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -31,6 +31,7 @@ _TOGETHER: dict[str, slice] = {
     "ConcatV2": slice(-1),
     "SelectV2": slice(1, None),
 }
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # Constant for tensors of one shape.
 _OF_SHAPE = ("Shape", "ShapeN", "Size", "Rank", "OnesLike")
 
@@ -46,13 +47,30 @@ def noting(f: Callable[[], T]) -> tuple[T, list[Any]]:
 
 def are_linear(ys: Sequence[Tensor], ts: Sequence[Tensor], operations: Sequence[Any]) -> bool:
     """Whether all of `ys` are linear in `ts`, of which these operations made them."""
-    linear = {identity_of(t): True for t in ts}
+    linear: dict[Hashable, bool] = {identity_of(t): True for t in ts}
+    _follow(operations, linear)
+    return all(linear.get(identity_of(y)) for y in ys)
+
+
+def _follow(operations: Sequence[Any], linear: dict[Hashable, bool]) -> None:
+    """Adds whether what operations make of tensors is linear in these; what is constant is not."""
     for op in operations:
         found = [linear.get(identity_of(t)) for t in op.inputs]
-        if any(f is not None for f in found) and op.type not in _OF_SHAPE:
+        if all(f is None for f in found) or op.type in _OF_SHAPE:
+            continue
+        if op.type in _CALLS:
+            graph = graphs.called(op)
+            made = _known(graph.inputs, found)
+            _follow(graph.get_operations(), made)
+            linear.update(_known(op.outputs, [made.get(identity_of(y)) for y in graph.outputs]))
+        else:
             is_linear = False not in found and _is_linear(op, [f is not None for f in found])
             linear.update((identity_of(t), is_linear) for t in op.outputs)
-    return all(linear.get(identity_of(y)) for y in ys)
+
+
+def _known(tensors: Sequence[Tensor], are_linear: Sequence[bool | None]) -> dict[Hashable, bool]:
+    pairs = zip(tensors, are_linear, strict=True)
+    return {identity_of(t): is_linear for t, is_linear in pairs if is_linear is not None}
 
 
 def _is_linear(op: Any, moving: list[bool]) -> bool:

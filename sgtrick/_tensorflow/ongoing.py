@@ -70,6 +70,19 @@ def transposing_nothing() -> contextlib.AbstractContextManager[None]:
     return scope(_TRANSPOSED, {})
 
 
+_FOR_MEMBER: ContextVar[bool] = ContextVar("_FOR_MEMBER", default=False)
+
+
+def for_member(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
+    """A scope in which a pullback of one member is traced that will be mapped."""
+    return scope(_FOR_MEMBER, is_so)
+
+
+def is_for_member() -> bool:
+    """Whether what is being traced will be mapped."""
+    return _FOR_MEMBER.get() and not tf.executing_eagerly()
+
+
 _PROBE: ContextVar[Graph | None] = ContextVar("_PROBE", default=None)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -11,8 +11,8 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
-from sgtrick._tensorflow.graphs import as_used, captured_from, identity_of
-from sgtrick._types import Graph, Tensor
+from sgtrick._tensorflow.graphs import as_used, called, captured_from, identity_of
+from sgtrick._types import Graph, Operation, Tensor
 
 
 class Vectorized(NamedTuple):
@@ -60,6 +60,35 @@ def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]
 
     The other outputs are the last inputs.
     """
+    batch = _vectorized(pfor_input)
+    outputs = vectorize(batch)
+    count = len(outputs)
+    return [pfor_lib.wrap(t, True) for t in outputs] + [
+        pfor_lib.wrap(*found) for found in batch.inputs[count:]
+    ]
+
+
+def map_by(op: Operation, vectorize: Callable[[Vectorized], Sequence[tuple[Tensor, bool]]]) -> None:
+    """Gives a call of a function a rule that returns its outputs, and whether each is stacked."""
+
+    def converter(pfor_input: Any) -> list[Any]:
+        found = vectorize(_vectorized(pfor_input))
+        if len(found) < len(op.outputs):  # what the gradient of the call needs
+            raise NotImplementedError(_BRANCH)
+        return [pfor_lib.wrap(*t) for t in found]
+
+    op.pfor_converter = converter
+
+
+_BRANCH = (
+    "TensorFlow cannot map the gradient of a branch (tf.cond, tf.switch_case, if in AutoGraph) by "
+    "tf.vectorized_map. It is asked for where branches of a JVP rule use the tangents, and the map "
+    "is differentiated in forward mode or twice. Use tf.where there, or choose only the slope in "
+    "the branch and multiply the tangent by it outside."
+)
+
+
+def _vectorized(pfor_input: Any) -> Vectorized:
     op, pfor = pfor_input.op, pfor_input.pfor
 
     def take(tensor: Tensor) -> tuple[Tensor, bool]:
@@ -74,11 +103,25 @@ def convert(pfor_input: Any, vectorize: Callable[[Vectorized], Sequence[Tensor]]
         return pfor_lib._stack(tensor, pfor.loop_len_vector).t
 
     inputs = [(found.t, bool(found.is_stacked)) for found in pfor_input.inputs]
-    outputs = vectorize(Vectorized(inputs, take, stack, op.graph, op.outputs))
-    count = len(outputs)
-    return [pfor_lib.wrap(t, True) for t in outputs] + [
-        pfor_lib.wrap(*found) for found in inputs[count:]
-    ]
+    return Vectorized(inputs, take, stack, op.graph, op.outputs)
+
+
+_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+
+
+def is_unmappable(operations: Iterable[Operation]) -> bool:
+    """Whether there are branches among operations, or in functions they call, with gradients.
+
+    Such a branch also returns what its gradient needs, as optional values, and TensorFlow cannot
+    map that.
+    """
+
+    def is_branch(op: Operation) -> bool:
+        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+            return is_unmappable(called(op).get_operations())
+        return op.type in _BRANCHES and any(t.dtype == tf.variant for t in op.outputs)
+
+    return any(map(is_branch, operations))
 
 
 def over_members(

@@ -433,3 +433,14 @@ class TestMadeOfTheArgument:
 
         found = tf.function(reverse(run))(self.POINT)
         np.testing.assert_allclose(found, tf.sigmoid(self.POINT), rtol=1e-12)
+
+    def test_an_argument_of_an_inner_function(self):
+        """Nothing tells that it is what the closed-over tensor was computed from."""
+
+        def run(x):
+            e = tf.exp(x)
+            inner = tf.function(lambda x: log1pexp_of(e, 2 * e)(x))
+            return inner(x), inner(2 * x)
+
+        found = tf.function(reverse(run))(self.POINT)
+        assert np.all(np.isnan(found))

@@ -1,4 +1,4 @@
-"""The protocol of JVP rules: what the rule gets by keyword, and what it may return as the value."""
+"""JVP rules: what they get by keyword, what they may return as the value, and branches in them."""
 
 import functools
 
@@ -10,11 +10,14 @@ import sgtrick
 from matrix import spread
 from shared import (
     FIRST_WAYS,
+    RUN_IN,
     WRAPS,
     constant,
     derivative,
     forward_derivative,
+    gradient,
     gradients,
+    mapped,
     with_jvp,
 )
 
@@ -154,3 +157,106 @@ def test_the_value_that_a_rule_returns(kind, wrap):
             else:
                 with pytest.raises((TypeError, ValueError), match=message):
                     wrap(mode(h))(X)
+
+
+TABLE = np.array([[0.9, -0.4, 2.1], [0.3, 1.7, -1.2]])
+GATHERING = {
+    "gather": lambda t: tf.gather(t, [2, 0, 1], axis=-1),
+    "rows": lambda t: tf.gather(t, [1, 0, 1]),
+    "lookup": lambda t: tf.nn.embedding_lookup(t, [1, 1, 0]),
+    "gather_nd": lambda t: tf.gather_nd(t, [[1, 2], [0, 0]]),
+    "mask": lambda t: tf.boolean_mask(t, TABLE > 0),
+    "both": lambda t: tf.concat([tf.gather(t, [1, 1]), 2 * t], 0),
+}
+
+
+class TestRulesThatGather:
+    """Their transposes are `tf.IndexedSlices`, in graphs too."""
+
+    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
+    @pytest.mark.parametrize("rule", GATHERING)
+    def test_are_right(self, rule, way):
+        f = GATHERING[rule]
+        form = with_jvp(lambda xs, ts: (f(xs[0]), f(ts[0])), f)
+        x = constant(TABLE)
+        shape = f(x).shape
+        u = tf.constant(np.arange(1.0, 1 + shape.num_elements()).reshape(shape))
+        found, expected = (
+            RUN_IN[way](lambda h: lambda x: gradient(h, x, u), g)(x) for g in (form, f)
+        )
+        found, expected = map(tf.convert_to_tensor, (found, expected))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def by_if(x, t):
+    if x > 0:
+        t = tf.cos(x) * t
+    else:
+        t = -tf.cos(x) * t
+    return t
+
+
+def by_cond(x, t):
+    return tf.cond(x > 0, lambda: tf.cos(x) * t, lambda: -tf.cos(x) * t)
+
+
+BRANCHES = {
+    "cond": by_cond,
+    "if": by_if,
+    "switch_case": lambda x, t: tf.switch_case(
+        tf.cast(x > 0, tf.int32), [lambda: -tf.cos(x) * t, lambda: tf.cos(x) * t]
+    ),
+    "in a function": lambda x, t: tf.function(by_cond)(x, t),
+    "of one tangent": lambda x, t: tf.sign(x) * tf.cos(x) * t / 2 + by_cond(x, t / 2),
+}
+MAPPED = {
+    "eager": lambda f: derivative(mapped(f)),
+    "in tf.function": lambda f: tf.function(derivative(mapped(f))),
+    "around tf.function": lambda f: derivative(tf.function(mapped(f))),
+    "forward around tf.function": lambda f: forward_derivative(tf.function(mapped(f))),
+    "XLA": lambda f: tf.function(derivative(mapped(f)), jit_compile=True),
+    "unknown size": lambda f: tf.function(
+        derivative(mapped(f)), input_signature=[tf.TensorSpec([None], tf.float64)]
+    ),
+}
+
+
+def of_branches(rule):
+    return with_jvp(lambda p, t: (None, rule(*p, *t)), lambda x: tf.sin(tf.abs(x)))
+
+
+class TestBranchesThatUseTangents:
+    """TensorFlow maps a branch, but not its gradient, so the rule is mapped and then transposed."""
+
+    POINTS = np.array([0.5, -1.0, 2.0])
+
+    @pytest.mark.parametrize(
+        ("branch", "way"),
+        [
+            ("if", "in tf.function"),
+            *(
+                pytest.param(*case, marks=pytest.mark.long)
+                for case in [("cond", "XLA"), *spread(BRANCHES, MAPPED, together=1)]
+            ),
+        ],
+    )
+    def test_are_mapped(self, branch, way):
+        h, x = of_branches(BRANCHES[branch]), constant(self.POINTS)
+        expected = np.sign(self.POINTS) * np.cos(self.POINTS)
+        np.testing.assert_allclose(tf.convert_to_tensor(MAPPED[way](h)(x)), expected)
+
+    def test_of_one_member(self):
+        found = derivative(mapped(of_branches(by_cond)))(constant([-1.0]))
+        np.testing.assert_allclose(tf.convert_to_tensor(found), [-np.cos(1.0)])
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("branch", BRANCHES)
+    def test_that_are_not_linear_are_loud(self, branch):
+        h = of_branches(lambda x, t: BRANCHES[branch](x, tf.abs(t)))
+        found = tf.function(derivative(mapped(h)))(constant(self.POINTS))
+        assert np.all(np.isnan(found))
+
+    @pytest.mark.long
+    def test_in_forward_mode(self):
+        with pytest.raises(NotImplementedError, match="cannot map the gradient of a branch"):
+            forward_derivative(mapped(of_branches(by_cond)))(constant(self.POINTS))

@@ -431,6 +431,13 @@ class TestMapped:
         promised = LOUD if "XLA" in way and name in CALLS_HOST else {"right"}
         assert verdict(MAPPED[way](ALL[name], map_of(name)), exact(1)) in promised
 
+    @pytest.mark.parametrize(("name", "wrap"), spread(EVERY_ORDER, EXECUTED.values(), together=1))
+    def test_forward_mode_of_one_member(self, name, wrap):
+        """Which TensorFlow gathers, so that its gradient is not dense."""
+        x = POINTS[:1]
+        run = forward_derivative(wrap(map_of(name)(ALL[name])))
+        assert verdict(run, exact(1, x), x) == "right"
+
     @pytest.mark.parametrize(
         ("name", "wrap"),
         spread(

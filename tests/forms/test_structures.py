@@ -285,3 +285,12 @@ class TestSameObjects:
             count.assign(0.0)
             np.testing.assert_allclose(wrap(derivative(lambda x: h(x, count)))(X), 2 * X)  # noqa: B023
             assert count == 1
+
+    def test_a_variable_that_the_rule_covers_is_a_tensor(self):
+        def f(x):
+            return x.assign_add(1.0)
+
+        v = tf.Variable(1.0)
+        for h in (sgtrick.with_gradient(f, f), with_jvp(f, f), sgtrick.custom_vjp(f)):
+            with pytest.raises(AttributeError, match="no attribute 'assign_add'"):
+                h(v)

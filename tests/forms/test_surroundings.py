@@ -145,6 +145,7 @@ STOPPED = {
     "stopped": lambda x: tf.stop_gradient(W) * x,
     "stopped in a function": called(lambda x: tf.stop_gradient(W) * x),
     "the result stopped": lambda x: tf.stop_gradient(called(READ["operations"])(x)),
+    "in steps": called(lambda x: (tf.floor(W) + tf.round(W) + W // 0.3) * x),
     "in integers": lambda x: tf.function(lambda n: tf.cast(n, x.dtype) * x)(tf.cast(W, tf.int32)),
 }
 

@@ -318,12 +318,37 @@ class TestResultsThatCancel:
         expected = self.WAYS[way](shifted(lambda x, shift: _centred(x + shift)))(x)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
-    def test_alone(self):
+    CALLED: ClassVar = {
+        "operations": lambda u: tf.reduce_sum(_centred(u)),
+        "a function": _total,
+        "a function in a function": tf.function(lambda u: 2.0 * _total(u)),
+        "one of two results": lambda u: tf.function(lambda u, x: (x, _total(u) / x))(u, 3.0)[1],
+    }
+
+    @pytest.mark.parametrize(
+        ("called", "form", "way"),
+        spread(CALLED, TRANSPOSED, ["eager", "in tf.function", "around tf.function"], together=1),
+    )
+    def test_alone(self, called, form, way):
         """In eager execution, where numbers are tested, and by what a trace tells."""
-        form = shared.with_jvp(lambda _, ts: (None, tf.reduce_sum(_centred(ts[0]))), tf.reduce_sum)
-        np.testing.assert_allclose(
-            derivative(form)(tf.constant(X.ravel())), 0 * X.ravel(), atol=1e-15
-        )
+        make, mode = TRANSPOSED[form]
+        f = make(lambda u, x: self.CALLED[called](u) * tf.ones_like(x))
+        found = RUN_IN[way](mode, f)(tf.constant(X), tf.constant(ALONG))
+        np.testing.assert_allclose(found, 0 * X, atol=1e-14)
+
+    NOT_LINEAR: ClassVar = {
+        "affine": lambda u: _total(u) + 1.0,
+        "absolute": tf.abs,
+        "square": lambda u: u * u,
+        "another gradient": tf.custom_gradient(lambda u: (tf.identity(u), lambda g: 2.0 * g)),
+    }
+
+    @pytest.mark.parametrize("rule", NOT_LINEAR)
+    @pytest.mark.parametrize("form", TRANSPOSED)
+    def test_functions_that_are_not_linear(self, rule, form):
+        make, mode = TRANSPOSED[form]
+        run = traced(mode(make(lambda u, x: tf.function(self.NOT_LINEAR[rule])(u) * x)))
+        assert is_loud(run, tf.constant(X), tf.constant(ALONG))
 
     @pytest.mark.parametrize("small", [1e-30, 1e-12])
     def test_what_is_small_is_not_rounding(self, small):
@@ -456,32 +481,6 @@ class TestRulesInRules:
         expected = 2 * ALONG / (3 * np.cbrt(2 * X) ** 2)
         np.testing.assert_allclose(run(self.RIGHT)(x, along), expected, rtol=1e-9)
         assert is_loud(run(self.WRONG), x, along)
-
-
-GATHERING = {
-    "gather": lambda t: tf.gather(t, [2, 0, 1], axis=-1),
-    "rows": lambda t: tf.gather(t, [1, 0, 1]),
-    "lookup": lambda t: tf.nn.embedding_lookup(t, [1, 1, 0]),
-    "gather_nd": lambda t: tf.gather_nd(t, [[1, 2], [0, 0]]),
-    "mask": lambda t: tf.boolean_mask(t, X > 0),
-    "both": lambda t: tf.concat([tf.gather(t, [1, 1]), 2 * t], 0),
-}
-
-
-class TestRulesThatGather:
-    """Their transposes are `tf.IndexedSlices`, in graphs too."""
-
-    @pytest.mark.parametrize("way", ["eager", "in tf.function", "around tf.function"])
-    @pytest.mark.parametrize("rule", GATHERING)
-    def test_are_right(self, rule, way):
-        f = GATHERING[rule]
-        form = shared.with_jvp(lambda xs, ts: (f(xs[0]), f(ts[0])), f)
-        x = tf.constant(X)
-        shape = f(x).shape
-        u = tf.constant(np.arange(1.0, 1 + shape.num_elements()).reshape(shape))
-        found, expected = (RUN_IN[way](reverse, g)(x, u) for g in (form, f))
-        found, expected = map(tf.convert_to_tensor, (found, expected))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 class TestRulesThatReadTangents:
