@@ -19,6 +19,7 @@ from array_model import (
     WAYS,
     A,
     U,
+    W,
     X,
     by_forward_mode,
     gradients,
@@ -251,6 +252,32 @@ def test_failures(given, failing, vectorized):
         array[1] = at_failure
     came = gradients(model.engine(given, vectorized=vectorized, on_error=-7.0))
     check(came, expected)
+
+
+@WRAPS
+@pytest.mark.parametrize("lost", ["all members", "one gradient"])
+def test_values_of_two_shapes(lost, wrap):
+    """The shape of what is lost is not that of any array that came."""
+
+    def engine(x):
+        if lost == "all members":
+            raise ArithmeticError("no solution")
+        return {"curve": W @ x, "size": x @ x}, {"curve": None, "size": 2 * x}
+
+    h = sgtrick.from_numpy(engine, value_shape={"curve": (3,), "size": ()}, on_error=-7.0)
+
+    def value_and_gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = h(x)
+        return y["curve"], y["size"], tape.gradient(y["size"], x)
+
+    came = wrap(value_and_gradient)(tf.constant(X))
+    expected = [X @ W.T, np.sum(X**2, -1), 2 * X]
+    if lost == "all members":
+        expected = [np.full((4, 3), -7.0), np.full(4, -7.0), np.zeros((4, 2))]
+    for array, other in zip(came, expected, strict=True):
+        np.testing.assert_allclose(array, other)
 
 
 class TestWithoutGradient:
