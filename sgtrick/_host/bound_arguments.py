@@ -79,8 +79,11 @@ class Leaf(NamedTuple):
         """What is sent; None for what the engine gets as it is."""
         if not self.is_tensor:
             return None
-        dtype = self.x.dtype.as_numpy_dtype if self.is_floating else None
-        return SentLeaf(self.path, self.event, dtype, self.is_point, self.is_text)
+        is_floating = self.x.dtype.is_floating  # asked once: an eager call takes microseconds
+        dtype = self.x.dtype.as_numpy_dtype if is_floating else None
+        return SentLeaf(
+            self.path, self.event, dtype, self.is_selected and is_floating, self.is_text
+        )
 
 
 class BoundArguments(NamedTuple):
