@@ -19,10 +19,11 @@ BENCHMARKS = [
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Lint, format and types."""
+    """Lint, format, imports and types."""
     session.install("-e", ".[lint]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
     session.run("mypy")
 
 

@@ -1,6 +1,7 @@
-"""What many tests share: ways to run a function, and to its first derivative entry by entry."""
+"""What many tests share: ways to run a function, and to differentiate it entry by entry."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,8 +14,6 @@ Form = Callable[[Any], Any]
 
 EXECUTED: dict[str, Callable[[Form], Form]] = {"eager": lambda f: f, "tf.function": tf.function}
 WRAPS = pytest.mark.parametrize("wrap", EXECUTED.values(), ids=EXECUTED)
-
-LOUD = {"raises", "NaN"}  # the verdicts that say that something is unknown
 
 
 def constant(value: Any, dtype: Any = tf.float64) -> Any:
@@ -96,29 +95,21 @@ def forward_derivative(f: Callable[..., Any], k: int = 0) -> Callable[..., Any]:
     return run
 
 
-def linear_in_upstream(f: Form) -> Form:
-    """The derivative entry by entry, as the tangent of a pullback: it is linear in what it pulls.
+def by_jacobian(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The derivative with respect to the first argument, as the diagonal of `tape.jacobian`."""
 
-    The upstream gradient is none of those for which TensorFlow knows that they are zero.
-    """
-
-    def run(x: Any) -> Any:
-        with tf.GradientTape() as tape:
+    def run(x: Any, *args: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
             tape.watch(x)
-            y = f(x)
-        u = 2 * tf.ones_like(y)
-        with tf.autodiff.ForwardAccumulator(u, tf.ones_like(u)) as accumulator:
-            gradient = tape.gradient(y, x, u)
-        return accumulator.jvp(gradient)
+            y = f(x, *args)
+        return tf.linalg.diag_part(tape.jacobian(y, x, **options))
 
     return run
 
 
-MODES: dict[str, Callable[[Form], Form]] = {
-    "reverse": derivative,
-    "forward": forward_derivative,
-    "forward by the upstream gradient": linear_in_upstream,
-}
+MODES: dict[str, Callable[..., Form]] = {"reverse": derivative, "forward": forward_derivative}
+FORWARD = (forward_derivative,)
+TWICE = (derivative, derivative)
 
 
 def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,24 +141,51 @@ def looped(f: Form) -> Form:
     return run
 
 
-# Ways to a first derivative.
-FIRST_WAYS = {
-    "eager": derivative,
-    "in tf.function": lambda f: tf.function(derivative(f)),
-    "around tf.function": lambda f: derivative(tf.function(f)),
-    "forward": forward_derivative,
-    "forward in tf.function": lambda f: tf.function(forward_derivative(f)),
-    "forward around tf.function": lambda f: forward_derivative(tf.function(f)),
-}
+def itself(f: Form) -> Form:
+    return f
 
-# Ways to run a function that a mode, such as `derivative`, makes of another one.
-RUN_IN = {
-    "eager": lambda mode, f: mode(f),
-    "in tf.function": lambda mode, f: traced(mode(f)),
-    "around tf.function": lambda mode, f: mode(traced(f)),
-    "in XLA": lambda mode, f: compiled(mode(f)),
-    "in vectorized_map": lambda mode, f: mapped(mode(f)),
-    "around vectorized_map": lambda mode, f: mode(mapped(f)),
+
+@dataclass(frozen=True)
+class Way:
+    """How a function is differentiated, and what it and its derivatives are put into.
+
+    Attributes:
+        inside: What is made of the function.
+        between: What is made of its first derivative, before others are taken.
+        around: What is made of the last one.
+        modes: How each derivative is taken, the first one first.
+    """
+
+    inside: Callable[[Form], Form] = itself
+    between: Callable[[Form], Form] = itself
+    around: Callable[[Form], Form] = itself
+    modes: tuple[Callable[..., Form], ...] = (derivative,)
+
+    def __call__(self, f: Form, *modes: Callable[..., Form], **options: Any) -> Form:
+        """The derivative of `f` by other modes, if some are given, which may take options."""
+        first, *others = modes or self.modes
+        f = self.between(first(self.inside(f), **options))
+        for mode in others:
+            f = mode(f, **options)
+        return self.around(f)
+
+
+WAYS = {
+    "eager": Way(),
+    "in tf.function": Way(around=traced),
+    "around tf.function": Way(inside=traced),
+    "in XLA": Way(around=compiled),
+    "in vectorized_map": Way(around=mapped),
+    "around vectorized_map": Way(inside=mapped),
+}
+# With `tf.function` as users have it, which converts what is written in Python, in both modes.
+FIRST_WAYS = {
+    "eager": Way(),
+    "in tf.function": Way(around=tf.function),
+    "around tf.function": Way(inside=tf.function),
+    "forward": Way(modes=FORWARD),
+    "forward in tf.function": Way(around=tf.function, modes=FORWARD),
+    "forward around tf.function": Way(inside=tf.function, modes=FORWARD),
 }
 
 

@@ -1,4 +1,4 @@
-"""One model with values of three shapes, its derivatives by NumPy, and ways to differentiate it.
+"""One model with values of three shapes, its derivatives by NumPy, and laws of these.
 
 A value may be an array, `a sin(W x)` of a vector `x` and a number `a`; a structure, which has
 `a |x|^2` beside that; or a number, the sum of the array.
@@ -14,7 +14,7 @@ import tensorflow_probability as tfp
 
 import sgtrick
 from matrix import traced
-from shared import forward_derivative, mapped
+from shared import Way, forward_derivative, mapped
 
 RAISED = (RuntimeError, TypeError, ValueError, LookupError, tf.errors.OpError)
 VECTORIZED = pytest.mark.parametrize("vectorized", [True, False], ids=["vectorized", "by member"])
@@ -188,13 +188,18 @@ MODELS = {
 }  # fmt: skip
 
 
-# Ways to run a law on a function.
 WAYS = {
-    "eager": lambda law, f: law(f),
-    "in tf.function": lambda law, f: traced(lambda: law(f))(),
-    "around tf.function": lambda law, f: law(tf.function(f)),
-    "around vectorized_map": lambda law, f: law(mapped(f)),
+    "eager": Way(),
+    "in tf.function": Way(around=traced),
+    "around tf.function": Way(inside=tf.function),
+    "around vectorized_map": Way(inside=mapped),
 }
+
+
+def found_in(way, law, f):
+    """What a law finds of a function in one of these ways."""
+    return way(f, lambda f: lambda: law(f))()
+
 
 # Laws of first order.
 

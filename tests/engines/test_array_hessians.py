@@ -18,6 +18,7 @@ from array_model import (
     V,
     X,
     forward_over_reverse,
+    found_in,
     of_a_likelihood,
     pulled,
     reverse_over_forward,
@@ -87,7 +88,7 @@ def test_equals_autodiff(law, way, first, name, vectorized):
     model = MODELS[name]
     options = {"value_shape": {"curve": (3,), "size": ()}} if name == "structure" else {}
     h = engine(name, first, vectorized=vectorized, **options)
-    close(WAYS[way](law, model.spread(h)), law(model.spread(model.true)))
+    close(found_in(WAYS[way], law, model.spread(h)), law(model.spread(model.true)))
 
 
 @WRAPS

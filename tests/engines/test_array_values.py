@@ -22,6 +22,7 @@ from array_model import (
     W,
     X,
     by_forward_mode,
+    found_in,
     gradients,
     jacobians,
     likelihood_gradient,
@@ -65,7 +66,7 @@ CASES = spread(LAWS, WAYS, GIVEN, MODELS, [True, False], valid=is_valid)
 def test_equals_autodiff(law, way, given, name, vectorized):
     model = MODELS[name]
     h = model.engine(given, vectorized=vectorized)
-    came = WAYS[way](law, model.spread(h))
+    came = found_in(WAYS[way], law, model.spread(h))
     check(came, law(model.spread(model.true)), given)
 
 
@@ -167,7 +168,9 @@ class TestDifferences:
             vectorized=vectorized,
             value_shape={"wide": (), "narrow": (), "count": ()},
         )
-        came = WAYS[way](lambda f: gradients(f, (X,), None), lambda x: tf.nest.flatten(h(x)))
+        came = found_in(
+            WAYS[way], lambda f: gradients(f, (X,), None), lambda x: tf.nest.flatten(h(x))
+        )
         within = 0.5 if narrow.__name__ == "bfloat16" else 1e-2
         np.testing.assert_allclose(came[-1], 2 * np.cos(X), atol=within)
 

@@ -22,7 +22,7 @@ from array_model import VECTORIZED
 from matrix import CELLS, Case, judge, pairs, promised, spread
 from matrix import functions as fn
 from matrix.values import MATRICES, NUMBERS, POINTS
-from shared import FIRST_WAYS, WRAPS, derivative, mapped, value_and_gradients
+from shared import FIRST_WAYS, WRAPS, Way, mapped, value_and_gradients
 
 CANNOT_COMPILE = (NotImplementedError, "calls the host, which XLA cannot compile")
 CANNOT_STORE = (AssertionError, "A host engine .* cannot be stored in a SavedModel")
@@ -249,8 +249,8 @@ class TestTensorsInTwoPlaces:
     }
     # Of all its members: the engine takes a vector.
     WAYS_OF_VECTORS = FIRST_WAYS | {
-        "around vectorized_map": lambda f: derivative(lambda x: mapped(f)(x[None])[0]),
-        "in map_fn": lambda f: lambda x: tf.map_fn(derivative(f), x[None])[0],
+        "around vectorized_map": Way(inside=lambda f: lambda x: mapped(f)(x[None])[0]),
+        "in map_fn": Way(around=lambda f: lambda x: tf.map_fn(f, x[None])[0]),
     }
 
     @pytest.mark.parametrize(("kind", "way"), spread(PASSED_TWICE, WAYS_OF_VECTORS, together=1))

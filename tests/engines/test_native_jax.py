@@ -19,6 +19,7 @@ from array_model import (
     added,
     by_forward_mode,
     forward_over_reverse,
+    found_in,
     gradients,
     joint,
     of_a_likelihood,
@@ -28,7 +29,7 @@ from array_model import (
     true_pair,
 )
 from matrix import spread, traced
-from shared import WRAPS, compiled, derivative, forward_derivative, mapped
+from shared import WRAPS, Way, compiled, derivative, forward_derivative, mapped
 
 pytest.importorskip("jax.experimental.jax2tf", reason="JAX is not installed")
 import jax
@@ -62,10 +63,10 @@ LAWS = [
     *(reverse_over_forward, of_a_likelihood, third),
 ]
 WAYS = WAYS | {
-    "in XLA": lambda law, f: compiled(lambda: law(f))(),
-    "around XLA": lambda law, f: law(compiled(f)),
-    "vectorized_map in tf.function": lambda law, f: traced(lambda: law(mapped(f)))(),
-    "vectorized_map in XLA": lambda law, f: compiled(lambda: law(mapped(f)))(),
+    "in XLA": Way(around=compiled),
+    "around XLA": Way(inside=compiled),
+    "vectorized_map in tf.function": Way(inside=mapped, around=traced),
+    "vectorized_map in XLA": Way(inside=mapped, around=compiled),
 }
 # TensorFlow fails for its own operations, or has None.
 OF_TENSORFLOW = {
@@ -83,7 +84,7 @@ CASES = spread(MODELS, LAWS, WAYS, valid=lambda _, *case: case not in OF_TENSORF
 @pytest.mark.parametrize(("model", "law", "way"), CASES)
 def test_equals_autodiff(model, law, way):
     h, oracle = MODELS[model]
-    for came, expected in zip(WAYS[way](law, h), law(oracle), strict=True):
+    for came, expected in zip(found_in(WAYS[way], law, h), law(oracle), strict=True):
         np.testing.assert_allclose(came, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -226,7 +227,9 @@ class TestStructureByShape:
         cases = [(2, np.int64), (3, np.int64), (2, np.int32), (1, np.int32), (3, np.int64)]
         for size, dtype in cases:
             x, n = np.linspace(1, 2, size), np.array(3, dtype)
-            y, by_x = WAYS[way](lambda h, x=x, n=n: h(tf.constant(x), tf.constant(n)), law)
+            y, by_x = found_in(
+                WAYS[way], lambda h, x=x, n=n: h(tf.constant(x), tf.constant(n)), law
+            )
             tf.nest.map_structure(np.testing.assert_allclose, y, f(x, n))
             np.testing.assert_allclose(by_x, 6 * x)
 

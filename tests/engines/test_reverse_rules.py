@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from array_model import RAISED, WAYS
+from array_model import RAISED, WAYS, found_in
 from matrix import spread
 from shared import compiled, derivative, forward_derivative, mapped, pushed
 
@@ -108,7 +108,9 @@ LAWS = [first, forward, second, forward_over_reverse]
 )
 def test_have_all_derivatives(kind, law, way):
     """By reverse mode twice."""
-    np.testing.assert_allclose(WAYS[way](law, MAKE[kind]()), law(true), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        found_in(WAYS[way], law, MAKE[kind]()), law(true), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.long
@@ -133,7 +135,7 @@ def of_number(kind):
 )
 def test_ordinary_differential_equations(native, law, way):
     f = sgtrick.from_jax(odes, native=native)
-    came, want = WAYS[way](law, f), law(lambda x: tf.exp(-x))
+    came, want = found_in(WAYS[way], law, f), law(lambda x: tf.exp(-x))
     np.testing.assert_allclose(came, want, rtol=1e-5, atol=1e-5)
 
 
@@ -167,7 +169,7 @@ class TestDifferentiatedOnce:
     """Second derivatives that JAX cannot compute are unknown, and nobody has to ask for them."""
 
     X = tf.constant(X)
-    WAYS = {
+    PLACES = {
         "eager": lambda f: f,
         "in tf.function": tf.function,
         "in XLA": compiled,
@@ -180,12 +182,12 @@ class TestDifferentiatedOnce:
     }
 
     @pytest.mark.parametrize(
-        "way",
-        [pytest.param(w, marks=[pytest.mark.long] * (w != "in tf.function")) for w in WAYS],
+        "place",
+        [pytest.param(p, marks=[pytest.mark.long] * (p != "in tf.function")) for p in PLACES],
     )
-    def test_first_derivatives_are_right_everywhere(self, way):
+    def test_first_derivatives_are_right_everywhere(self, place):
         h = MAKE["native"](vjp=in_a_loop)
-        run = self.WAYS[way]
+        run = self.PLACES[place]
         np.testing.assert_allclose(run(h)(self.X), true(self.X))
         np.testing.assert_allclose(run(derivative(h))(self.X), derivative(true)(self.X))
         np.testing.assert_allclose(derivative(run(h))(self.X), derivative(true)(self.X))

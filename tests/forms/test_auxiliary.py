@@ -9,7 +9,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import POINTS, exact, hidden, slope, verdict
 from matrix import spread, traced
-from shared import HIDING, MODES, RUN_IN, WRAPS, compiled, derivative, mapped_with_loops, on_host
+from shared import HIDING, MODES, WAYS, WRAPS, compiled, derivative, mapped_with_loops, on_host
 
 
 def square_of_numbers(x):
@@ -33,6 +33,27 @@ WHERE = {
     "XLA": compiled,
     "mapped": mapped_with_loops,
 }
+
+
+def linear_in_upstream(f):
+    """The derivative entry by entry, as the tangent of a pullback: it is linear in what it pulls.
+
+    The upstream gradient is none of those for which TensorFlow knows that they are zero.
+    """
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        u = 2 * tf.ones_like(y)
+        with tf.autodiff.ForwardAccumulator(u, tf.ones_like(u)) as accumulator:
+            gradient = tape.gradient(y, x, u)
+        return accumulator.jvp(gradient)
+
+    return run
+
+
+MODES = MODES | {"forward by the upstream gradient": linear_in_upstream}
 
 
 def both(form):
@@ -161,7 +182,7 @@ def test_what_it_closes_over(name, way):
 
         return run
 
-    run = RUN_IN[way](mode, lambda x: form(x)[1])
+    run = WAYS[way](lambda x: form(x)[1], mode)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"A gradient is NaN.*\(aux\) was differentiated")
         assert verdict(run, np.ones_like(source)) in {"raises", "NaN"}

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import RUN_IN, WRAPS, derivative, forward_derivative, on_host, pushed
+from shared import WAYS, WRAPS, derivative, forward_derivative, on_host, pushed
 
 X = tf.constant(np.random.default_rng(3).normal(size=(4,)))
 MAGNITUDE = 3.0  # of the JVP rule, so that it can be told from the transpose of the other
@@ -28,7 +28,7 @@ def made(push=MAGNITUDE):
 
 
 @pytest.mark.parametrize("mode", [derivative, forward_derivative])
-@pytest.mark.parametrize("way", RUN_IN)
+@pytest.mark.parametrize("way", WAYS)
 def test_each_mode_uses_its_rule(way, mode):
     """Beside a gradient that is None: the JVP rule has tangents of all arguments, and all count."""
     form = both_rules(
@@ -37,18 +37,18 @@ def test_each_mode_uses_its_rule(way, mode):
     )
     expected = 2 * X * np.cos(X) + (2 * np.sin(X) if mode is forward_derivative else 0)
     h = lambda x: form(x, 2 * x)  # noqa: E731
-    np.testing.assert_allclose(RUN_IN[way](mode, h)(X), expected, rtol=1e-12)
+    np.testing.assert_allclose(WAYS[way](h, mode)(X), expected, rtol=1e-12)
     if mode is derivative and way in ("eager", "in tf.function"):
         slope = 2 * np.cos(X) - 2 * X * np.sin(X)
-        twice = RUN_IN[way](forward_derivative, derivative(h))
+        twice = WAYS[way](derivative(h), forward_derivative)
         np.testing.assert_allclose(twice(X), slope, rtol=1e-12)
 
 
-@pytest.mark.parametrize("way", RUN_IN)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_rule_that_calls_the_function_in_a_function(way):
     """It does not recurse."""
     h = both_rules(sine, lambda p, t: (tf.function(h)(*p), MAGNITUDE * tf.cos(p[0]) * t[0]))
-    came = RUN_IN[way](forward_derivative, h)(X)
+    came = WAYS[way](h, forward_derivative)(X)
     np.testing.assert_allclose(came, MAGNITUDE * np.cos(X))
 
 
@@ -79,7 +79,7 @@ def test_a_rule_that_has_no_transpose():
 
     h = both_rules(f, lambda p, t: (None, tf.cos(p[0]) * t[0]))
     for way in ("eager", "in tf.function", "around tf.function"):
-        np.testing.assert_allclose(RUN_IN[way](forward_derivative, h)(X), np.cos(X))
+        np.testing.assert_allclose(WAYS[way](h, forward_derivative)(X), np.cos(X))
     np.testing.assert_allclose(derivative(h)(X), np.cos(X))
     with pytest.raises((LookupError, tf.errors.OpError), match="defjvp"):
         forward_derivative(sgtrick.custom_vjp(f))(X)

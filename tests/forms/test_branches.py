@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import sgtrick
 from asinh_forms import OF_SLOPE, verdict
-from matrix import spread, traced
-from shared import LOUD, RUN_IN, compiled, derivative, forward_derivative
+from matrix import LOUD, spread, traced
+from shared import TWICE, WAYS, compiled, derivative, forward_derivative
 
 X = tf.constant([0.3, 0.7], tf.float64)
 FACTOR = np.array([1.5, 2.0])
@@ -58,7 +58,7 @@ PLACES = {
     "map_fn": lambda f: lambda x: tf.map_fn(f, x[tf.newaxis])[0],
     "loop in a branch": lambda f: PLACES["cond"](PLACES["while_loop"](f)),
 }
-WAYS = ["in tf.function", "around tf.function"]
+IN_GRAPHS = ["in tf.function", "around tf.function"]
 
 
 def form_of(name, closed_over, place):
@@ -72,10 +72,10 @@ def form_of(name, closed_over, place):
 
 
 @pytest.mark.parametrize(
-    ("name", "closed_over", "place", "way"), spread(FORMS, CLOSED_OVER, PLACES, WAYS)
+    ("name", "closed_over", "place", "way"), spread(FORMS, CLOSED_OVER, PLACES, IN_GRAPHS)
 )
 def test_first_derivatives(name, closed_over, place, way):
-    run = RUN_IN[way](derivative, form_of(name, closed_over, place))
+    run = WAYS[way](form_of(name, closed_over, place))
     np.testing.assert_allclose(run(X), np.cos(X) * FACTOR, rtol=1e-12)
 
 
@@ -140,7 +140,7 @@ ONCE = {"tape": by_its_tape, "stack": by_a_stack, "iterator": by_an_iterator}
 
 @pytest.mark.parametrize(
     ("name", "place", "way"),
-    spread(ONCE, ["cond", "while_loop", "map_fn", "loop in a branch"], [*WAYS, "within"]),
+    spread(ONCE, ["cond", "while_loop", "map_fn", "loop in a branch"], [*IN_GRAPHS, "within"]),
 )
 def test_rules_that_can_run_once(name, place, way):
     """Also where a tape in the branch or loop asks, as samplers do, and then one around."""
@@ -149,7 +149,7 @@ def test_rules_that_can_run_once(name, place, way):
     if way == "within":
         run = tf.function(PLACES[place](derivative(twice)))
     else:
-        run = RUN_IN[way](derivative, PLACES[place](twice))
+        run = WAYS[way](PLACES[place](twice))
     np.testing.assert_allclose(run(X), np.cos(X), rtol=1e-12)
 
 
@@ -215,7 +215,7 @@ def test_rules_run_in_proportion_to_calls(rule, place, way):
                 x = form(x)
             return x
 
-        run = RUN_IN[way](derivative, f if place == "none" else PLACES[place](f))
+        run = WAYS[way](f if place == "none" else PLACES[place](f))
         slope = np.cos(X) if calls == 1 else np.cos(X) * np.cos(np.sin(X))
         np.testing.assert_allclose(run(X), slope, rtol=1e-12)
         return count
@@ -241,13 +241,13 @@ FUNCTIONS = [name for name in FORMS if name not in ("custom_gradient", "implicit
     spread(
         [*FUNCTIONS, "implicit_root"],
         ["cond", "while_loop", "map_fn"],
-        WAYS,
+        IN_GRAPHS,
         # Half a minute.
         valid=lambda name, place, _: (name, place) != ("implicit_root", "map_fn"),
     ),
 )
 def test_second_derivatives(name, place, way):
-    run = RUN_IN[way](lambda f: derivative(derivative(f)), form_of(name, "tensor", place))
+    run = WAYS[way](form_of(name, "tensor", place), *TWICE)
     if name in ("custom_vjp", "implicit_root") and place == "cond":
         # The test of the transpose, or the next equation, uses what the rule closes over.
         with pytest.raises(NotImplementedError, match="Pass it to the function with the rule"):

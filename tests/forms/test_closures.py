@@ -17,8 +17,8 @@ import tensorflow as tf
 
 import sgtrick
 from asinh_forms import OF_SLOPE, tangent_form, verdict
-from matrix import spread, traced
-from shared import LOUD, WRAPS, compiled, gradients, on_host
+from matrix import LOUD, spread, traced
+from shared import WAYS, WRAPS, Way, gradients, on_host
 from shared import derivative as reverse
 from shared import forward_derivative as forward
 
@@ -96,24 +96,16 @@ GIVEN = {
 
 
 def chain(modes, by):
-    """The derivative with respect to arguments of these numbers, the first first."""
-
-    def of(f):
-        for mode, k in zip(modes, by, strict=True):
-            f = mode(f, k)
-        return f
-
-    return of
+    """The derivatives with respect to arguments of these numbers."""
+    return [functools.partial(mode, k=k) for mode, k in zip(modes, by, strict=True)]
 
 
-WAYS = {
-    "eager": lambda f, modes, by: chain(modes, by)(f),
-    "in tf.function": lambda f, modes, by: traced(chain(modes, by)(f)),
-    "around tf.function": lambda f, modes, by: chain(modes, by)(traced(f)),
-    "around the inner": lambda f, modes, by: chain(modes[1:], by[1:])(
-        tf.function(chain(modes[:1], by[:1])(f))
-    ),
-    "XLA": lambda f, modes, by: compiled(chain(modes, by)(f)),
+SOME_WAYS = {
+    "eager": WAYS["eager"],
+    "in tf.function": WAYS["in tf.function"],
+    "around tf.function": WAYS["around tf.function"],
+    "around the inner": Way(between=tf.function),
+    "in XLA": WAYS["in XLA"],
 }
 
 
@@ -123,7 +115,7 @@ def squared(f):
 
 @functools.cache
 def expected(by):
-    return chain([reverse] * len(by), by)(squared(true))(X, A).numpy()
+    return Way()(squared(true), *chain([reverse] * len(by), by))(X, A).numpy()
 
 
 def judged(run, a, exact):
@@ -158,7 +150,9 @@ def is_run(given, name, way, modes, by):
         pytest.param(
             *case, marks=pytest.mark.long if case[2] != "eager" or forward in case[3] else ()
         )
-        for case in spread(GIVEN, FORMS, WAYS, MODES, [(1,), (0, 0), (0, 1), (1, 0)], valid=is_run)
+        for case in spread(
+            GIVEN, FORMS, SOME_WAYS, MODES, [(1,), (0, 0), (0, 1), (1, 0)], valid=is_run
+        )
     ],
     ids=in_words,
 )
@@ -166,7 +160,7 @@ def test_derivatives(given, name, way, modes, by):
     """What an operation used and did not make is known, in graphs and in eager execution."""
     f, a = GIVEN[given](name)
     modes = modes[: len(by)]
-    run = WAYS[way](squared(f), modes, by)
+    run = SOME_WAYS[way](squared(f), *chain(modes, by))
     found = judged(run, a, expected(by))
     if by == (1, 0):
         assert found in LOUD
@@ -182,7 +176,7 @@ def test_derivatives(given, name, way, modes, by):
 def test_the_point_alone_by_forward_over_reverse(name):
     """The tape takes the gradient by the variable, too, and nobody asks for that one."""
     f, _ = of_variable(name)
-    run = chain((reverse, forward), (0, 0))(squared(f))
+    run = forward(reverse(squared(f)))
     assert judged(run, A, expected((0, 0))) == "right"
 
 
@@ -205,8 +199,9 @@ class TestTensors:
         ids=in_words,
     )
     def test_all_that_a_rule_uses(self, name, way, modes):
-        run = WAYS[way](lambda x, a: FORMS[name](lambda x: a * x, lambda *_: a)(x), modes, (0, 1))
-        native = WAYS[way](lambda x, a: a * x, modes, (0, 1))
+        modes = chain(modes, (0, 1))
+        run = WAYS[way](lambda x, a: FORMS[name](lambda x: a * x, lambda *_: a)(x), *modes)
+        native = WAYS[way](lambda x, a: a * x, *modes)
         assert judged(run, A, 1.0) == judged(native, A, 1.0)
 
     @pytest.mark.parametrize(("name", "modes"), spread(OF_SLOPE, MODES, together=1), ids=in_words)
@@ -214,9 +209,8 @@ class TestTensors:
         """Eager execution does not tell it from NumPy, which is a constant."""
         form = OF_SLOPE[name]
         cube = on_host(lambda a: a**3)
-        run = traced(
-            chain(modes, (0, 1))(lambda x, a: form(lambda x: x * cube(a), lambda *_: cube(a))(x))
-        )
+        h = lambda x, a: form(lambda x: x * cube(a), lambda *_: cube(a))(x)  # noqa: E731
+        run = WAYS["in tf.function"](h, *chain(modes, (0, 1)))
         with contextlib.suppress(tf.errors.InvalidArgumentError):
             assert np.isnan(run(X, A))
 

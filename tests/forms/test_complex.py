@@ -9,7 +9,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import OF_SLOPE
 from matrix import spread
-from shared import EXECUTED, MODES, compiled, derivative, forward_derivative, mapped
+from shared import EXECUTED, FIRST_WAYS, FORWARD, MODES, WAYS, Way, compiled, derivative
 
 Z = np.array([0.3 + 0.2j, 1.0 - 0.4j, -0.7 + 1.1j])
 
@@ -41,13 +41,10 @@ OF_COMPLEX = {
 }
 
 
-WAYS = {
-    "tape in XLA": lambda f: compiled(derivative(f)),
-    "tape around XLA": lambda f: derivative(compiled(f)),
-    "tf.function": lambda f: tf.function(derivative(f)),
-    "eager": derivative,
-    "forward mode in XLA": lambda f: compiled(forward_derivative(f)),
-    "vectorized_map": lambda f: derivative(mapped(f)),
+WAYS = WAYS | {
+    "in tf.function": FIRST_WAYS["in tf.function"],
+    "around XLA": Way(inside=compiled),
+    "forward in XLA": Way(around=compiled, modes=FORWARD),
 }
 
 
@@ -66,11 +63,11 @@ OF_EACH_ENTRY = [
     name for name in OF_COMPLEX if name not in ("custom_gradient, hx", "stop_gradient")
 ]
 IN_OTHER_WAYS = [
-    *spread(OF_COMPLEX, ["forward mode in XLA"], DTYPES, together=1),
+    *spread(OF_COMPLEX, ["forward in XLA"], DTYPES, together=1),
     # A form does not know them.
     *spread(
         OF_EACH_ENTRY,
-        ["eager", "tape around XLA", "tf.function", "vectorized_map"],
+        ["eager", "around XLA", "in tf.function", "around vectorized_map"],
         DTYPES,
         together=1,
     ),
@@ -79,7 +76,7 @@ IN_OTHER_WAYS = [
 
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
-    spread(OF_COMPLEX, ["tape in XLA"], DTYPES)
+    spread(OF_COMPLEX, ["in XLA"], DTYPES)
     + [pytest.param(*case, marks=pytest.mark.long) for case in IN_OTHER_WAYS],
 )
 def test_first_derivatives(name, way, dtype):

@@ -11,7 +11,7 @@ import sgtrick
 from asinh_forms import tangent_form
 from matrix import spread
 from sgtrick import custom_vjp
-from shared import RUN_IN, WRAPS_AND_XLA, derivative, forward_derivative, mapped_with_loops
+from shared import WAYS, WRAPS_AND_XLA, derivative, forward_derivative, mapped_with_loops
 
 
 class TestNesting:
@@ -93,7 +93,6 @@ FUSED = {
     "with_gradient": sgtrick.with_gradient(lambda x: tf.sin(x), slope),
     "custom_jvp": tangent_form(lambda x: tf.sin(x), slope),
 }
-WAYS = ["eager", "in tf.function", "in XLA", "around tf.function"]
 
 
 class TestFusedBackprop:
@@ -103,12 +102,16 @@ class TestFusedBackprop:
 
     @pytest.mark.parametrize(
         ("name", "way"),
-        # TensorFlow has no x_grad there.
-        spread(FUSED, WAYS, valid=lambda *case: case != ("with_transpose", "around tf.function")),
+        spread(
+            FUSED,
+            ["eager", "in tf.function", "in XLA", "around tf.function"],
+            # TensorFlow has no x_grad there.
+            valid=lambda *case: case != ("with_transpose", "around tf.function"),
+        ),
     )
     def test_second_derivatives_are_those_of_the_inner_rule(self, name, way):
         """And of a loss, whose second derivative also goes through the upstream gradient."""
-        twice = RUN_IN[way](lambda f: derivative(derivative(lambda x: f(x) ** 3)), FUSED[name])
+        twice = WAYS[way](FUSED[name], lambda f: derivative(derivative(lambda x: f(x) ** 3)))
         sin, cos = np.sin(self.X), np.cos(self.X)
         np.testing.assert_allclose(twice(self.X), 6 * sin * cos**2 + 3 * sin**2 * 7, rtol=1e-12)
 

@@ -14,6 +14,7 @@ from matrix import spread
 from shared import (
     EXECUTED,
     FIRST_WAYS,
+    WAYS,
     WRAPS,
     constant,
     derivative,
@@ -303,9 +304,9 @@ class TestCustomJvp:
         assert run(constant(1.0)) == 2
 
     WAYS = {
-        "tape": derivative,
-        "mapped": lambda f, k=0: derivative(mapped(f), k),
-        "forward": forward_derivative,
+        "eager": WAYS["eager"],
+        "around vectorized_map": WAYS["around vectorized_map"],
+        "forward": FIRST_WAYS["forward"],
     }
 
     @WRAPS
@@ -314,7 +315,7 @@ class TestCustomJvp:
         f = with_jvp(lambda p, t: (None, p[1] * t[0]), lambda x, y: x * y)
         x, y = constant([2.0, 3.0]), constant([5.0, 7.0])
         np.testing.assert_array_equal(wrap(way(f))(x, y), [5, 7])
-        by_y = way(f, 1)(x, y)
+        by_y = way(f, k=1)(x, y)
         assert by_y is None or not np.any(by_y)
 
     @pytest.mark.long

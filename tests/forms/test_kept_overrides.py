@@ -1,7 +1,7 @@
 """What a kept override promises: the value of `f`, and the rule's derivatives everywhere."""
 
 import contextlib
-import functools
+import dataclasses
 
 import numpy as np
 import pytest
@@ -22,14 +22,16 @@ from asinh_forms import (
     true,
     verdict,
 )
-from matrix import spread, traced
+from matrix import LOUD, spread, traced
 from matrix.functions import misled
 from shared import (
     EXECUTED,
     FIRST_WAYS,
-    LOUD,
-    RUN_IN,
+    FORWARD,
+    TWICE,
+    WAYS,
     WRAPS,
+    Way,
     compiled,
     constant,
     derivative,
@@ -46,17 +48,23 @@ MAYBE = {"right", *LOUD}
 IN_THE_MATRIX = set(OF_SLOPE) | {"custom_gradient", "from_numpy"}
 
 FORWARD_MODES = {
-    way: functools.partial(RUN_IN[way], forward_derivative)
+    way: dataclasses.replace(WAYS[way], modes=FORWARD)
     for way in ("eager", "around tf.function", "in tf.function", "in XLA")
 }
-MAPPED = {
-    "tape around": lambda f, m=mapped: derivative(m(f)),
-    "tape inside": lambda f, m=mapped: m(derivative(f)),
-    "tape around, in tf.function": lambda f, m=mapped: traced(derivative(m(f))),
-    "tape around, XLA": lambda f, m=mapped: compiled(derivative(m(f))),
-    "forward mode around": lambda f, m=mapped: forward_derivative(m(f)),
-    "forward mode inside": lambda f, m=mapped: m(forward_derivative(f)),
-}
+
+
+def maps(mapped):
+    return {
+        "tape around": Way(inside=mapped),
+        "tape inside": Way(around=mapped),
+        "tape around, in tf.function": Way(inside=mapped, around=traced),
+        "tape around, XLA": Way(inside=mapped, around=compiled),
+        "forward mode around": Way(inside=mapped, modes=FORWARD),
+        "forward mode inside": Way(around=mapped, modes=FORWARD),
+    }
+
+
+MAPPED = maps(mapped)
 PLACES = EXECUTED | {"XLA": compiled, "vectorized_map": mapped}
 
 
@@ -110,7 +118,7 @@ class TestRulesWithTapes:
     """Tapes in rules, where TensorFlow suspends or silences tapes."""
 
     RECOMPUTED = {
-        "eager": derivative,
+        "eager": WAYS["eager"],
         "in tf.function": FIRST_WAYS["in tf.function"],
         "mapped": MAPPED["tape around"],
         "in mapped": MAPPED["tape inside"],
@@ -158,7 +166,7 @@ class TestGradFunctions:
         spread(GRAD_FNS, ["tape around, in tf.function", "tape inside"], together=1),
     )
     def test_mapped(self, name, way):
-        assert verdict(MAPPED[way](GRAD_FNS[name], mapped_with_loops), exact(1)) == "right"
+        assert verdict(maps(mapped_with_loops)[way](GRAD_FNS[name]), exact(1)) == "right"
 
     @pytest.mark.parametrize(("name", "mode"), spread(GRAD_FNS, FORWARD_MODES, together=1))
     def test_in_forward_mode(self, name, mode):
@@ -187,11 +195,7 @@ class TestHostCallsOnTangents:
         "forward mode in tf.function": (FORWARD_MODES["in tf.function"], {"right"}),
         "forward mode around tf.function": (FORWARD_MODES["around tf.function"], MAYBE),
         "forward mode in vectorized_map": (MAPPED["forward mode inside"], MAYBE),
-    } | {
-        f"tape, {way}": (functools.partial(run, derivative), LOUD)
-        for way, run in RUN_IN.items()
-        if way != "in XLA"
-    }
+    } | {f"tape, {way}": (run, LOUD) for way, run in WAYS.items() if way != "in XLA"}
 
     @pytest.mark.parametrize(("way", "promised"), WAYS.values(), ids=WAYS)
     def test_first_derivatives(self, way, promised):
@@ -215,12 +219,12 @@ class TestOperationsWithoutDerivatives:
     """In a rule they are missed only in a second derivative, and in `f` not at all."""
 
     FIRST = {way: run for way, run in FIRST_WAYS.items() if way != "forward around tf.function"} | {
-        "XLA": lambda f: compiled(derivative(f)),
-        "in vectorized_map": lambda f: mapped_with_loops(derivative(f)),
-        "around vectorized_map": lambda f: derivative(mapped_with_loops(f)),
+        "in XLA": WAYS["in XLA"],
+        "in vectorized_map": Way(around=mapped_with_loops),
+        "around vectorized_map": Way(inside=mapped_with_loops),
     }
     SECOND = {
-        f"twice, {way}": lambda f, run=RUN_IN[way]: run(lambda f: derivative(derivative(f)), f)
+        f"twice, {way}": dataclasses.replace(WAYS[way], modes=TWICE)
         for way in ("eager", "in tf.function", "around tf.function", "in XLA")
     }
 
@@ -231,7 +235,8 @@ class TestOperationsWithoutDerivatives:
     )
     def test_of_rules_and_of_functions(self, refused, name, way):
         make, refused = OF_SLOPE[name], REFUSED[refused]
-        run, order = (self.FIRST | self.SECOND)[way], 2 if way in self.SECOND else 1
+        run = (self.FIRST | self.SECOND)[way]
+        order = len(run.modes)
         of_rule = verdict(run(make(true, lambda x: slope(refused(x)))), exact(order))
         assert of_rule in (LOUD if order == 2 else {"right"})
         if name != "custom_vjp" or "forward" not in way:  # there, an accumulator follows f
@@ -429,7 +434,7 @@ class TestMapped:
     )
     def test_first_derivatives(self, name, way):
         promised = LOUD if "XLA" in way and name in CALLS_HOST else {"right"}
-        assert verdict(MAPPED[way](ALL[name], map_of(name)), exact(1)) in promised
+        assert verdict(maps(map_of(name))[way](ALL[name]), exact(1)) in promised
 
     @pytest.mark.parametrize(("name", "wrap"), spread(EVERY_ORDER, EXECUTED.values(), together=1))
     def test_forward_mode_of_one_member(self, name, wrap):

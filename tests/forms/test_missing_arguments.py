@@ -15,7 +15,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import hidden, slope, true, verdict
 from matrix import spread
-from shared import EXECUTED, FIRST_WAYS, HIDING, RUN_IN, WRAPS, compiled, gradients, mapped
+from shared import EXECUTED, FIRST_WAYS, HIDING, WAYS, WRAPS, Way, gradients
 from shared import derivative as reverse
 from shared import forward_derivative as forward
 
@@ -69,17 +69,12 @@ def in_a_loop(f):
     )[1]
 
 
-WAYS = {
-    "tape": lambda f, by: reverse(f, by),
-    "forward mode": lambda f, by: forward(f, by),
-    "tape in tf.function": lambda f, by: tf.function(reverse(f, by)),
-    "tape around tf.function": lambda f, by: reverse(tf.function(f), by),
-    "forward mode around tf.function": lambda f, by: forward(tf.function(f), by),
-    "tape in XLA": lambda f, by: compiled(reverse(f, by)),
-    "tape around vectorized_map": lambda f, by: reverse(mapped(f), by),
-    "tape in vectorized_map": lambda f, by: mapped(reverse(f, by)),
-    "a branch": lambda f, by: tf.function(reverse(in_a_branch(f), by)),
-    "a loop": lambda f, by: tf.function(reverse(in_a_loop(f), by)),
+EVERYWHERE = {way: run for way, run in FIRST_WAYS.items() if way != "forward in tf.function"} | {
+    "in XLA": WAYS["in XLA"],
+    "around vectorized_map": WAYS["around vectorized_map"],
+    "in vectorized_map": WAYS["in vectorized_map"],
+    "a branch": Way(inside=in_a_branch, around=tf.function),
+    "a loop": Way(inside=in_a_loop, around=tf.function),
 }
 
 
@@ -102,10 +97,10 @@ def insist_on_error(run, *args):
 @pytest.mark.parametrize(
     ("form", "way"),
     [
-        *itertools.product([by_vjp], WAYS),
+        *itertools.product([by_vjp], EVERYWHERE),
         *spread(
             FORMS[1:],
-            WAYS,
+            EVERYWHERE,
             together=1,
             # XLA calls no host.
             valid=lambda form, way: form is not by_vjp_around_another_form or "XLA" not in way,
@@ -113,8 +108,8 @@ def insist_on_error(run, *args):
     ],
 )
 def test_first_derivatives(form, way):
-    np.testing.assert_allclose(values(WAYS[way](form, 0)(X, W)), slope(X) * W, rtol=1e-12)
-    insist_on_error(WAYS[way](form, 1), X, W)
+    np.testing.assert_allclose(values(EVERYWHERE[way](form)(X, W)), slope(X) * W, rtol=1e-12)
+    insist_on_error(EVERYWHERE[way](form, k=1), X, W)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a branch"])
@@ -136,11 +131,11 @@ def test_in_a_function_that_a_rule_was_the_first_to_call(inside):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_error(form):
-    for way in ("tape", "forward mode"):
+    for way in ("eager", "forward"):
         with pytest.raises(LookupError, match=CLOSES_OVER):
-            WAYS[way](form, 1)(X, W)
+            EVERYWHERE[way](form, k=1)(X, W)
     with pytest.raises(tf.errors.InvalidArgumentError, match="closes over"):
-        WAYS["tape in tf.function"](form, 1)(X, W)
+        EVERYWHERE["in tf.function"](form, k=1)(X, W)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -210,8 +205,7 @@ COMPUTED_BEFORE = [
     computed_before_from_another_argument,
 ]
 IN_GRAPHS = {way: run for way, run in FIRST_WAYS.items() if "tf.function" in way} | {
-    "XLA": lambda f: compiled(reverse(f)),
-    "mapped": lambda f: reverse(mapped(f)),
+    way: WAYS[way] for way in ("in XLA", "around vectorized_map")
 }
 
 
@@ -287,7 +281,7 @@ RULES = ["custom_vjp", "of a variable, too"]
         RULES,
         MADE,
         ["tensor", "variable"],
-        [way for way in WAYS if way != "forward mode"],
+        [way for way in EVERYWHERE if way != "forward"],
         together=1,
         valid=lambda kind, made, of, way: (
             not (
@@ -305,8 +299,8 @@ def test_what_was_computed_from_an_argument_and_from_something_else(kind, made, 
         return beside(kind, MADE[made](hidden(x), w), MADE[made](slope(x), w))(x)
 
     w = V if of == "variable" else W
-    np.testing.assert_allclose(values(WAYS[way](form, 0)(X, w)), slope(X) * w, rtol=1e-12)
-    insist_on_error(WAYS[way](form, 1), X, w)
+    np.testing.assert_allclose(values(EVERYWHERE[way](form)(X, w)), slope(X) * w, rtol=1e-12)
+    insist_on_error(EVERYWHERE[way](form, k=1), X, w)
 
 
 # What the value makes of a tensor without depending on it.
@@ -404,7 +398,7 @@ class TestVariablesThatAreNotTrainable:
         ("read", "way"),
         spread(
             READ,
-            RUN_IN,
+            WAYS,
             together=1,
             # TensorFlow maps no operation that gathers from a variable.
             valid=lambda read, way: read != "rows" or "map" not in way,
@@ -423,7 +417,7 @@ class TestVariablesThatAreNotTrainable:
 
                 return run
 
-            return RUN_IN[way](mode, form)
+            return WAYS[way](form, mode)
 
         np.testing.assert_allclose(values(by(None)(x)), slope(x) * FIXED, rtol=1e-12)
         insist_on_error(by(FIXED), x)

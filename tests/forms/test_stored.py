@@ -12,7 +12,7 @@ import tensorflow as tf
 import sgtrick
 from asinh_forms import ALL, CALLS_HOST, POINTS, exact, hidden, slope
 from matrix import spread
-from shared import derivative, forward_derivative
+from shared import FORWARD, TWICE, Way, derivative, forward_derivative
 
 
 def of_intermediate_results(x):
@@ -198,11 +198,11 @@ KEPT = (
     *("custom_vjp, variable", "with_gradient, variable", "custom_vjp, intermediate results"),
 )
 ORDERS = {
-    "twice": (lambda f: derivative(derivative(f)), 2),
-    "twice in tf.function": (lambda f: tf.function(derivative(derivative(f))), 2),
-    "three times": (lambda f: derivative(derivative(derivative(f))), 3),
-    "forward": (forward_derivative, 1),
-    "forward over reverse": (lambda f: forward_derivative(derivative(f)), 2),
+    "twice": Way(modes=TWICE),
+    "twice in tf.function": Way(around=tf.function, modes=TWICE),
+    "three times": Way(modes=(derivative,) * 3),
+    "forward": Way(modes=FORWARD),
+    "forward over reverse": Way(modes=(derivative, forward_derivative)),
 }
 
 
@@ -217,9 +217,9 @@ ORDERS = {
     ),
 )
 def test_other_derivatives_of_rules_are_kept(name, order, loaded):
-    mode, k = ORDERS[order]
-    found = mode(loaded(name).f)(tf.constant(POINTS))
-    np.testing.assert_allclose(found, exact(k), rtol=1e-9)
+    way = ORDERS[order]
+    found = way(loaded(name).f)(tf.constant(POINTS))
+    np.testing.assert_allclose(found, exact(len(way.modes)), rtol=1e-9)
 
 
 OF_A_RULE = "no_derivatives_of_this_gradient"

@@ -2,23 +2,25 @@
 
 A `Case` supplies a true function and the form under test; a `Cell` runs one function under one
 transformation. `Problem.expected` says what should come out, from the true function alone, by one
-eager tape per member. `complaint` compares the two, for the tests as for the table in the docs.
+eager tape per member. `verdict` compares the two, for all tests and for the table in the docs.
 """
 
 from matrix.cells import CELLS, Cell, judge, promised
 from matrix.pairs import pairs, spread
-from matrix.problem import Case, Problem, complaint, configure, traced
+from matrix.problem import LOUD, Case, Problem, compare, configure, traced, verdict
 
 __all__ = [
     "CELLS",
+    "LOUD",
     "Case",
     "Cell",
     "Problem",
-    "complaint",
+    "compare",
     "configure",
     "judge",
     "pairs",
     "promised",
     "spread",
     "traced",
+    "verdict",
 ]

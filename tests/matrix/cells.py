@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from matrix.problem import (
-    SLIPS,
-    Case,
-    Function,
-    Outcome,
-    Problem,
-    as_list,
-    complaint,
-    is_loud,
-    traced,
-)
+from matrix.problem import LOUD, Case, Function, Outcome, Problem, traced, verdict
 
 Run = Callable[[Function, Problem], Outcome]
 Inside = Callable[[Function, Problem], Function]  # what is made of a function before
@@ -45,7 +35,7 @@ class Cell:
 def promised(cell: Cell, case: Case) -> set[str]:
     """What a form of this library may do in a cell."""
     if cell.order > case.order or (cell.name == WITHOUT and not case.stored):
-        return {"raises", "NaN"}
+        return LOUD
     return {"right"}
 
 
@@ -53,22 +43,9 @@ WITHOUT = "SavedModel without custom gradients"
 
 
 def judge(cell: Cell, case: Case) -> str:
-    """What a form does in a cell.
-
-    `right`, `raises`, `NaN` (nothing finite), `None` (no gradient) or `wrong`.
-    """
+    """The verdict on a form in a cell."""
     problem = cell.problem(case)
-    try:
-        outcome = cell.run(case.form, problem)
-    except SLIPS:
-        raise
-    except Exception:
-        return "raises"
-    if complaint(outcome, problem.expected, cell.rtol) is None:
-        return "right"
-    if is_loud({k: v for k, v in outcome.items() if k != "value"}):
-        return "NaN"
-    return "None" if any(g is None for came in outcome.values() for g in as_list(came)) else "wrong"
+    return verdict(lambda: cell.run(case.form, problem), problem.expected, cell.rtol, cell.rtol)
 
 
 def _tensors(arrays: Any) -> list[Any]:

@@ -165,33 +165,42 @@ class Case:
         return self.members if self.batched else self.members.members[0]
 
 
-def complaint(outcome: Outcome, expected: Outcome, rtol: float) -> str | None:
-    """What is wrong with an outcome, None if nothing is. A test's and the table's only judge."""
-    for key, came in outcome.items():
-        came, want = as_list(came), as_list(expected[key])
-        if len(came) != len(want):
-            return f"{key}: {len(came)} results instead of {len(want)}"
-        for i, (a, b) in enumerate(zip(came, want, strict=True)):
-            if a is None:
-                return f"{key}[{i}] is None"
-            if np.shape(a) != np.shape(b):
-                return f"{key}[{i}] has shape {np.shape(a)} instead of {np.shape(b)}"
-            if not np.allclose(a, b, rtol=rtol, atol=rtol):
-                return f"{key}[{i}] is {np.asarray(a).tolist()} instead of {np.asarray(b).tolist()}"
-    return None
-
-
 # What an error that says what to do is not.
 SLIPS = (AssertionError, AttributeError, IndexError, KeyError, NameError, RecursionError)
+LOUD = {"raises", "NaN"}  # the verdicts that say that something is unknown
 
 
-def is_loud(outcome: Outcome) -> bool:
-    """Whether nobody can take an outcome for the right one: all of it has something not finite."""
-    return all(
-        came is not None and not np.all(np.isfinite(came))
-        for value in outcome.values()
-        for came in as_list(value)
-    )
+def verdict(run: Callable[[], Any], expected: Any, rtol: float = 1e-9, atol: float = 1e-12) -> str:
+    """What `run()` gives: `raises`, or what `compare` says."""
+    try:
+        came = run()
+    except SLIPS:
+        raise
+    except Exception:
+        return "raises"
+    return compare(came, expected, rtol, atol)
+
+
+def compare(came: Any, expected: Any, rtol: float, atol: float) -> str:
+    """`right`, `NaN` (nothing that is finite is wrong), `None` (no gradient) or `wrong`.
+
+    An outcome is compared with what is expected of its parts. Nothing is right where NaN is expected.
+    """
+    if isinstance(came, dict):
+        expected = [b for key in came for b in as_list(expected[key])]
+        came = [a for part in came.values() for a in as_list(part)]
+    came, expected = as_list(came), as_list(expected)
+    if any(a is None for a in came):
+        return "None"
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(came, expected, strict=True)]
+    not_expected = [
+        a[~np.isclose(a, b, rtol, atol)] if a.shape == b.shape else a.ravel() for a, b in pairs
+    ]
+    if any(np.any(np.isfinite(a)) for a in not_expected):
+        return "wrong"
+    if any(a.size for a in not_expected):
+        return "NaN"
+    return "right" if all(a.shape == b.shape for a, b in pairs) else "wrong"
 
 
 def as_list(value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import sgtrick
-from shared import constant, derivative, gradient, gradients, mapped, pushed, with_jvp
+from shared import Way, constant, derivative, gradient, gradients, mapped, pushed, with_jvp
 
 close = np.testing.assert_allclose
 
@@ -61,9 +61,9 @@ def scanned(f, length=1):
 
 
 WAYS = {
-    "grad": lambda f: derivative(f),
-    "grad of jit": lambda f: derivative(tf.function(f)),
-    "jit of grad": lambda f: tf.function(derivative(f)),
+    "grad": Way(),
+    "grad of jit": Way(inside=tf.function),
+    "jit of grad": Way(around=tf.function),
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 

@@ -9,10 +9,9 @@ import tensorflow as tf
 
 import sgtrick
 from asinh_forms import verdict
-from matrix import spread
+from matrix import LOUD, spread
 from shared import (
     EXECUTED,
-    LOUD,
     WRAPS,
     WRAPS_AND_XLA,
     compiled,

@@ -1,5 +1,6 @@
 """Derivatives of second order of rules that have them: those of the rule, by any nesting."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -22,13 +23,16 @@ from asinh_forms import (
     verdict,
     vjp_form,
 )
-from matrix import spread, traced
+from matrix import LOUD, spread, traced
 from matrix.functions import misled
 from shared import (
     EXECUTED,
-    LOUD,
-    RUN_IN,
+    MODES,
+    TWICE,
+    WAYS,
     WRAPS,
+    Way,
+    by_jacobian,
     compiled,
     constant,
     derivative,
@@ -38,29 +42,15 @@ from shared import (
     with_jvp,
 )
 
-DERIVATIVES = {"reverse": derivative, "forward": forward_derivative}
-SECOND = {
-    where: lambda outer, inner, f, run=run: run(lambda f: outer(inner(f)), f)
-    for where, run in RUN_IN.items()
-} | {
-    "inner in tf.function": lambda outer, inner, f: outer(traced(inner(f))),
-    "around vectorized_map": lambda outer, inner, f: traced(outer(inner(mapped(f)))),
-    "between": lambda outer, inner, f: outer(mapped(inner(f))),
+SECOND = WAYS | {
+    "inner in tf.function": Way(between=traced),
+    "around vectorized_map": Way(inside=mapped, around=traced),
+    "between": Way(between=mapped),
 }
 
 
 def twice(f):
     return derivative(derivative(f))
-
-
-def _jacobian(f):
-    def run(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        return tape.jacobian(y, x)
-
-    return run
 
 
 # Those that have every cell of second derivatives in tests/matrix are in few here.
@@ -83,13 +73,13 @@ def is_run(name, where, modes):
 
 @functools.cache
 def of_second_order(f, where, outer, inner):
-    return verdict(SECOND[where](DERIVATIVES[outer], DERIVATIVES[inner], f), exact(2))
+    return verdict(SECOND[where](f, MODES[inner], MODES[outer]), exact(2))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "where", "modes"),
-    spread(EVERY_ORDER, SECOND, itertools.product(DERIVATIVES, repeat=2), valid=is_run),
+    spread(EVERY_ORDER, SECOND, itertools.product(MODES, repeat=2), valid=is_run),
 )
 def test_by_any_nesting(name, where, modes):
     came = of_second_order(EVERY_ORDER[name], where, *modes)
@@ -101,11 +91,11 @@ def test_by_any_nesting(name, where, modes):
 
 
 OF_FUNCTIONS = {
-    "function": lambda f: derivative(mapped(derivative(traced(f)))),
-    "function of a map": lambda f: traced(derivative(mapped(derivative(traced(mapped(f)))))),
-    "gradient as a function": lambda f: derivative(mapped(traced(derivative(traced(f))))),
+    "function": Way(inside=traced, between=mapped),
+    "function of a map": Way(inside=lambda f: traced(mapped(f)), between=mapped, around=traced),
+    "gradient as a function": Way(inside=traced, between=lambda f: mapped(traced(f))),
     # There, a map is a function.
-    "map in XLA": lambda f: compiled(derivative(mapped(derivative(mapped(f))))),
+    "map in XLA": Way(inside=mapped, between=mapped, around=compiled),
 }
 XLA = pytest.param("map in XLA", marks=pytest.mark.long)
 
@@ -113,7 +103,7 @@ XLA = pytest.param("map in XLA", marks=pytest.mark.long)
 @pytest.mark.parametrize("where", [*list(OF_FUNCTIONS)[:-1], XLA])
 def test_of_mapped_gradients_of_functions(where):
     x = np.stack([POINTS, POINTS + 0.1])
-    found = OF_FUNCTIONS[where](OF_SLOPE["custom_vjp"](hidden, slope))(tf.constant(x))
+    found = OF_FUNCTIONS[where](OF_SLOPE["custom_vjp"](hidden, slope), *TWICE)(tf.constant(x))
     np.testing.assert_allclose(tf.convert_to_tensor(found), exact(2, x), rtol=1e-9)
 
 
@@ -136,7 +126,7 @@ def test_derivatives_behind_a_gather(name, where, index):
         return lambda x: tf.convert_to_tensor(derivative(first)(x))
 
     form, x = EVERY_ORDER[name], tf.constant(POINTS)
-    np.testing.assert_allclose(RUN_IN[where](behind, form)(x), behind(true)(x), rtol=1e-9)
+    np.testing.assert_allclose(WAYS[where](form, behind)(x), behind(true)(x), rtol=1e-9)
 
 
 class TestTapesAroundForwardMode:
@@ -252,13 +242,12 @@ class TestRulesThatCallFunctions:
         "in a tape": derivative(_true),
         "in a tape, once more": lambda x: derivative(_true)(x) + 0 * _true(constant(1.0)),
     }
-    WAYS = ("eager", "in tf.function", "around tf.function", "around vectorized_map")
 
     @pytest.mark.parametrize(
         ("rule", "way", "make"),
         spread(
             RULES,
-            WAYS,
+            ["eager", "in tf.function", "around tf.function", "around vectorized_map"],
             [sgtrick.with_gradient, vjp_form, jvp_form],
             # Where it is slow, one rule.
             valid=lambda rule, way, make: (
@@ -267,7 +256,7 @@ class TestRulesThatCallFunctions:
         ),
     )
     def test_of_second_order(self, rule, way, make):
-        assert verdict(RUN_IN[way](twice, make(hidden, self.RULES[rule])), exact(2)) == "right"
+        assert verdict(WAYS[way](make(hidden, self.RULES[rule]), *TWICE), exact(2)) == "right"
 
 
 def _in_scan(t, s):
@@ -278,17 +267,18 @@ class TestJvpRules:
     """Which `custom_jvp` transposes: what it transposes has derivatives of its own."""
 
     WAYS = {
-        way: lambda f, run=run: run(twice, f)
-        for way, run in RUN_IN.items()
+        way: dataclasses.replace(run, modes=TWICE)
+        for way, run in WAYS.items()
         if way != "in vectorized_map"
     } | {
-        "reverse over forward": lambda f: traced(derivative(forward_derivative(f))),
-        "by tape.jacobian": lambda f: traced(
-            lambda x: tf.linalg.diag_part(_jacobian(derivative(f))(x))
+        "reverse over forward": Way(around=traced, modes=(forward_derivative, derivative)),
+        "by tape.jacobian": Way(around=traced, modes=(derivative, by_jacobian)),
+        "in map_fn": Way(around=lambda f: traced(lambda x: tf.map_fn(f, x)), modes=TWICE),
+        "around map_fn": Way(lambda f: lambda x: tf.map_fn(f, x), around=traced, modes=TWICE),
+        "in tf.cond": Way(
+            around=lambda f: traced(lambda x: tf.cond(x[0] < 9, lambda: f(x), lambda: x)),
+            modes=TWICE,
         ),
-        "in map_fn": lambda f: traced(lambda x: tf.map_fn(twice(f), x)),
-        "around map_fn": lambda f: traced(twice(lambda x: tf.map_fn(f, x))),
-        "in tf.cond": lambda f: traced(lambda x: tf.cond(x[0] < 9, lambda: twice(f)(x), lambda: x)),
     }
     # From a tangent and a slope to their product.
     TANGENTS = {

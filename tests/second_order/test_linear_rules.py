@@ -12,10 +12,12 @@ import tensorflow as tf
 
 import sgtrick
 from asinh_forms import OF_SLOPE, POINTS, exact, hidden, verdict
-from matrix import spread
+from matrix import LOUD, spread
 from shared import (
-    LOUD,
+    TWICE,
     WRAPS,
+    Way,
+    by_jacobian,
     constant,
     derivative,
     forward_derivative,
@@ -77,13 +79,15 @@ def twice(f):
 
 
 WAYS = {
-    "eager": twice,
-    "in tf.function": lambda f: tf.function(twice(f)),
-    "around tf.function": lambda f: twice(tf.function(f)),
-    "forward over reverse": lambda f: forward_derivative(derivative(f)),
-    "of a variable": lambda f: lambda x: twice(f)(tf.Variable(x)),
-    "of a product": lambda f: derivative(lambda x: derivative(f)(1.0 * x)),
-    "mapped": lambda f: lambda x: tf.vectorized_map(twice(f), x[tf.newaxis])[0],
+    "eager": Way(modes=TWICE),
+    "in tf.function": Way(around=tf.function, modes=TWICE),
+    "around tf.function": Way(inside=tf.function, modes=TWICE),
+    "forward over reverse": Way(modes=(derivative, forward_derivative)),
+    "of a variable": Way(around=lambda f: lambda x: f(tf.Variable(x)), modes=TWICE),
+    "of a product": Way(between=lambda f: lambda x: f(1.0 * x), modes=TWICE),
+    "in vectorized_map": Way(
+        around=lambda f: lambda x: tf.vectorized_map(f, x[tf.newaxis])[0], modes=TWICE
+    ),
 }
 
 
@@ -184,35 +188,15 @@ OF_NUMBERS = {
 }
 
 
-def of_product(form):
-    """By what the point is made of, before the form and after its numbers were computed."""
-
-    def run(w):
-        rule = form(w.numpy())
-        return derivative(lambda w: derivative(rule)(1.0 * w))(w)
-
-    return run
-
-
-def at_once(way):
-    return lambda form: lambda x: way(form(x.numpy()))(x)
-
-
+# Of forms for which NumPy has computed at this point.
 LOUD_WAYS = {
-    "eager": at_once(twice),
-    "forward over reverse": at_once(lambda f: forward_derivative(derivative(f))),
-    "by tape.jacobian": at_once(lambda f: lambda x: jacobian(derivative(f), x)),
-    "of a product": of_product,
-    "in tf.function": at_once(lambda f: lambda x: tf.function(lambda: twice(f)(x))()),
-    "in vectorized_map": at_once(lambda f: lambda x: tf.vectorized_map(twice(f), x[tf.newaxis])[0]),
+    "eager": WAYS["eager"],
+    "forward over reverse": WAYS["forward over reverse"],
+    "by tape.jacobian": Way(modes=(derivative, by_jacobian)),
+    "of a product": WAYS["of a product"],
+    "in tf.function": Way(around=lambda f: lambda x: tf.function(lambda: f(x))(), modes=TWICE),
+    "in vectorized_map": WAYS["in vectorized_map"],
 }
-
-
-def jacobian(f, x):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return tf.linalg.diag_part(tape.jacobian(y, x))
 
 
 def is_told(computed, way):
@@ -230,9 +214,12 @@ def is_told(computed, way):
 )
 def test_what_numpy_may_have_computed_at_the_point_is_an_error(computed, name, way):
     """The same number as one that is written in code is one that was computed."""
-    run = LOUD_WAYS[way](lambda x: square(OF_NUMBERS[name](COMPUTED[computed](exact(1, x)))))
-    true = twice(lambda x: tf.asinh(x) ** 2)(X).numpy()
-    assert verdict(run, true) in LOUD
+
+    def run(x):
+        rule = COMPUTED[computed](exact(1, x.numpy()))
+        return LOUD_WAYS[way](square(OF_NUMBERS[name](rule)))(x)
+
+    assert verdict(run, twice(lambda x: tf.asinh(x) ** 2)(X)) in LOUD
 
 
 @pytest.mark.parametrize("slope", [lambda x: tf.stop_gradient(tf.cos(x)), on_host(np.cos)])

@@ -1,20 +1,23 @@
 """By the point that a rule covers, and by what the rule does not cover, in either order."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import sgtrick
 from asinh_forms import OF_SLOPE, verdict
-from matrix import spread, traced
+from matrix import LOUD, spread, traced
 from shared import (
-    LOUD,
-    RUN_IN,
+    MODES,
+    TWICE,
+    WAYS,
     WRAPS,
+    Way,
     compiled,
     constant,
     derivative,
-    forward_derivative,
     mapped,
     on_host,
 )
@@ -80,31 +83,24 @@ def by(f, source):
     return run
 
 
-WAYS = {
-    "eager": lambda nested, h: nested(h),
-    "in tf.function": lambda nested, h: traced(nested(h)),
-    "XLA": lambda nested, h: compiled(nested(h)),
-    "around tf.function": lambda nested, h: nested(traced(h)),
-    "in a branch": lambda nested, h: (
-        lambda x: tf.function(lambda x: tf.cond(x < 1, lambda: nested(h)(x), lambda: x))(x)
+SOME_WAYS = ["eager", "in tf.function", "in XLA", "around tf.function"]
+OF_SOURCES = {way: WAYS[way] for way in SOME_WAYS} | {
+    "in a branch": Way(
+        around=lambda f: tf.function(lambda x: tf.cond(x < 1, lambda: f(x), lambda: x))
     ),
 }
 
 
 def came(make, source, order, way):
     h, w = SOURCES[source](make)
-
-    def nested(h):
-        for one in order:
-            h = by(h, {"x": lambda x: x, "w": lambda x: w}[one])
-        return h
-
-    return verdict(WAYS[way](nested, h), np.asarray(EXACT[order], float), X)
+    sources = {"x": lambda x: x, "w": lambda x: w}
+    modes = [functools.partial(by, source=sources[one]) for one in order]
+    return verdict(OF_SOURCES[way](h, *modes), np.asarray(EXACT[order], float), X)
 
 
 THIRD = ["a tensor", "a variable", "a row, and all of it"]
 CASES = [
-    *spread(FORMS, SOURCES, [order for order in EXACT if len(order) == 2], WAYS),
+    *spread(FORMS, SOURCES, [order for order in EXACT if len(order) == 2], OF_SOURCES),
     *(
         pytest.param(*case, marks=pytest.mark.long)
         for case in spread(
@@ -130,9 +126,6 @@ def test_are_right_if_the_point_comes_first(name, source, order, way):
         assert came(lambda f, _: f, source, order, way) in LOUD
 
 
-MODES = {"reverse": derivative, "forward": forward_derivative}
-
-
 OF_TWO = {
     "with_gradient": sgtrick.with_gradient,
     "from_value_and_gradient": lambda f, slope: sgtrick.from_value_and_gradient(
@@ -151,7 +144,8 @@ def test_of_another_argument_in_both_modes(name, outer, inner, way):
     x, w = constant(X), constant(W)
 
     def run(first, second):
-        return RUN_IN[way](lambda f: lambda *at: outer(inner(f, first), second)(*at), h)
+        modes = functools.partial(inner, k=first), functools.partial(outer, k=second)
+        return WAYS[way](h, *modes)
 
     np.testing.assert_allclose(run(0, 1)(x, w), 2 * W)
     assert verdict(lambda x: run(1, 0)(x, w), np.asarray(2 * W), X) in LOUD
@@ -172,7 +166,7 @@ def test_along_the_point_alone(name, outer, way):
 
         return run
 
-    run = RUN_IN[way](lambda f: MODES[outer](along(f)), OF_TWO[name](value, slope))
+    run = WAYS[way](OF_TWO[name](value, slope), along, MODES[outer])
     np.testing.assert_allclose(run(constant(X), constant(W)), EXACT["xx"])
 
 
@@ -225,14 +219,11 @@ def test_by_the_upstream_gradient_and_then_by_the_point(name, wrap):
 
 
 power = sgtrick.with_gradient(lambda n, x: x**n, lambda n, x: n * power(n - 1, x), argnums=1)
-RECURSIVE = {
-    "eager": lambda run: run(power),
-    "in tf.function": lambda run: traced(run(power)),
-    "in XLA": lambda run: compiled(run(power)),
-    "around tf.function": lambda run: run(tf.function(power)),
-    "in map_fn": lambda run: run(lambda n, x: tf.map_fn(lambda x: power(n, x), x[tf.newaxis])[0]),
-    "around vectorized_map": lambda run: traced(
-        run(lambda n, x: mapped(lambda x: power(n, x))(x[tf.newaxis])[0])
+RECURSIVE = {way: WAYS[way] for way in ("eager", "in tf.function", "in XLA")} | {
+    "around tf.function": Way(inside=tf.function),
+    "in map_fn": Way(inside=lambda f: lambda n, x: tf.map_fn(lambda x: f(n, x), x[tf.newaxis])[0]),
+    "around vectorized_map": Way(
+        inside=lambda f: lambda n, x: mapped(lambda x: f(n, x))(x[tf.newaxis])[0], around=traced
     ),
 }
 
@@ -241,6 +232,5 @@ RECURSIVE = {
 def test_a_rule_that_calls_its_own_function(way):
     """Beside another tensor as argument."""
     n, x = constant(2.0), constant(3.0)
-    first = lambda h: derivative(h, 1)  # noqa: E731
-    np.testing.assert_allclose(RECURSIVE[way](first)(n, x), 6)
-    np.testing.assert_allclose(RECURSIVE[way](lambda h: derivative(first(h), 1))(n, x), 2)
+    np.testing.assert_allclose(RECURSIVE[way](power, k=1)(n, x), 6)
+    np.testing.assert_allclose(RECURSIVE[way](power, *TWICE, k=1)(n, x), 2)

@@ -24,12 +24,15 @@ from asinh_forms import (
     true,
     verdict,
 )
-from matrix import spread, traced
+from matrix import LOUD, spread, traced
 from shared import (
     EXECUTED,
-    LOUD,
-    RUN_IN,
+    MODES,
+    TWICE,
+    WAYS,
     WRAPS,
+    Way,
+    by_jacobian,
     derivative,
     forward_derivative,
     looped,
@@ -39,18 +42,7 @@ from shared import (
 
 FORMS = pytest.mark.parametrize("name", FIRST_ORDER)
 
-MODES = (derivative, forward_derivative)
-NESTINGS = list(itertools.product(MODES, repeat=2))
-
-
-def jacobian_of_gradient(f):
-    def run(x):
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            g = derivative(f)(x)
-        return tf.linalg.diag_part(outer.jacobian(g, x))
-
-    return run
+NESTINGS = list(itertools.product(MODES.values(), repeat=2))
 
 
 def persistent(f):
@@ -74,13 +66,13 @@ def hessians(f):
     return run
 
 
-WHERE = RUN_IN | {"around vectorized_map": lambda mode, f: traced(mode(mapped(f)))}
+WHERE = WAYS | {"around vectorized_map": Way(inside=mapped, around=traced)}
 OTHER_WAYS = {
-    "jacobian": jacobian_of_gradient,
-    "jacobian in tf.function": lambda f: tf.function(jacobian_of_gradient(f)),
-    "persistent": persistent,
-    "persistent in tf.function": lambda f: tf.function(persistent(f)),
-    "tf.hessians": hessians,
+    "jacobian": Way(modes=(derivative, by_jacobian)),
+    "jacobian in tf.function": Way(around=tf.function, modes=(derivative, by_jacobian)),
+    "persistent": Way(modes=(persistent,)),
+    "persistent in tf.function": Way(around=tf.function, modes=(persistent,)),
+    "tf.hessians": Way(modes=(hessians,)),
 }
 
 
@@ -139,7 +131,7 @@ class TestLoud:
     )
     def test_in_every_nesting(self, name, where, modes):
         outer, inner = modes
-        run = WHERE[where](lambda f: outer(inner(f)), FIRST_ORDER[name])
+        run = WHERE[where](FIRST_ORDER[name], inner, outer)
         assert verdict(run, exact(2)) in LOUD
 
     @pytest.mark.long
@@ -150,7 +142,7 @@ class TestLoud:
     @pytest.mark.long
     @pytest.mark.parametrize(
         ("form", "outer", "inner", "wrap"),
-        spread(RULES_WITH_HOST_CALLS, MODES, MODES, EXECUTED.values()),
+        spread(RULES_WITH_HOST_CALLS, MODES.values(), MODES.values(), EXECUTED.values()),
     )
     def test_of_rules_with_host_calls(self, form, outer, inner, wrap):
         assert verdict(wrap(outer(inner(form))), exact(2)) in LOUD
@@ -260,9 +252,9 @@ class TestLoud:
         ),
     )
     def test_of_what_is_made_of_it(self, name, of, way):
-        of, twice = self.OF[of], lambda f: derivative(derivative(f))
-        expected = twice(of(true))(tf.constant(POINTS)).numpy()
-        assert verdict(RUN_IN[way](twice, of(FIRST_ORDER[name])), expected) in LOUD
+        of = self.OF[of]
+        expected = Way()(of(true), *TWICE)(tf.constant(POINTS))
+        assert verdict(WAYS[way](of(FIRST_ORDER[name]), *TWICE), expected) in LOUD
 
     @pytest.mark.parametrize(
         ("name", "advice"),

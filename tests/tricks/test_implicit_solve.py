@@ -11,7 +11,17 @@ import tensorflow as tf
 
 from matrix import spread
 from sgtrick import implicit_root
-from shared import EXECUTED, compiled, constant, derivative, forward_derivative, mapped
+from shared import (
+    EXECUTED,
+    TWICE,
+    WAYS,
+    Way,
+    compiled,
+    constant,
+    derivative,
+    forward_derivative,
+    mapped,
+)
 from shared import gradient as grad
 
 
@@ -120,12 +130,13 @@ class TestSolve:
     # In forward mode TensorFlow takes ten seconds or more. asinh_forms.py has a root whose system is
     # solved by a matrix, which has the same rule.
     NESTINGS: ClassVar = {
-        "eager": lambda f: derivative(derivative(f)),
-        "graph": lambda f: tf.function(derivative(derivative(f))),
-        "first around a graph": lambda f: derivative(tf.function(f)),
-        "reverse over forward": lambda f: derivative(forward_derivative(f)),
-        "around a map": lambda f: tf.function(
-            lambda t: derivative(lambda ts: tf.vectorized_map(f, ts))(tf.stack([t, 1.1 * t]))
+        "eager": Way(modes=TWICE),
+        "graph": Way(around=tf.function, modes=TWICE),
+        "first around a graph": Way(inside=tf.function),
+        "reverse over forward": Way(modes=(forward_derivative, derivative)),
+        "around a map": Way(
+            inside=lambda f: lambda ts: tf.vectorized_map(f, ts),
+            around=lambda f: tf.function(lambda t: f(tf.stack([t, 1.1 * t]))),
         ),
     }
 
@@ -158,11 +169,7 @@ def test_in_maps(way):
         solve = lambda matvec, b: b**2 / matvec(b)  # noqa: E731
         return implicit_root(lambda x, a: x**2 - a, tf.sqrt(a), a, solve=solve)
 
-    ways = {
-        "around vectorized_map": lambda f: derivative(mapped(f)),
-        "in vectorized_map": lambda f: mapped(derivative(f)),
-        "in both": lambda f: tf.function(mapped(derivative(mapped(f)))),
-    }
+    ways = WAYS | {"in both": Way(inside=mapped, around=lambda f: tf.function(mapped(f)))}
     a = constant([1.0, 4.0, 9.0])
     found = ways[way](root)(a[:, tf.newaxis] if way == "in both" else a)
     np.testing.assert_allclose(tf.reshape(found, [-1]), 0.5 / tf.sqrt(a), rtol=1e-9)

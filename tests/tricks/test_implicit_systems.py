@@ -11,13 +11,16 @@ from sgtrick import implicit_reparameterize, implicit_root
 from sgtrick._core import systems
 from shared import (
     EXECUTED,
+    FIRST_WAYS,
+    WAYS,
     WRAPS,
     WRAPS_AND_XLA,
+    Way,
+    by_jacobian,
     compiled,
     derivative,
     forward_derivative,
     gradients,
-    mapped,
 )
 from shared import gradient as grad
 
@@ -295,18 +298,6 @@ def by_solve(a, x):
     return implicit_root(residual, x, a, solve=by_elimination)
 
 
-def diagonal(sample, **options):
-    """That of the Jacobian of samples by their parameters."""
-
-    def run(a, x):
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(a)
-            y = sample(a, x)
-        return tf.linalg.diag_part(tape.jacobian(y, a, **options))
-
-    return run
-
-
 GAMMA_SAMPLES = {
     "plain": lambda a, x: implicit_reparameterize(lambda x, a: tf.math.igamma(a, x), x, a),
     "traced": lambda a, x: implicit_reparameterize(
@@ -337,29 +328,36 @@ GAMMA_SAMPLES = {
     "solve": lambda a, x: tf.reshape(by_solve(a, x), tf.shape(x)),
 }
 
+
+def by_map_fn(f):
+    return lambda a, x: tf.map_fn(lambda one: f(*one), (a, x), fn_output_signature=a.dtype)
+
+
+def by_scan(f):
+    return lambda a, x: tf.scan(lambda _, one: f(*one), (a, x), 0 * a[0])
+
+
+def in_a_branch(f):
+    return lambda a, x: tf.cond(a[0] > 0, lambda: f(a, x), lambda: x)
+
+
+def by_loop(f):
+    return by_jacobian(f, experimental_use_pfor=False)
+
+
 UNASKED = {
-    "jacobian": lambda sample: diagonal(sample),
-    "jacobian in tf.function": lambda sample: tf.function(diagonal(sample)),
-    "jacobian by a loop, in tf.function": lambda sample: tf.function(
-        diagonal(sample, experimental_use_pfor=False)
-    ),
-    "in vectorized_map": lambda sample: mapped(derivative(sample)),
-    "around vectorized_map": lambda sample: derivative(mapped(sample)),
-    "map_fn": lambda sample: tf.function(
-        derivative(
-            lambda a, x: tf.map_fn(lambda one: sample(*one), (a, x), fn_output_signature=a.dtype)
-        )
-    ),
-    "scan": lambda sample: tf.function(
-        derivative(lambda a, x: tf.scan(lambda _, one: sample(*one), (a, x), 0 * a[0]))
-    ),
-    "cond": lambda sample: tf.function(
-        derivative(lambda a, x: tf.cond(a[0] > 0, lambda: sample(a, x), lambda: x))
-    ),
-    "around tf.function": lambda sample: derivative(tf.function(sample)),
+    "jacobian": Way(modes=(by_jacobian,)),
+    "jacobian in tf.function": Way(around=tf.function, modes=(by_jacobian,)),
+    "jacobian by a loop, in tf.function": Way(around=tf.function, modes=(by_loop,)),
+    "in vectorized_map": WAYS["in vectorized_map"],
+    "around vectorized_map": WAYS["around vectorized_map"],
+    "map_fn": Way(inside=by_map_fn, around=tf.function),
+    "scan": Way(inside=by_scan, around=tf.function),
+    "cond": Way(inside=in_a_branch, around=tf.function),
+    "around tf.function": FIRST_WAYS["around tf.function"],
     # TensorFlow itself cannot push through a function or a branch with igamma.
-    "forward": forward_derivative,
-    "forward in tf.function": lambda sample: tf.function(forward_derivative(sample)),
+    "forward": FIRST_WAYS["forward"],
+    "forward in tf.function": FIRST_WAYS["forward in tf.function"],
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from matrix import CELLS, Case, complaint, judge, pairs, promised
+from matrix import CELLS, LOUD, Case, judge, pairs, promised
 from matrix import functions as fn
 from matrix.values import POINTS
 from sgtrick import (
@@ -18,7 +18,7 @@ from sgtrick import (
     stop_gradient,
     straight_through,
 )
-from shared import LOUD, WRAPS, WRAPS_AND_XLA, compiled, gradient
+from shared import WRAPS, WRAPS_AND_XLA, compiled, gradient
 
 WEIGHTS = np.array([1.0, -1.0, 2.0])
 FACTORS = np.array([0.5, -2.0, 0.0])
@@ -65,8 +65,7 @@ PAIRS = pairs(CASES, everywhere=set(), twice={"magic box"})
 
 @pytest.mark.parametrize(("case", "cell"), PAIRS, ids=lambda of: of.name)
 def test_matrix(case, cell):
-    problem = cell.problem(case)
-    assert complaint(cell.run(case.form, problem), problem.expected, cell.rtol) is None
+    assert judge(cell, case) == "right"
 
 
 @tf.custom_gradient
