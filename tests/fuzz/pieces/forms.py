@@ -295,3 +295,5 @@ CONNECTED = (
     from_value_and_gradient_closing_over_a_scale, custom_vjp_closing_over_a_scale,
     custom_vjp_of_a_variable, custom_gradient_stopped_by_hand, with_gradient_in_a_branch,
 )  # fmt: skip
+# Whose rule closes over a Jacobian that was computed before: what it lost there, no rule can tell.
+GIVEN_A_JACOBIAN = (custom_vjp_in_a_function,)

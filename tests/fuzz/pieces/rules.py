@@ -98,3 +98,5 @@ RULES = (
 )  # fmt: skip
 # Which call a `tf.function`.
 CALLING_FUNCTIONS = (in_a_function, by_a_mapped_form, by_a_form_that_closes_over_it)
+# Whose derivative TensorFlow loses, in whole or in part.
+LOSING = (stopped, on_host, in_part_on_host, by_members_on_host)
