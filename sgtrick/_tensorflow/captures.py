@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Level(NamedTuple):
-    """A graph in which a function is made that is called in the gradient of this graph.
+    """A graph in which a function is made that is called in the gradient of it, or one around.
 
     Attributes:
         graph: The graph.
@@ -42,9 +42,9 @@ _LEVELS: ContextVar[tuple[_Level, ...]] = ContextVar("_LEVELS", default=())
 
 def from_here(f: F) -> F:
     """`f`, for the gradient of the graph being traced: what it closes over is found there."""
-    graph = tf.compat.v1.get_default_graph()
-    captured = list(_captures(graph)) if is_soon_closed() else []
-    levels = (*_LEVELS.get(), _Level(graph, captured))
+    levels, is_forgotten = _LEVELS.get(), is_soon_closed()
+    for graph in _with_graphs_around(tf.compat.v1.get_default_graph()):
+        levels = *levels, _Level(graph, list(_captures(graph)) if is_forgotten else [])
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
@@ -67,6 +67,12 @@ def from_here(f: F) -> F:
             here.capture = capture
 
     return cast(F, call)
+
+
+def _with_graphs_around(graph: Graph) -> list[Graph]:
+    """A graph, and before it those in which it is being traced, from outside in."""
+    around = getattr(graph, "outer_graph", None)
+    return [graph] if around is None else [*_with_graphs_around(around), graph]
 
 
 def _captures(graph: Graph) -> Iterable[tuple[Tensor, Tensor]]:

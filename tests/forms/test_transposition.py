@@ -314,7 +314,7 @@ class TestResultsThatCancel:
         """In eager execution, where numbers are tested, and by what a trace tells."""
         make, mode = TRANSPOSED[form]
         f = make(lambda u, x: self.CALLED[called](u) * tf.ones_like(x))
-        found = RUN_IN[way](mode, f)(tf.constant(X), tf.constant(ALONG))
+        found = WAYS[way](f, mode)(tf.constant(X), tf.constant(ALONG))
         np.testing.assert_allclose(found, 0 * X, atol=1e-14)
 
     NOT_LINEAR: ClassVar = {
