@@ -125,7 +125,7 @@ def custom_gradient(
             stop = tf.identity if fx_gx_manually_stopped else tf.stop_gradient
             hessian = _hessian(name, hx, x, fx, leaves, stop)
             leaves = [leaf._replace(gx=stop(leaf.gx)) for leaf in leaves]
-            return _embed(name, stop(fx), leaves, hessian, not fx_gx_manually_stopped)
+            return _differentiable(name, stop(fx), leaves, hessian, not fx_gx_manually_stopped)
 
 
 def _hessian(
@@ -144,7 +144,7 @@ def _hessian(
     return None if value_form.is_zero(hx) else Blocks(name, hx, x, fx, leaves, stop)
 
 
-def _embed(
+def _differentiable(
     name: str,
     fx: Tensor,
     leaves: Sequence[Leaf],

@@ -192,7 +192,7 @@ class _Evaluation:
             return self._pull_by_autodiff(upstream)
         if others in now or (now and ongoing.is_for_graph()):
             # TensorFlow differentiates a function that the rule calls by primals, too.
-            return unknown.failures(xs, _IN_FUNCTION.format(self._name), present(upstream))
+            return unknown.gradients(xs, _IN_FUNCTION.format(self._name), present(upstream))
         with ongoing.transposing(self._key, others, tf.compat.v1.get_default_graph()):
             found, fits, of = adjoint.transpose(lambda ts: self._push(call, ts), xs, upstream)
         if not of:

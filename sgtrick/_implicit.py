@@ -316,7 +316,7 @@ def _solution(equation: _Equation, x: Tensor, inputs: Sequence[Tensor]) -> Tenso
 
     def pull(u: Tensor) -> list[Gradient]:
         if equation.calls_host:
-            return list(unknown.failures(inputs, _ON_HOST.format(equation.name), [u]))
+            return list(unknown.gradients(inputs, _ON_HOST.format(equation.name), [u]))
         # Copies: the same tensor may be several inputs, whose gradients are different ones.
         at = list(map(tf.identity, inputs))
         root = _solution(equation, x, at)

@@ -187,7 +187,7 @@ def is_differentiable(dtype: DType) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
-def wide(t: Tensor) -> Tensor:
+def for_sums(t: Tensor) -> Tensor:
     """A real tensor in a dtype whose sums do not overflow as those of half precision do."""
     return tf.cast(t, tf.float32) if t.dtype.size < 4 else t
 

@@ -61,7 +61,7 @@ def transpose(
     # adds.
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(far)
-        (ys, zs), operations = linear.noting(lambda: with_cotangents(far))
+        (ys, zs), operations = linear.with_operations(lambda: with_cotangents(far))
     # What runs eagerly may read numbers of its arguments, which no operation tells.
     is_told = not tf.executing_eagerly() and linear.are_linear(ys, far, operations)
     if not ys:
@@ -385,7 +385,7 @@ def _term(value: Tensor, probe: Tensor) -> Tensor:
     """Their product, entry by entry."""
     if value.dtype.is_complex:
         return tf.math.real(value * tf.math.conj(probe))
-    return structures.wide(value) * structures.wide(probe)
+    return structures.for_sums(value) * structures.for_sums(probe)
 
 
 def _eps(dtype: DType) -> float:

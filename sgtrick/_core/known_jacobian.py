@@ -1,4 +1,4 @@
-"""A value with a Jacobian: the kept override of the forms that know the Jacobian itself.
+"""The rule of a value with a known Jacobian.
 
 Multiplication by a Jacobian is linear and works in both modes. Only the derivative of the Jacobian
 may be unknown: it is a Hessian or an error.

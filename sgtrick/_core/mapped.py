@@ -1,4 +1,4 @@
-"""An override under `tf.vectorized_map`: the override of the batch, with the mapped pullback.
+"""Rules under `tf.vectorized_map`: the pullback of one member, mapped.
 
 The tensors that the pullback uses from the forward pass are found by tracing it, and replaced by
 those of the batch.
@@ -94,7 +94,7 @@ class OfBatch(Rule):
         gradients = spread(mapped, self._member.outputs)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, self._inputs, strict=True)):
             if g is not None:
-                g = g if is_stacked else tf.cast(tf.reduce_sum(structures.wide(g), 0), g.dtype)
+                g = g if is_stacked else tf.cast(tf.reduce_sum(structures.for_sums(g), 0), g.dtype)
                 g.set_shape(x.shape)
                 gradients[i] = g
         return gradients
@@ -120,7 +120,7 @@ class _OutOfReach(Rule):
         self.name, self._xs, self.push = name, xs, _OUT_OF_REACH.format(name)
 
     def pull(self, *upstream: Tensor | None) -> list[Gradient]:
-        return unknown.failures(self._xs, _OUT_OF_REACH.format(self.name), present(upstream))
+        return unknown.gradients(self._xs, _OUT_OF_REACH.format(self.name), present(upstream))
 
 
 _OUT_OF_REACH = (

@@ -212,7 +212,7 @@ def _near(differences: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
     """
 
     def norms(t: Tensor, unit: Tensor) -> Tensor:
-        return tf.norm(structures.wide(t / unit), axis=-1)
+        return tf.norm(structures.for_sums(t / unit), axis=-1)
 
     fits = []
     for difference, of in zip(differences, numbers, strict=True):

@@ -93,7 +93,7 @@ class _Refused:
             if not structures.is_differentiable(x.dtype):
                 return None
             if why:
-                return failure(x, why, [z], self._of, self._linear_in)
+                return gradient(x, why, [z], self._of, self._linear_in)
             return self._again(tf.zeros_like(x), [z])
 
         return [z, *map(by_one, self._inputs, why)]
@@ -144,7 +144,7 @@ def _known_in_part(t: Tensor, refused: Sequence[Tensor]) -> Tensor:
     return t + tf.cast(tf.math.multiply_no_nan(nan, wave - tf.stop_gradient(wave)), t.dtype)
 
 
-def failure(
+def gradient(
     like: Tensor,
     message: str,
     zs: Sequence[Tensor],
@@ -202,12 +202,12 @@ def failure(
     return tf.fill(shape, tf.cast(tf.add_n(terms), like.dtype))
 
 
-def failures(
+def gradients(
     likes: Sequence[Tensor], message: str, zs: Sequence[Tensor], of: Sequence[Tensor] = ()
 ) -> list[Tensor | None]:
-    """`failure` for each of several tensors, None for those without derivatives."""
+    """The unknown gradients with respect to several tensors, None for those without derivatives."""
     return [
-        failure(like, message, zs, [*likes, *of])
+        gradient(like, message, zs, [*likes, *of])
         if structures.is_differentiable(like.dtype)
         else None
         for like in likes
@@ -226,7 +226,7 @@ def unless_refused(
     except LookupError as error:
         if type(error) is not LookupError:  # a KeyError of the caller's code
             raise
-        return list(failures(xs, f"{message} TensorFlow says: {error}", zs))
+        return list(gradients(xs, f"{message} TensorFlow says: {error}", zs))
 
 
 def unless_moving(
@@ -280,12 +280,12 @@ def known_unless(
     likes: Sequence[Tensor],
     zs: Sequence[Tensor],
 ) -> list[Gradient]:
-    """Gradients for the cotangents `zs`, None where they are zero, or as in `failure`.
+    """Gradients for the cotangents `zs`, None where they are zero, or as in `gradient`.
 
     Unlike `known_if`, it raises in eager execution only for gradients that were requested.
     """
     if tf.executing_eagerly():
-        return list(found if holds else failures(likes, message, zs))
+        return list(found if holds else gradients(likes, message, zs))
     there = [like for g, like in zip(found, likes, strict=True) if g is not None]
     return spread(known_if(holds, message, present(found), there, zs), found)
 
@@ -323,7 +323,9 @@ def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:
 
 def depending_on(of: Sequence[Tensor]) -> Tensor:
     """A number that depends on all these tensors, with derivatives of every order."""
-    parts = [structures.wide(tf.math.real(t)) for t in of if structures.is_differentiable(t.dtype)]
+    parts = [
+        structures.for_sums(tf.math.real(t)) for t in of if structures.is_differentiable(t.dtype)
+    ]
     if not parts:
         return tf.constant(1.0)
     dtype = max((t.dtype for t in parts), key=lambda dtype: dtype.size)
@@ -337,7 +339,7 @@ def _finite(t: Tensor) -> Tensor:
     """
     if not structures.is_differentiable(t.dtype):
         return t
-    t = structures.wide(tf.math.real(t)) * 2.0**-64
+    t = structures.for_sums(tf.math.real(t)) * 2.0**-64
     return tf.where(tf.math.is_finite(tf.stop_gradient(t)), t, tf.zeros_like(t))
 
 

@@ -1,10 +1,10 @@
-"""The derivatives of what an engine returns, as kept overrides.
+"""The derivatives of what an engine returns, as rules.
 
 An engine returns its Jacobians with the values, or it has functions for products with its
 derivatives, which are called when these are requested; differences are taken then, too.
 
-Each derivative is a function of an `Evaluation`: of all tensors that it needs, which are inputs of
-its override. So it is the same function for the members of a `tf.vectorized_map`, and within loops
+Each derivative is a function of an `Evaluation`: of all tensors that it needs, which are inputs
+of its rule. So it is the same function for the members of a `tf.vectorized_map`, and within loops
 and branches it uses nothing from outside.
 """
 
@@ -138,7 +138,7 @@ class _Vjp(_Result):
         by_points = _by_points(e, self.is_first, zs, us, zs)
         if e.gives("jvp"):
             return [*_jvp(e, zs, is_first=False), *by_points]
-        return [*unknown.failures(us, _no_jvp(e, self.is_first), zs), *by_points]
+        return [*unknown.gradients(us, _no_jvp(e, self.is_first), zs), *by_points]
 
     def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
         e, no_second = self.e, _no_second(self.e, self.is_first)
@@ -192,7 +192,7 @@ class _HessianProduct(_Result):
     def gradients(self, zs: Sequence[Tensor]) -> list[Gradient]:
         others = [*self.us, *self.e.points]
         message = _NO_THIRD.format(self.e.name)
-        others = unknown.failures(others, message, zs, self.vs)
+        others = unknown.gradients(others, message, zs, self.vs)
         return [*_times_hessian(self.e, self.us, zs), *others]
 
     def tangents(self, ts: Sequence[Tensor], moved: Sequence[Tensor]) -> list[Tangent]:
@@ -205,7 +205,7 @@ class _HessianProduct(_Result):
 def _vjp(e: Evaluation, us: Sequence[Tensor], *, is_first: bool = True) -> list[Gradient]:
     """The transposed Jacobians times vectors like the values, with errors for what is unknown."""
     if not e.gives("vjp"):
-        return list(unknown.failures(e.points, _no_gradient(e), us))
+        return list(unknown.gradients(e.points, _no_gradient(e), us))
     found, n = _Vjp(e, us, is_first=is_first).kept(), len(e.points)
     if not e.extras.jacobians:
         return _known(e, found[:n], found[n:], us)
@@ -221,7 +221,7 @@ def _jvp(e: Evaluation, ts: Sequence[Tensor], *, is_first: bool = True) -> list[
     """The Jacobians times vectors like the points, with errors for what is unknown."""
     if not e.gives("jvp"):
         message = _NO_JVP.format(e.name)
-        return [unknown.failure(y, message, ts) for y in e.values]
+        return [unknown.gradient(y, message, ts) for y in e.values]
     products, n, m = _Jvp(e, ts, is_first=is_first).kept(), len(e.values), len(e.points)
     for flag in e.extras.unknown:
         for row in range(n):
@@ -244,7 +244,7 @@ def _by_points(
 ) -> list[Gradient]:
     """The gradients of products by the points for the cotangents `zs`; errors if there are none."""
     no_second = _no_second(e, is_first)
-    return list(unknown.failures(e.points, no_second, zs)) if no_second else _second(e, us, vs)
+    return list(unknown.gradients(e.points, no_second, zs)) if no_second else _second(e, us, vs)
 
 
 def _second(e: Evaluation, us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Gradient]:
@@ -288,7 +288,7 @@ def _known(
                 with _raising():
                     known[j : j + 1] = unknown.known_if(is_known, message, [known[j]], [x], zs)
             elif not is_known:
-                known[j] = unknown.failure(x, message, zs, e.points)
+                known[j] = unknown.gradient(x, message, zs, e.points)
     return known
 
 
@@ -330,7 +330,7 @@ class _Data:
         """The gradients by the tensors of the evaluation after the points."""
         found = list[Gradient]([None] * self._count)
         for i, x, message in self._refused:
-            found[i] = unknown.failure(here(x), message, zs)
+            found[i] = unknown.gradient(here(x), message, zs)
         return found
 
     def refused(self, along: Sequence[Tangent], rest: Sequence[Tensor]) -> list[Tangent]:

@@ -249,10 +249,10 @@ class _Call(Rule):
             found: Sequence[Gradient] = operation.vjp(*xs, *us)
         except WrongUseError as error:
             points = [here(xs[i]) for i in operation.places]
-            found = unknown.failures(points, operation.message_of(error), upstream)
+            found = unknown.gradients(points, operation.message_of(error), upstream)
         pulled = dict(zip(operation.places, found, strict=True))
         for i, message in operation.refused.items():
-            pulled[i] = unknown.failure(here(xs[i]), message, upstream)
+            pulled[i] = unknown.gradient(here(xs[i]), message, upstream)
         return [pulled.get(i) for i in range(len(xs))]
 
     def push(self, *tangents: Tangent) -> list[Tangent]:
@@ -263,7 +263,7 @@ class _Call(Rule):
             along: list[Tangent] = list(operation.pushed(*xs, *ts))
         except WrongUseError as error:
             ys = list(map(here, self._ys))
-            along = list(unknown.failures(ys, operation.message_of(error), ts))
+            along = list(unknown.gradients(ys, operation.message_of(error), ts))
         for i, message in operation.refused.items():
             moved = [_shaped(tangents[i], xs[i])]
             along = unknown.unless_moving(message, along, moved, [here(xs[i])])

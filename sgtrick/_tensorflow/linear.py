@@ -36,7 +36,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _OF_SHAPE = ("Shape", "ShapeN", "Size", "Rank", "OnesLike")
 
 
-def noting(f: Callable[[], T]) -> tuple[T, list[Any]]:
+def with_operations(f: Callable[[], T]) -> tuple[T, list[Any]]:
     """Calls a function, and returns the operations that it adds to a graph too."""
     if tf.executing_eagerly():
         return f(), []

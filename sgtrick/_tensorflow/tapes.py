@@ -104,7 +104,7 @@ _LISTS: ContextVar[tuple[list[Operation], ...]] = ContextVar("_LISTS", default=(
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Operation]]:
+def listing_operations() -> Iterator[list[Operation]]:
     """A scope that yields the eager operations in it, as they run."""
     operations: list[Operation] = []
 

@@ -69,12 +69,12 @@ def call(
 
 def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     age = ops.uid()
-    with tapes.noting() as noted, tapes.watching_variables() as variables_read:
+    with tapes.listing_operations() as listed, tapes.watching_variables() as variables_read:
         result = f()
     variables = _with_derivatives(variables_read())
-    operations = [op for op in noted if not graphs.type_has_no_gradient(op.type)]
+    operations = [op for op in listed if not graphs.type_has_no_gradient(op.type)]
     # Tapes record what has no gradient, too.
-    made = {identity_of(t) for op in noted for t in op.outputs}
+    made = {identity_of(t) for op in listed for t in op.outputs}
     needed = _needed(result, operations, passed)
     recorded = [t for t in needed if identity_of(t) not in made and tapes.is_recorded([t])]
     older = [t for t in recorded if ops.tensor_id(t) < age]

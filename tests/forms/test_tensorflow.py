@@ -15,7 +15,7 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
 import sgtrick
-from sgtrick._tensorflow import mapping, tapes
+from sgtrick._tensorflow import pfor, tapes
 
 PLACES = [
     "tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsStopped",
@@ -184,10 +184,10 @@ def test_the_index_of_a_member_is_in_the_frame_that_traces():
     found = []
 
     def f(x):
-        found.extend(mapping.member_indices())
+        found.extend(pfor.member_indices())
         return x
 
     tf.vectorized_map(f, tf.constant([1.0, 2.0]))
     (index,) = found
     assert index.op.type == "PlaceholderWithDefault", "_pfor_impl has no local variable `loop_var`"
-    assert not mapping.member_indices()
+    assert not pfor.member_indices()
