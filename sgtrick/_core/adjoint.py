@@ -250,7 +250,7 @@ def _are_balanced(
 
 
 def _difference_in_numpy(values: list[Tensor], at: list[Tensor]) -> tuple[Array, Array]:
-    """The same as `_difference_and_size`."""
+    """What `_difference_and_size` returns, of eager tensors."""
     terms = [np.real(_wide(v) * np.conj(_wide(p))) for v, p in zip(values, at, strict=True)]
     rows = {t.shape[:1] for t in terms}
     n = rows.pop()[0] if len(rows) == 1 and rows != {()} and rows != {(0,)} else 1
@@ -266,7 +266,10 @@ def _wide(t: Tensor) -> Array:
 
 
 def _difference_and_size(values: list[Tensor], at: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """That of the first product and the sum of the others, for each row; zeros if not finite."""
+    """How much the first product exceeds the sum of the others, and their size, for each row.
+
+    Zeros if they are not finite.
+    """
     terms = list(map(_term, values, at))
     rows = _rows(terms)
     first, *others = [tf.cast(_sums(t, rows), tf.float64) for t in terms]
@@ -357,7 +360,7 @@ _COUNT = 1009  # a prime number, so that tiles never align with the rows of a ma
 
 @functools.lru_cache(1024)
 def numbers(shape: tuple[int, ...], dtype: DType, k: int, *, far: bool) -> Array:
-    """Those for the tensor at position `k`."""
+    """The numbers for the tensor at position `k` among the arguments."""
     e = np.random.default_rng(k).uniform(size=[2, *shape])
     # A third has the other sign: neighbours differ, and signs alone do not cancel out.
     few = np.indices(e.shape).sum(0) % 3 == 2

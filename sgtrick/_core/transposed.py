@@ -35,7 +35,7 @@ def values_of(gradient: Gradient) -> Tensor:
 
 
 def with_values(gradient: Gradient, part: Tensor) -> Gradient:
-    """The same gradient with other numbers."""
+    """A gradient with other numbers."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(part, gradient.indices, gradient.dense_shape)
     return part

@@ -23,9 +23,9 @@ Messages = str | Callable[[], Sequence[str | None]]
 def refuse(
     t: Tensor, by: Sequence[Tensor], message: Messages, linear: int = 0, *, is_used: bool = True
 ) -> Tensor:
-    """The same tensor, whose derivatives by other tensors are errors.
+    """Returns `t`, whose derivatives by other tensors are errors.
 
-    Those by which the derivative is known keep it, and it is refused by the others again: a zero is
+    Tensors by which the derivative is known keep it, and it is refused by the others again: a zero is
     added to it. The cotangent of that zero is the one that the derivative itself gets, so the error
     is there even where the derivative happens to be zero.
 
@@ -99,7 +99,7 @@ class _Refused:
         return [z, *map(by_one, self._inputs, why)]
 
     def pull_of_graph(self, z: Tensor) -> list[Gradient]:
-        """The same in graphs: nobody may have asked for all of the gradient of a function."""
+        """What `pull` returns; NaN in a function, of whose gradient nobody may want all."""
         is_of_function = self._part.graph is not tf.compat.v1.get_default_graph()
         with ongoing.not_raising() if is_of_function else contextlib.nullcontext():
             return self.pull(z)
@@ -136,7 +136,7 @@ class _Refused:
 
 
 def _known_in_part(t: Tensor, refused: Sequence[Tensor]) -> Tensor:
-    """The same tensor, whose derivatives by some tensors are NaN, by operations of TensorFlow."""
+    """Returns `t`, whose derivatives by some tensors are NaN, by operations of TensorFlow."""
     if not refused:
         return t
     wave = depending_on(list(map(_finite, refused)))

@@ -55,7 +55,7 @@ def carries_derivatives(t: Tensor) -> bool:
 
 
 def may_carry(t: Tensor) -> bool:
-    """The same for handles of variables, too."""
+    """Whether derivatives may flow through a tensor, or to the variable of which it is the handle."""
     return t.dtype == tf.resource or carries_derivatives(t) or t.dtype != t.dtype.base_dtype
 
 
@@ -97,7 +97,10 @@ def attribute(op: Operation, name: str) -> Any:
 
 
 def type_has_no_gradient(type_: str) -> bool:
-    """The same for eager operations of a type. The type of a call is the name of the function."""
+    """Whether eager operations of a type have no derivative.
+
+    The type of a call is the name of the function.
+    """
     if type_ in _GIVE_NONE:
         return True
     try:
@@ -175,7 +178,7 @@ def holds_floats(handle: Tensor) -> bool:
 
 
 def _dtype_held(handle: Tensor) -> DType | None:
-    """That of a variable, or of what is in a list of tensors, if it is known."""
+    """The dtype of a variable, or of what is in a list of tensors, if it is known."""
     outside = None if operation(handle) is None else captured_from(handle)
     t = handle if outside is None else outside
     # Of tensors in a graph, only variables have it as an attribute.

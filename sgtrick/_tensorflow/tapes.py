@@ -299,7 +299,7 @@ def read(handle: Tensor) -> Tensor:
 
 
 def value_of(t: Tensor) -> Tensor:
-    """The same for the handle of a variable; other tensors are their own value."""
+    """The value of a variable with this handle, as `read` returns it; any other tensor itself."""
     return read(graphs.outside(t)) if t.dtype == tf.resource else t
 
 

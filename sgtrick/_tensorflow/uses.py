@@ -48,7 +48,7 @@ class Uses(NamedTuple):
 
     @property
     def values(self) -> list[Tensor]:
-        """Those, and the values of all variables."""
+        """All tensors that have derivatives, and the values of all variables."""
         trainable = map(structures.as_tensor, self.variables)
         return [*self.all_tensors, *trainable, *map(tapes.value_of, self.fixed)]
 
