@@ -25,9 +25,9 @@ def refuse(
 ) -> Tensor:
     """Returns `t`, whose derivatives by other tensors are errors.
 
-    Tensors by which the derivative is known keep it, and it is refused by the others again: a zero is
-    added to it. The cotangent of that zero is the one that the derivative itself gets, so the error
-    is there even where the derivative happens to be zero.
+    Tensors by which the derivative is known keep it, and it is refused by the others again: a zero
+    is added to it. The cotangent of that zero is the one that the derivative itself gets, so the
+    error is there even where the derivative happens to be zero.
 
     Args:
         t: The tensor.

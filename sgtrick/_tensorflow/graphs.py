@@ -55,7 +55,7 @@ def carries_derivatives(t: Tensor) -> bool:
 
 
 def may_carry(t: Tensor) -> bool:
-    """Whether derivatives may flow through a tensor, or to the variable of which it is the handle."""
+    """Whether derivatives may flow through a tensor, or to a variable of which it is the handle."""
     return t.dtype == tf.resource or carries_derivatives(t) or t.dtype != t.dtype.base_dtype
 
 
