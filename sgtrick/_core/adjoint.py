@@ -70,7 +70,7 @@ def transpose(
     if ongoing.is_probe():
         return found, tf.constant(True), zs
     if cotangents is not None and ongoing.is_for_member() and pfor.is_unmappable(operations):
-        return _as_one_call(f, likes, cotangents)
+        return _OneCall(f, likes, cotangents).found()
     if is_told and None not in found:
         return list(map(tf.convert_to_tensor, found)), tf.constant(True), []
     ts = probes(likes)
@@ -94,56 +94,68 @@ def transpose(
     return found, fits, [*zs, *moved]
 
 
-def _as_one_call(
-    f: Callable[[Sequence[Tensor]], Sequence[Gradient]],
-    likes: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-) -> tuple[list[Gradient], Tensor, list[Tensor]]:
-    """The transpose as an operation that is mapped by transposing the mapped function.
+class _OneCall:
+    """The transpose for one member of a map, as an operation with a rule for maps.
 
-    TensorFlow maps branches, and differentiates what it has mapped, but does not map gradients.
+    TensorFlow maps branches, and differentiates what it has mapped, but does not map gradients. So
+    for a batch, the function is mapped first, and then transposed.
     """
-    likes = list(map(graphs.here, likes))
-    # Not called by `pulled`, since TensorFlow changes branches that are differentiated.
-    member = tracing.Traced(lambda *ts: f(ts), likes)
-    captured = list(map(graphs.as_used, member.captured))
 
-    def pulled(*us: Tensor | None) -> list[Gradient]:
+    def __init__(
+        self,
+        f: Callable[[Sequence[Tensor]], Sequence[Gradient]],
+        likes: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+    ) -> None:
+        """The function, tensors like its arguments, and cotangents of its results."""
+        self._f, self._likes = f, list(map(graphs.here, likes))
+        self._cotangents = cotangents
+        # Not called by `_pulled`, since TensorFlow changes branches that are differentiated.
+        self._member = tracing.Traced(lambda *ts: f(ts), self._likes)
+        self._captured = list(map(graphs.as_used, self._member.captured))
+
+    def found(self) -> tuple[list[Gradient], Tensor, list[Tensor]]:
+        """What `transpose` returns."""
+        traced = tracing.Traced(self._pulled, self._cotangents)
+        *self._gradients, fits = traced(self._cotangents, traced.captured)
+        assert fits is not None
+        pfor.map_by(fits.op, self._of_batch)
+        return list(self._gradients), fits, present(self._cotangents)
+
+    def _pulled(self, *us: Tensor | None) -> list[Gradient]:
         with ongoing.for_member(False):
-            found, fits, _ = transpose(f, likes, us)
+            found, fits, _ = transpose(self._f, self._likes, us)
         return [*found, fits]
 
-    traced = tracing.Traced(pulled, cotangents)
-    *found, fits = traced(cotangents, traced.captured)
-    assert fits is not None
+    def _of_batch(self, batch: pfor.Vectorized) -> list[tuple[Tensor, bool]]:
+        """The outputs of the operation for all members, and that they have a batch dimension."""
 
-    def of_batch(batch: pfor.Vectorized) -> list[tuple[Tensor, bool]]:
         def stacked(t: Tensor, is_stacked: bool) -> Tensor:
             return t if is_stacked else batch.stack(t)
 
-        taken = list(map(batch.take, captured))
-
-        def of_all(ts: Sequence[Tensor]) -> list[Gradient]:
-            def of_one(*at: Sequence[Tensor]) -> list[Tensor]:
-                # Of several members, only what is made of all runs. If operations of one were
-                # recorded, its branches would be differentiated.
-                with contextlib.nullcontext() if ts[0].shape[0] == 1 else tapes.not_recording():
-                    return present(member(*at))
-
-            return spread(pfor.over_members(of_one, ts, taken), member.outputs)
-
-        of_likes = [stacked(*batch.take(t)) for t in likes]
-        us = [stacked(*u) for u in batch.inputs[: len(present(cotangents))]]
-        pulled, fits, _ = transpose(of_all, of_likes, spread(us, cotangents))
-        there = [
+        taken = list(map(batch.take, self._captured))
+        likes = [stacked(*batch.take(t)) for t in self._likes]
+        us = [stacked(*u) for u in batch.inputs[: len(present(self._cotangents))]]
+        f = functools.partial(self._mapped, taken)
+        pulled, fits, _ = transpose(f, likes, spread(us, self._cotangents))
+        dense = [
             (tf.zeros_like(like) if g is None else tf.convert_to_tensor(g), True)
-            for g, like, of_member in zip(pulled, of_likes, found, strict=True)
+            for g, like, of_member in zip(pulled, likes, self._gradients, strict=True)
             if of_member is not None
         ]
-        return [*there, (fits, False)]
+        return [*dense, (fits, False)]
 
-    pfor.map_by(fits.op, of_batch)
-    return found, fits, present(cotangents)
+    def _mapped(self, taken: Sequence[tuple[Tensor, bool]], ts: Sequence[Tensor]) -> list[Gradient]:
+        """The results of the function for all members."""
+        # Of several members, only what is made of all runs. If operations of one were recorded,
+        # its branches would be differentiated.
+        is_one = ts[0].shape[0] == 1
+
+        def of_one(*at: Sequence[Tensor]) -> list[Tensor]:
+            with contextlib.nullcontext() if is_one else tapes.not_recording():
+                return present(self._member(*at))
+
+        return spread(pfor.over_members(of_one, ts, taken), self._member.outputs)
 
 
 def _is_linear_in_a_trace(
@@ -157,7 +169,7 @@ def _is_linear_in_a_trace(
 
     try:
         traced = tracing.Outline(values, likes)
-    except Exception:  # it reads them
+    except Exception:  # whatever a rule raises that reads them: then nothing is told
         return False
     ys = present(traced.outputs)
     return linear.are_linear(ys, traced.inputs, ys[0].graph.get_operations())

@@ -23,33 +23,45 @@ def call(f: Function, arguments: Sequence[Tensor | None]) -> list[Tensor | None]
         outputs = list(map(tf.identity, present(traced(arguments, traced.captured))))
     used = {id(t): t for t in [*present(arguments), *traced.captured]}.values()
     sources = [t for t in used if graphs.carries_derivatives(t) or graphs.holds_floats(t)]
-
-    def again() -> list[Tensor]:
-        return list(map(tf.convert_to_tensor, present(f(*arguments))))
-
-    def pull(*upstream: Tensor | None) -> list[Gradient]:
-        def gradients(*us: Tensor | None) -> list[Gradient]:
-            # With respect to all sources, whichever were requested.
-            with ongoing.not_raising():
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch(sources)
-                    ys = again()
-                reached = [y for y, u in zip(ys, us, strict=True) if u is not None]
-                return tape.gradient(reached, sources, present(us))  # type: ignore[no-any-return]
-
-        return call(gradients, upstream)
-
-    def push(*tangents: Tangent) -> list[Tangent]:
-        def pushed(*ts: Tangent) -> list[Tangent]:
-            moving = [_watchable(x, t) for x, t in zip(sources, ts, strict=True) if t is not None]
-            with tf.autodiff.ForwardAccumulator(moving, present(ts)) as accumulator:
-                ys = again()
-            return [accumulator.jvp(y) for y in ys]
-
-        return call(pushed, tangents)
-
-    tapes.record_override(outputs, [graphs.as_used(t) for t in sources], pull, push)
+    called = _Call(f, arguments, sources)
+    tapes.record_override(outputs, list(map(graphs.as_used, sources)), called.pull, called.push)
     return spread(outputs, traced.outputs)
+
+
+class _Call:
+    """A call of a function, which is made again for each of its derivatives."""
+
+    def __init__(
+        self, f: Function, arguments: Sequence[Tensor | None], sources: Sequence[Tensor]
+    ) -> None:
+        """`sources` are the tensors, and the handles of variables, that it depends on."""
+        self._f, self._arguments, self._sources = f, arguments, sources
+
+    def _results(self) -> list[Tensor]:
+        return list(map(tf.convert_to_tensor, present(self._f(*self._arguments))))
+
+    def pull(self, *upstream: Tensor | None) -> list[Tensor | None]:
+        """The gradients with respect to all sources, whichever were requested."""
+        return call(self._gradients, upstream)
+
+    def _gradients(self, *upstream: Tensor | None) -> list[Gradient]:
+        with ongoing.not_raising():
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(self._sources)
+                ys = self._results()
+            reached = [y for y, u in zip(ys, upstream, strict=True) if u is not None]
+            return tape.gradient(reached, self._sources, present(upstream))  # type: ignore[no-any-return]
+
+    def push(self, *tangents: Tangent) -> list[Tangent]:
+        """The tangents of the results."""
+        return call(self._tangents, tangents)
+
+    def _tangents(self, *tangents: Tangent) -> list[Tangent]:
+        pairs = zip(self._sources, tangents, strict=True)
+        moving = [_watchable(x, t) for x, t in pairs if t is not None]
+        with tf.autodiff.ForwardAccumulator(moving, present(tangents)) as accumulator:
+            ys = self._results()
+        return [accumulator.jvp(y) for y in ys]
 
 
 def _watchable(x: Tensor, tangent: Tensor) -> object:
