@@ -45,8 +45,6 @@ class _Result(Rule):
         is_first: Whether these are first derivatives, if they are derivatives.
     """
 
-    is_of_caller = True
-
     def __init__(
         self, e: Evaluation, vectors: Sequence[Tensor] = (), *, is_first: bool = True
     ) -> None:
@@ -95,8 +93,6 @@ class _Result(Rule):
 
 class _Values(_Result):
     """The values of an evaluation. Their derivatives are products of `_Vjp` and `_Jvp`."""
-
-    is_of_caller = False
 
     def __init__(
         self, e: Evaluation, vectors: Sequence[Tensor] = (), *, is_first: bool = True

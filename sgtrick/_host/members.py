@@ -176,7 +176,7 @@ class _Call:
         failed: Sequence[Shape] = (),
         unknown: Mapping[Shape, Sequence[int]] = MappingProxyType({}),
     ) -> list[Array]:
-        """The parts, and what comes with them: which are unknown, and so on.
+        """The parts, and what comes with them: masks of what failed or is unknown, and so on.
 
         Args:
             parts: The parts.

@@ -48,9 +48,11 @@ def from_here(f: F) -> F:
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
-        inner = [level.inner() for level in levels]
+        inner, is_closed = [level.inner() for level in levels], is_soon_closed()
 
         def found(t: Tensor) -> Tensor:
+            if t.dtype == tf.resource and not is_closed:
+                return t  # a variable can be used everywhere, and is stored under its own handle
             names = {id(t)}  # of what represents it in any of these graphs
             for of_level in inner:
                 last = [of_level[k] for k in names if k in of_level]

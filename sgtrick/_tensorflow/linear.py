@@ -62,7 +62,9 @@ def _follow(operations: Sequence[Any], linear: dict[Hashable, bool]) -> None:
             graph = graphs.called(op)
             made = _known(graph.inputs, found)
             _follow(graph.get_operations(), made)
-            linear.update(_known(op.outputs, [made.get(identity_of(y)) for y in graph.outputs]))
+            # TensorFlow appends to the results of a function what its gradient needs.
+            results = graph.outputs[: len(op.outputs)]
+            linear.update(_known(op.outputs, [made.get(identity_of(y)) for y in results]))
         else:
             is_linear = False not in found and _is_linear(op, [f is not None for f in found])
             linear.update((identity_of(t), is_linear) for t in op.outputs)

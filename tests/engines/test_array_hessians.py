@@ -136,7 +136,7 @@ def test_mapped(over, vectorized, wrap):
         x = x[:, tf.newaxis]
     x, v = (tf.broadcast_to(t, came.shape) for t in (x, v))
     close([came], [times(MODELS["number"].true, x, v)])
-    # In eager execution twice as often as it is needed, since rules are traced when asked for.
+    # While TensorFlow traces an eager map, it evaluates what is made of small constants alone.
     runs = 2 if wrap is EXECUTED["eager"] else 1
     assert h.hess_calls == runs * (1 if vectorized else len(tf.reshape(came, [-1, 2])))
 

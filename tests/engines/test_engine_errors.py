@@ -272,6 +272,24 @@ class TestFailures:
         assert (h.vjp_calls + h.hess_calls, h.failures) == (1, 1)
 
     @WRAPS
+    @pytest.mark.parametrize("products", [False, True])
+    def test_the_member_that_failed_has_no_gradient(self, wrap, products):
+        """Whichever dimensions the batch has, and whether `fn` or `vjp` gives gradients."""
+
+        def fn(x):
+            if x[0] > 1:
+                raise ArithmeticError
+            return x @ x if products else (x @ x, 2 * x)
+
+        given = {"vjp": lambda x, u: 2 * x * u} if products else {}
+        h = sgtrick.from_numpy(fn, **given, on_error=-np.inf)
+        x = np.linspace(0, 1, 12).reshape(2, 3, 2)
+        expected = 2 * x
+        x[0, 2, 0], expected[0, 2] = 2.0, 0.0
+        _, (g,) = wrap(value_and_gradients)(h, tf.constant(x))
+        np.testing.assert_allclose(g, expected)
+
+    @WRAPS
     def test_a_number_in_the_place_of_failures(self, wrap):
         """The first of which is reported."""
         h = sgtrick.from_numpy(engines.fails_beyond_one, on_error=-np.inf)

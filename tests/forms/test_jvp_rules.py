@@ -10,7 +10,7 @@ import sgtrick
 from matrix import spread
 from shared import (
     FIRST_WAYS,
-    RUN_IN,
+    WAYS,
     WRAPS,
     constant,
     derivative,
@@ -182,7 +182,7 @@ class TestRulesThatGather:
         shape = f(x).shape
         u = tf.constant(np.arange(1.0, 1 + shape.num_elements()).reshape(shape))
         found, expected = (
-            RUN_IN[way](lambda h: lambda x: gradient(h, x, u), g)(x) for g in (form, f)
+            WAYS[way](g, lambda h: lambda x: gradient(h, x, u))(x) for g in (form, f)
         )
         found, expected = map(tf.convert_to_tensor, (found, expected))
         np.testing.assert_allclose(found, expected, rtol=1e-12)
