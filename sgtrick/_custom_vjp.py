@@ -262,8 +262,7 @@ class _Evaluation:
                 )
         else:
             returned = grad_fn(*us)
-        leaves = [leaf for argument in self._arguments for leaf in argument.leaves]
-        primals = [leaf if _is_input(leaf) else None for leaf in leaves]
+        primals = [x for leaves in self._covered.by_leaf(self._covered.xs) for x in leaves]
         kept = vjp_protocol.gradients_of(self._arguments, primals, returned, name, _is_zero)
         kept += [*zip(of_variables, (f"variable {n}" for n in names), strict=True)]
         return [

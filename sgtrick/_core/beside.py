@@ -94,7 +94,10 @@ class BesideAutodiff(Changed):
         return [*spread(live, upstream), *by_xs, *zeros]
 
     def _pushed(self, *tangents: Tangent) -> list[Tangent]:
-        """The tangents along the point and along all else; what is lost of these is an error."""
+        """The sum of two tangents: along all else, which comes in, and along the point, by the rule.
+
+        What TensorFlow loses of the first is an error.
+        """
         others, xs = self._others, self._xs
         n, m = len(self._ys), len(self._ys) + len(xs)
         # of_ys are tangents along the others, which TensorFlow computed at the stopped point.

@@ -112,18 +112,18 @@ class _Kept:
             return _transposable(self._reachable, gradients, us)
 
     def push(self, *tangents: Tangent) -> list[Tangent]:
-        """The tangents of the outputs."""
+        """The tangents of the outputs, from those of `xs`."""
         if isinstance(self._rule.push, str):
             raise NotImplementedError(self._rule.push)
         with devices.of(self._ys[0]):
             try:
-                return jvp_call.call(self._pushed, tangents)
+                return jvp_call.call(self._push_of_rule, tangents)
             except tf.errors.OperatorNotAllowedInGraphError as error:
                 if not tf.executing_eagerly():
                     raise
                 raise NotImplementedError(_UNTRACEABLE.format(self._rule.name)) from error
 
-    def _pushed(self, *tangents: Tangent) -> Sequence[Tangent]:
+    def _push_of_rule(self, *tangents: Tangent) -> Sequence[Tangent]:
         with ongoing.running():  # in another thread
             if callable(self._rule.push):
                 return self._rule.push(*tangents)

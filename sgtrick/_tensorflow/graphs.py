@@ -161,9 +161,9 @@ def read(handle: Tensor) -> Tensor:
 
 def identity_of(tensor: Tensor) -> Hashable:
     """A key that is equal for Python objects of the same tensor: TensorFlow creates several."""
-    if isinstance(tensor, tf.Tensor) and not isinstance(tensor, ops.EagerTensor):
-        return id(tensor.graph), tensor.name
-    return id(tensor)
+    if isinstance(tensor, ops.EagerTensor) or not isinstance(tensor, tf.Tensor):
+        return id(tensor)
+    return id(tensor.graph), tensor.name
 
 
 def is_variable(handle: Tensor) -> bool:

@@ -78,6 +78,8 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     needed = _needed(result, operations, passed)
     recorded = [t for t in needed if identity_of(t) not in made and tapes.is_recorded([t])]
     older = [t for t in recorded if ops.tensor_id(t) < age]
+    used = {id(t): t for op in operations for t in op.inputs if ops.tensor_id(t) < age}
+    known = {*map(id, passed), *map(id, older)}
     # What is new, recorded, and not made was read from a variable.
     read = [t for t in recorded if ops.tensor_id(t) >= age]
     handles: dict[Hashable, Variable] = {id(v.handle): v for v in variables}
@@ -91,8 +93,8 @@ def _eagerly(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
         ],
         beside=[
             t
-            for t in _needed([op.inputs for op in operations], operations, [*passed, *older])
-            if is_differentiable(t.dtype) and ops.tensor_id(t) < age and tapes.is_recorded([t])
+            for key, t in used.items()
+            if key not in known and is_differentiable(t.dtype) and tapes.is_recorded([t])
         ],
     )
 
