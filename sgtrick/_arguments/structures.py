@@ -187,6 +187,11 @@ def is_differentiable(dtype: DType) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
+def differentiable(tensors: Iterable[Tensor]) -> list[Tensor | None]:
+    """The tensors that have derivatives, and None in place of others."""
+    return [t if is_differentiable(t.dtype) else None for t in tensors]
+
+
 def for_sums(t: Tensor) -> Tensor:
     """A real tensor in a dtype whose sums do not overflow as those of half precision do."""
     return tf.cast(t, tf.float32) if t.dtype.size < 4 else t

@@ -69,7 +69,7 @@ class Check:
             is_jvp: Whether it returns tangents, which depend on `inputs` as all gradients do.
         """
         self._name, self._rule, self._is_jvp = name, rule, is_jvp
-        self._likes = [t if structures.is_differentiable(t.dtype) else None for t in likes]
+        self._likes = structures.differentiable(likes)
         self._inputs, self._beside = inputs, beside
         self._found = dict[Hashable, list[Missing] | Missing]()
 

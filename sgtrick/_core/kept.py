@@ -235,7 +235,7 @@ class _Transposable(Rule):
         else:
             fits, message = self._fits(), NOT_TRANSPOSED
         zero = unknown.zero_if(fits, message.format(self.name), [z, *us])
-        return [z, *(tf.zeros_like(u) + tf.cast(zero, u.dtype) for u in us)]
+        return [z, *(unknown.plus(tf.zeros_like(u), zero) for u in us)]
 
     def push(self, *tangents: Tangent) -> list[Tangent]:
         """The tangent of the gradient."""

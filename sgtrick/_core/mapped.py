@@ -30,8 +30,7 @@ def of_batch(
     ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
     inputs = batch.inputs[count:]
     xs = [x for x, _ in inputs]
-    # None for outputs without derivatives.
-    live = [y if structures.is_differentiable(y.dtype) else None for y in batch.outputs[:count]]
+    live = structures.differentiable(batch.outputs[:count])
 
     def of_member(*us: Tensor | None) -> Sequence[Gradient]:
         with ongoing.not_raising(), ongoing.running(for_graph=True), ongoing.for_member():

@@ -52,7 +52,7 @@ def once(pull: Pullback, ys: Sequence[Tensor]) -> Pullback:
 
 def _traced(pull: Pullback, ys: Sequence[Tensor]) -> Pullback:
     """A pullback of `ys` as a function of the graph being traced."""
-    live = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+    live = structures.differentiable(ys)
     structure: list[Gradient] = []
 
     def flat(*us: Tensor | None) -> list[Tensor | None]:

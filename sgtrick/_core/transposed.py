@@ -15,7 +15,7 @@ def transposed(
     rule: Rule, ys: Sequence[Tensor], tangents: Sequence[Tangent], *, is_tested: bool = True
 ) -> list[Tangent]:
     """The transpose of the pullback at `tangents`, or if tested an error where it has none."""
-    likes = [y if structures.is_differentiable(y.dtype) else None for y in ys]
+    likes = structures.differentiable(ys)
 
     def pull(us: Sequence[Tensor]) -> Sequence[Gradient]:
         return rule.pull(*spread(us, likes))

@@ -241,7 +241,7 @@ def unless_moving(
         xs: What the unknown part depends on.
     """
     zero = zero_if(are_zero(points), message, [*points, *xs])
-    return [None if t is None else t + tf.cast(zero, t.dtype) for t in along]
+    return [None if t is None else plus(t, zero) for t in along]
 
 
 def are_zero(tensors: Sequence[Tensor]) -> Tensor:
@@ -270,7 +270,7 @@ def known_if(
     dense = [tf.zeros_like(like) if g is None else tf.convert_to_tensor(g) for g, like in pairs]
     if tf.executing_eagerly() and ongoing.may_raise():  # it did not
         return dense
-    return [g + tf.cast(zero, g.dtype) for g in dense]
+    return [plus(g, zero) for g in dense]
 
 
 def known_unless(
@@ -319,6 +319,11 @@ def zero_if(holds: Tensor, message: str, of: Sequence[Tensor]) -> Tensor:
     zero = tracing.as_one(_Zero(wave.dtype, message if may_raise else None), holds)
     # Its derivatives are NaN where it is, and else zero, even where the wave is not finite.
     return tf.math.multiply_no_nan(wave, zero)
+
+
+def plus(t: Tensor, zero: Tensor) -> Tensor:
+    """A tensor plus what `zero_if` returned."""
+    return t + tf.cast(zero, t.dtype)
 
 
 def depending_on(of: Sequence[Tensor]) -> Tensor:
