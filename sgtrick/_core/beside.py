@@ -94,7 +94,7 @@ class BesideAutodiff(Changed):
         return [*spread(live, upstream), *by_xs, *zeros]
 
     def _pushed(self, *tangents: Tangent) -> list[Tangent]:
-        """The sum of two tangents: along all else, which comes in, and along the point, by the rule.
+        """The sums of tangents along all else, which come in, and along the point, by the rule.
 
         What TensorFlow loses of the first is an error.
         """
