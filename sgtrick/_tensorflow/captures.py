@@ -6,8 +6,10 @@ and that of a gradient captures a tensor of a graph that nobody runs any more. B
 has a tensor that represents it.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -24,17 +26,18 @@ class _Level(NamedTuple):
     """A graph in which a function is made that is called in the gradient of it, or one around.
 
     Attributes:
-        graph: The graph.
+        graph: A weak reference to the graph: functions may be kept for longer than those around.
         captured: If it is soon closed, what it has captured by now, and what represents that.
             Branches and loops forget this as they are complete.
     """
 
-    graph: Graph
+    graph: Callable[[], Graph | None]
     captured: Sequence[tuple[Tensor, Tensor]]
 
     def inner(self) -> dict[int, Tensor]:
         """What represents tensors, by their identities."""
-        return {id(outer): inner for outer, inner in (*self.captured, *_captures(self.graph))}
+        known = (*self.captured, *_captures(self.graph()))
+        return {id(outer): inner for outer, inner in known}
 
 
 _LEVELS: ContextVar[tuple[_Level, ...]] = ContextVar("_LEVELS", default=())
@@ -44,7 +47,7 @@ def from_here(f: F) -> F:
     """`f`, for the gradient of the graph being traced: what it closes over is found there."""
     levels, is_forgotten = _LEVELS.get(), is_soon_closed()
     for graph in _with_graphs_around(tf.compat.v1.get_default_graph()):
-        levels = *levels, _Level(graph, list(_captures(graph)) if is_forgotten else [])
+        levels = *levels, _Level(weakref.ref(graph), list(_captures(graph)) if is_forgotten else [])
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
@@ -59,16 +62,25 @@ def from_here(f: F) -> F:
                 names |= set(map(id, last))
             return last[0] if last else t
 
-        here = tf.compat.v1.get_default_graph()
-        capture = here.capture
-        here.capture = lambda t, *name, **named: capture(found(t), *name, **named)
-        try:
-            with scope(_LEVELS, levels):
-                return f(*args)
-        finally:
-            here.capture = capture
+        with _capturing(found), scope(_LEVELS, levels):
+            return f(*args)
 
     return cast(F, call)
+
+
+@contextlib.contextmanager
+def _capturing(found: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A scope in which the graph being traced captures what is found in the place of a tensor."""
+    graph = tf.compat.v1.get_default_graph()
+    capture, before = graph.capture, vars(graph).get("capture")
+    graph.capture = lambda t, *name, **named: capture(found(t), *name, **named)
+    try:
+        yield
+    finally:
+        if before is None:
+            del graph.capture
+        else:
+            graph.capture = before
 
 
 def _with_graphs_around(graph: Graph) -> list[Graph]:
@@ -77,7 +89,7 @@ def _with_graphs_around(graph: Graph) -> list[Graph]:
     return [graph] if around is None else [*_with_graphs_around(around), graph]
 
 
-def _captures(graph: Graph) -> Iterable[tuple[Tensor, Tensor]]:
+def _captures(graph: Graph | None) -> Iterable[tuple[Tensor, Tensor]]:
     """What a graph has captured, and what represents that; a graph of TensorFlow 1 does not."""
     found: Iterable[tuple[Tensor, Tensor]] = getattr(graph, "captures", ())
     return found
