@@ -8,6 +8,7 @@ has a tensor that represents it.
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -72,15 +73,14 @@ def from_here(f: F) -> F:
 def _capturing(found: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """A scope in which the graph being traced captures what is found in the place of a tensor."""
     graph = tf.compat.v1.get_default_graph()
-    capture, before = graph.capture, vars(graph).get("capture")
+    capture = graph.capture
     graph.capture = lambda t, *name, **named: capture(found(t), *name, **named)
     try:
         yield
     finally:
-        if before is None:
-            del graph.capture
-        else:
-            graph.capture = before
+        del graph.capture  # the method of the class is there again
+        if not inspect.ismethod(capture):
+            graph.capture = capture
 
 
 def _with_graphs_around(graph: Graph) -> list[Graph]:

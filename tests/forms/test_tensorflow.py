@@ -30,7 +30,7 @@ PLACES = [
     "tensorflow.python.eager.context.Context.remove_op_callback",
     "tensorflow.python.eager.execute.execute_with_callbacks",
     "tensorflow.python.eager.forwardprop_util.pack_tangents",
-    "tensorflow.python.framework.func_graph.FuncGraph",
+    "tensorflow.python.framework.func_graph.FuncGraph.capture",
     "tensorflow.python.framework.ops.EagerTensor",
     "tensorflow.python.framework.ops.get_gradient_function",
     "tensorflow.python.framework.ops.gradient_registry._registry",
