@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # signatures that show the names of types
 
+import contextlib
 import functools
 from collections.abc import Hashable, Sequence
 
@@ -151,13 +152,16 @@ class _Evaluation:
             return y
         ys = jvp_protocol.outputs_of(y, self._name, self._covered.call)
         self._like = structures.pack_present(y, ys)
-        kept = self._at_point.attach_rule(
-            ys,
-            self.pull_from,
-            known=lambda *us: self._pull(self._frozen, us),
-            push=lambda *ts: self._push(self._frozen, ts),
-            tangents=self.push_from,
-        )
+        # A call in the function's own rule is seldom differentiated.
+        is_in_rule = bool(ongoing.transposed_now(self._key))
+        with ongoing.not_tracing_pullbacks() if is_in_rule else contextlib.nullcontext():
+            kept = self._at_point.attach_rule(
+                ys,
+                self.pull_from,
+                known=lambda *us: self._pull(self._frozen, us),
+                push=lambda *ts: self._push(self._frozen, ts),
+                tangents=self.push_from,
+            )
         return structures.pack_present(self._like, kept)
 
     def push_from(self, ts: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tangent]:

@@ -25,9 +25,9 @@ class Reachable(Changed):
         super().__init__(rule)
         is_closed = tracing.is_soon_closed() or (ongoing.is_for_graph() and rule.is_of_caller)
         pull = rule.pull
-        if is_closed and not rule.is_reachable and not ongoing.is_reaching():
+        if is_closed and not rule.is_reachable and ongoing.may_trace_pullbacks():
             # Where the rule raises, its derivative does.
-            with contextlib.suppress(Exception), ongoing.reaching():
+            with contextlib.suppress(Exception), ongoing.not_tracing_pullbacks():
                 pull = _traced(rule.pull, ys)
         self._found = captures.from_here(pull)
 
@@ -38,7 +38,7 @@ class Reachable(Changed):
 
 def once(pull: Pullback, ys: Sequence[Tensor]) -> Pullback:
     """A pullback that is run once, as the caller's may have to be, if the graph is soon closed."""
-    if tf.executing_eagerly() or not tracing.is_soon_closed() or ongoing.is_reaching():
+    if tf.executing_eagerly() or not tracing.is_soon_closed() or not ongoing.may_trace_pullbacks():
         return pull
     graph = tf.compat.v1.get_default_graph()
 

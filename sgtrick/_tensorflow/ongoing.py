@@ -101,20 +101,20 @@ def is_probe() -> bool:
     return probe is not None and is_part_of(probe)
 
 
-_REACHING: ContextVar[bool] = ContextVar("_REACHING", default=False)
+_MAY_TRACE: ContextVar[bool] = ContextVar("_MAY_TRACE", default=True)
 
 
-def reaching() -> contextlib.AbstractContextManager[None]:
-    """A scope in which a pullback is traced to find out what it closes over.
+def not_tracing_pullbacks() -> contextlib.AbstractContextManager[None]:
+    """A scope in which no pullback is traced to find out what it closes over.
 
-    It may call its own function, whose pullback is not traced in turn: that would never end.
+    While one is, others are not: a rule may call its own function, and that would never end.
     """
-    return scope(_REACHING, True)
+    return scope(_MAY_TRACE, False)
 
 
-def is_reaching() -> bool:
-    """Whether a pullback is traced to find out what it closes over."""
-    return _REACHING.get()
+def may_trace_pullbacks() -> bool:
+    """Whether pullbacks may be traced to find out what they close over."""
+    return _MAY_TRACE.get()
 
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)
