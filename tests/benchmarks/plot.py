@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 DOCS = Path(__file__).parents[2] / "docs"
+UNITS = [(1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")]
 PERCENTILES = [10, 50, 90]
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe and Ito's
 MARKS = list(zip(COLORS, "os^vD", strict=True))
@@ -42,7 +43,7 @@ def digits(ratio):
 
 
 def duration(seconds):
-    unit, name = next((u, n) for u, n in [(1, "s"), (1e-3, "ms"), (1e-6, "µs")] if seconds >= u)
+    unit, name = next((u, n) for u, n in UNITS if seconds >= u)
     return f"{seconds / unit:.3g} {name}"
 
 
