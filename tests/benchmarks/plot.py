@@ -88,7 +88,7 @@ def figure(panels):
         axis.set_ylim(len(cases) - 0.4, -0.6)
         axis.grid(axis="x", alpha=0.3)
         axis.set_title(f"{first} = 1", loc="left", fontsize="medium")
-        axis.legend(fontsize="small", loc="lower left")
+        axis.legend(fontsize="small", loc="best")
     axes[-1, 0].set_xscale("log")
     axes[-1, 0].xaxis.set_major_formatter("{x:g}")
     axes[-1, 0].set_xlabel("time, less is faster")
