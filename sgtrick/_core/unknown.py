@@ -334,18 +334,21 @@ def depending_on(of: Sequence[Tensor]) -> Tensor:
     if not parts:
         return tf.constant(1.0)
     dtype = max((t.dtype for t in parts), key=lambda dtype: dtype.size)
-    return tf.cos(tf.add_n([tf.cast(tf.reduce_sum(t), dtype) for t in parts]))
+    # Not at 0, where each other derivative of a cosine is zero.
+    return tf.cos(1 + tf.add_n([tf.cast(tf.reduce_sum(t), dtype) for t in parts]))
 
 
 def _finite(t: Tensor) -> Tensor:
-    """Numbers with the derivatives of `t`, except where `t` is not finite, and with a finite sum.
+    """Numbers that depend on `t` where `t` is finite, and have a finite sum.
 
     What is not finite may be a mask, and must not spoil a zero.
     """
     if not structures.is_differentiable(t.dtype):
         return t
-    t = structures.for_sums(tf.math.real(t)) * 2.0**-64
-    return tf.where(tf.math.is_finite(tf.stop_gradient(t)), t, tf.zeros_like(t))
+    t = structures.for_sums(tf.math.real(t))
+    t = tf.where(tf.math.is_finite(tf.stop_gradient(t)), t, tf.zeros_like(t))
+    # Whose sum is finite, and whose derivatives of every order are neither lost nor too small.
+    return tf.sin(t)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,6 +47,8 @@ FOUND = [
     Program(p.Sum, p.in_part_on_host, p.magic_box, (p.pullback_by_accumulator, p.accumulator, p.vectorized_map), (2,)),
     Program(p.Sum, p.by_members_on_host, p.custom_vjp_of_a_variable, (p.pullback_by_accumulator, p.accumulator), (2,)),
     *(Program(p.Asinh, p.closed_form, p.custom_jvp_on_host, steps, (2,)) for steps in ((p.tangent_by_tape,), (p.tangent_by_accumulator, p.function))),
+    Program(p.Asinh, p.closed_form, p.custom_gradient_stopped_by_hand,
+            (p.accumulator, p.pullback_by_accumulator), (), 1, "float32"),
 ]  # fmt: skip
 
 
