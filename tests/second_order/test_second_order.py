@@ -33,6 +33,7 @@ from shared import (
     WRAPS,
     Way,
     by_jacobian,
+    compiled,
     derivative,
     forward_derivative,
     looped,
@@ -224,6 +225,13 @@ class TestLoud:
         x = tf.constant(POINTS)
         expected = 2 * true(x) * exact(2)
         np.testing.assert_allclose(derivative(derivative(lambda x: form(x) ** 2))(x), expected)
+
+    @pytest.mark.parametrize("x", [0.0, 0.7])
+    def test_in_forward_mode_by_a_point_of_zeros_under_xla(self, x):
+        """Which cannot raise, and where value and slope of `x**2` are zero, too."""
+        h = lambda x: sgtrick.custom_gradient(x**2, 2 * x, x)  # noqa: E731
+        run = compiled(forward_derivative(derivative(derivative(h))))
+        assert np.isnan(run(tf.constant(x, tf.float64)))
 
     @FORMS
     def test_of_third_order_around_a_gradient_in_a_function(self, name):
