@@ -77,8 +77,6 @@ class BesideAutodiff(Changed):
         super().__init__(rule)
         self._ys, self._xs, self._others = ys, xs, others
         self._lost = [connections.lost_in_calls(y, others.sources) for y in ys]
-        if not isinstance(rule.push, str):
-            self.push = self._pushed
 
     def pull(self, *upstream: Tensor | None) -> list[Gradient]:
         """The upstream gradients, those of the rule, and zeros, refused by the point."""
@@ -93,7 +91,7 @@ class BesideAutodiff(Changed):
         ]
         return [*spread(live, upstream), *by_xs, *zeros]
 
-    def _pushed(self, *tangents: Tangent) -> list[Tangent]:
+    def push(self, *tangents: Tangent) -> list[Tangent]:
         """The sums of tangents along all else, which come in, and along the point, by the rule.
 
         What TensorFlow loses of the first is an error.

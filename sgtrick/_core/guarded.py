@@ -160,10 +160,7 @@ class Guarded(Changed):
         """
         super().__init__(rule)
         self._check, self._of_jvp, self._ys, self._inputs = check, of_jvp, ys, inputs
-        self.is_guarded, self.batched = True, None
-        self.transposes = rule.push is None
-        if not isinstance(rule.push, str):
-            self.push = self._pushed
+        self.is_guarded, self.transposes = True, rule.push is None
 
     def pull(self, *upstream: Tensor | None) -> Sequence[Gradient]:
         """The gradients of the rule, guarded."""
@@ -178,7 +175,7 @@ class Guarded(Changed):
 
         return self._guarded(lambda: self._rule.pull(*us), us, missing)
 
-    def _pushed(self, *tangents: Tangent) -> Sequence[Tangent]:
+    def push(self, *tangents: Tangent) -> Sequence[Tangent]:
         """The tangents of the rule, guarded."""
 
         def run() -> Sequence[Tangent]:

@@ -50,9 +50,9 @@ def with_derivatives(
     ys, xs = list(ys), list(xs)
     if not any(structures.is_differentiable(x.dtype) for x in xs):
         return ys
-    if tf.executing_eagerly() and not tapes.somebody_records():
-        return ys
     is_eager = tf.executing_eagerly()
+    if is_eager and not tapes.somebody_records():
+        return ys
     if not is_eager:
         # A tensor from outside is captured, and recorded as such, before recording is suspended.
         ys, xs = list(map(here, ys)), list(map(here, xs))
@@ -131,17 +131,15 @@ class _Kept:
 
     def vectorize(self, batch: pfor.Vectorized) -> list[Tensor]:
         """The outputs for all members of a batch, with derivatives again."""
-        count = len(self._ys)
+        count, inputs = len(self._ys), batch.inputs[len(self._ys) :]
         if self._rule.batched is not None:
-            inputs = batch.inputs[count:]
             outputs = self._rule.batched(inputs)
             is_stacked = any(is_stacked for _, is_stacked in inputs)
             return list(outputs if is_stacked else map(batch.stack, outputs))
-        if self.is_only_asked():
-            ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
-            return with_derivatives(ys, [x for x, _ in batch.inputs[count:]], self._rule, ys)
-        ys, xs, of_batch = mapped.of_batch(self._reachable, count, batch)
-        return with_derivatives(ys, xs, of_batch, if_lost=ys)
+        ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
+        asked = self.is_only_asked()
+        rule = self._rule if asked else mapped.of_batch(self._reachable, ys, inputs, batch)
+        return with_derivatives(ys, [x for x, _ in inputs], rule, if_lost=ys)
 
 
 _DROPPED = (

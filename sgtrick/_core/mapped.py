@@ -18,19 +18,20 @@ from sgtrick._types import Gradient, Tangent, Tensor
 
 
 def of_batch(
-    rule: Rule, count: int, batch: pfor.Vectorized
-) -> tuple[list[Tensor], list[Tensor], Rule]:
-    """The outputs for all members, the inputs, and the rule for the batch.
+    rule: Rule,
+    ys: Sequence[Tensor],
+    inputs: Sequence[tuple[Tensor, bool]],
+    batch: pfor.Vectorized,
+) -> Rule:
+    """The rule for all members.
 
     Args:
         rule: The rule of one member.
-        count: The number of outputs, which are the first inputs of its operation.
+        ys: The outputs for all members.
+        inputs: The inputs for all members, and whether each has a batch dimension.
         batch: The operation for all members.
     """
-    ys = [t if is_stacked else batch.stack(t) for t, is_stacked in batch.inputs[:count]]
-    inputs = batch.inputs[count:]
-    xs = [x for x, _ in inputs]
-    live = structures.differentiable(batch.outputs[:count])
+    live = structures.differentiable(batch.outputs[: len(ys)])
 
     def of_member(*us: Tensor | None) -> Sequence[Gradient]:
         with ongoing.not_raising(), ongoing.running(for_graph=True), ongoing.for_member():
@@ -43,13 +44,13 @@ def of_batch(
         # Accumulators would add their tangents to what is traced.
         member = tapes.in_thread(trace) if tapes.somebody_pushes() else trace()
     except Exception as error:  # whatever the caller's code raises: the derivative does, later
-        return ys, xs, _Failing(rule.name, error)
+        return _Failing(rule.name, error)
     try:
         taken = map(batch.take, member.captured)
         captured = [(graphs.as_used(t), is_stacked) for t, is_stacked in taken]
     except pfor.OutOfReachError:
-        return ys, xs, _OutOfReach(rule.name, xs)
-    return ys, xs, OfBatch(rule, ys, inputs, member, captured)
+        return _OutOfReach(rule.name, [x for x, _ in inputs])
+    return OfBatch(rule, ys, inputs, member, captured)
 
 
 class OfBatch(Rule):

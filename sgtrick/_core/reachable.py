@@ -23,6 +23,7 @@ class Reachable(Changed):
     def __init__(self, rule: Rule, ys: Sequence[Tensor]) -> None:
         """The rule of outputs `ys`."""
         super().__init__(rule)
+        self.push = rule.push
         is_closed = tracing.is_soon_closed() or (ongoing.is_for_graph() and rule.is_of_caller)
         pull = rule.pull
         if is_closed and not rule.is_reachable and ongoing.may_trace_pullbacks():

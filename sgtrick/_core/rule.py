@@ -48,26 +48,29 @@ class Stated(Rule):
         pull: Pullback,
         push: Pushforward | str | None = None,
         *,
-        batched: Callable[[Sequence[tuple[Tensor, bool]]], Sequence[Tensor]] | None = None,
         is_of_caller: bool = False,
     ) -> None:
         """See `Rule`."""
         self.name, self.pull, self.push = name, pull, push  # type: ignore[method-assign]
-        self.batched, self.is_of_caller = batched, is_of_caller
+        self.is_of_caller = is_of_caller
 
 
 class Changed(Rule):
-    """A rule to which something is done; what is not, is as it was."""
+    """A rule to which something is done.
+
+    If it raises in forward mode, it still does. Else a subclass says what `push` is.
+    """
 
     def __init__(self, rule: Rule) -> None:
         """The rule as it was."""
         self._rule = rule
-        self.name, self.push, self.transposes = rule.name, rule.push, rule.transposes
-        self.batched, self.is_of_caller = rule.batched, rule.is_of_caller
-        self.is_guarded = rule.is_guarded
+        self.name, self.transposes = rule.name, rule.transposes
+        self.is_guarded, self.is_of_caller = rule.is_guarded, rule.is_of_caller
+        if isinstance(rule.push, str):
+            self.push = rule.push
 
 
-class InAddition(Rule):
+class InAddition(Changed):
     """The rule of values that keep their own derivatives in addition to those of another rule.
 
     The values are the first inputs.
@@ -75,9 +78,8 @@ class InAddition(Rule):
 
     def __init__(self, rule: Rule, count: int = 1) -> None:
         """The rule of `count` values."""
-        self._rule, self._count = rule, count
-        self.name, self.is_of_caller = rule.name, rule.is_of_caller
-        self.is_guarded, self.transposes = rule.is_guarded, rule.transposes
+        super().__init__(rule)
+        self._count = count
 
     def pull(self, *upstream: Tensor | None) -> list[Gradient]:
         """The upstream gradients, and those of the rule."""

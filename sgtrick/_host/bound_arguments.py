@@ -248,8 +248,8 @@ def _refuse_foreign(engine: str, leaf: Leaf) -> None:
     """Raises for tensors of JAX and PyTorch, from which TensorFlow would take only the value.
 
     Or for a Keras variable that holds one. Neither framework is imported here. Other forms take
-    these tensors as arrays, unless they are being differentiated (`structures.refuse`); engines
-    have a use for them, which the error says.
+    these tensors as arrays, unless they are being differentiated, which
+    `structures.check_supported` finds; engines have a use for them, which the error says.
     """
     for framework, kind in _TENSORS.items():
         tensor = getattr(sys.modules.get(framework), kind, None)

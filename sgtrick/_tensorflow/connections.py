@@ -15,7 +15,7 @@ from sgtrick._types import Operation, Tensor
 
 # The attribute of a kept override with the number of its values.
 VALUES = "_sgtrick_values"
-# That of one whose gradient, in a graph that is thrown away, is connected to all its other inputs.
+# That of one whose gradient, in a probe, is connected to all its other inputs.
 IS_CONNECTED = "_sgtrick_is_connected"
 # That of one whose value passes derivatives on.
 PASSES_ON = "_sgtrick_passes_on"
@@ -24,8 +24,8 @@ PASSES_ON = "_sgtrick_passes_on"
 def are_connected(y: Tensor, xs: Sequence[Tensor]) -> bool:
     """Whether TensorFlow finds a derivative of `y` with respect to one of `xs`, in its graph.
 
-    It is asked for one, in a graph that is thrown away. So should be the graph of `y`: in loops,
-    TensorFlow adds what stores all iterates.
+    It is asked for one, in a probe. The graph of `y` should be one too: in loops, TensorFlow adds
+    what stores all iterates.
     """
     if not xs or not is_differentiable(y.dtype):
         return False
@@ -74,7 +74,7 @@ _SMOOTH = (
 
 _CALLS = (
     *("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"),
-    *("PartitionedCall", "StatefulPartitionedCall"),
+    *graphs.CALLS,
 )
 
 

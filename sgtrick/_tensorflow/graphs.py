@@ -16,6 +16,8 @@ from sgtrick._types import DType, Graph, Operation, Tensor, Variable
 
 # Operations that call Python functions.
 HOST_CALLS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+# Operations that call functions of TensorFlow.
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def operation(tensor: Tensor) -> Operation | None:
@@ -72,7 +74,7 @@ def has_no_gradient(op: Operation) -> bool:
     try:
         return ops.get_gradient_function(op) is None
     except LookupError:
-        return op.type not in ("PartitionedCall", "StatefulPartitionedCall")
+        return op.type not in CALLS
 
 
 def is_overridden(op: Operation) -> bool:

@@ -31,7 +31,6 @@ _TOGETHER: dict[str, slice] = {
     "ConcatV2": slice(-1),
     "SelectV2": slice(1, None),
 }
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # Constant for tensors of one shape.
 _OF_SHAPE = ("Shape", "ShapeN", "Size", "Rank", "OnesLike")
 
@@ -58,7 +57,7 @@ def _follow(operations: Sequence[Any], linear: dict[Hashable, bool]) -> None:
         found = [linear.get(identity_of(t)) for t in op.inputs]
         if all(f is None for f in found) or op.type in _OF_SHAPE:
             continue
-        if op.type in _CALLS:
+        if op.type in graphs.CALLS:
             graph = graphs.called(op)
             made = _known(graph.inputs, found)
             _follow(graph.get_operations(), made)

@@ -44,7 +44,7 @@ def _of_call(
         functions: Returns the names of the functions that an attribute holds.
         k: The output.
     """
-    if type_ in ("PartitionedCall", "StatefulPartitionedCall"):
+    if type_ in graphs.CALLS:
         return _arguments_of(functions("f")[0], k)
     if type_ in ("If", "StatelessIf"):
         return _of_branches([*functions("then_branch"), *functions("else_branch")], k)

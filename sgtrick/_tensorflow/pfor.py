@@ -11,7 +11,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.parallel_for import pfor as pfor_lib
 
-from sgtrick._tensorflow.graphs import as_used, called, captured_from, identity_of
+from sgtrick._tensorflow.graphs import CALLS, as_used, called, captured_from, identity_of
 from sgtrick._types import Graph, Operation, Tensor
 
 
@@ -117,7 +117,7 @@ def is_unmappable(operations: Iterable[Operation]) -> bool:
     """
 
     def is_branch(op: Operation) -> bool:
-        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        if op.type in CALLS:
             return is_unmappable(called(op).get_operations())
         return op.type in _BRANCHES and any(t.dtype == tf.variant for t in op.outputs)
 
