@@ -16,11 +16,24 @@ from pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "long_runs.md"
 SIZES = {"4, 4, 10, 3\n": "3, 3, 6, 3\n", "SECONDS = 4 ": "SECONDS = 2 "}  # enough for a test
+ENDLESS = "3, 1_000_000, 6, 3\n"  # not done before it is interrupted, however slow the test
 
 
-def started(folder, name):
+def written(folder, sizes):
+    """The folder, with the page's programs of these sizes in it."""
+    folder.mkdir()
+    for block in blocks(PAGE, "python"):
+        if module := re.match(r"# (\w+\.py)\n", block):
+            for size, smaller in sizes.items() if module[1] == "sampler.py" else ():
+                assert size in block
+                block = block.replace(size, smaller)
+            (folder / module[1]).write_text(block)
+    return folder
+
+
+def started(folder):
     return subprocess.Popen(
-        [sys.executable, "long_run.py", name],
+        [sys.executable, "long_run.py", "draws"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,
@@ -39,31 +52,25 @@ def waits_for(path, process):
 
 @pytest.mark.long
 def test_is_interrupted_and_resumed(tmp_path):
-    for block in blocks(PAGE, "python"):
-        if module := re.match(r"# (\w+\.py)\n", block):
-            for size, smaller in SIZES.items() if module[1] == "sampler.py" else ():
-                assert size in block
-                block = block.replace(size, smaller)
-            (tmp_path / module[1]).write_text(block)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    running = started(tmp_path, "whole")
-    waits_for(whole / "0.npz", running)
-    resumed.mkdir()
-    shutil.copy(whole / "0.npz", resumed)
-    stopped = started(tmp_path, "resumed")
-    waits_for(resumed / "1.npz", stopped)
+    whole = written(tmp_path / "whole", SIZES)
+    resumed = written(tmp_path / "resumed", {**SIZES, "4, 4, 10, 3\n": ENDLESS})
+    running = started(whole)
+    waits_for(whole / "draws" / "0.npz", running)
+    (resumed / "draws").mkdir()
+    shutil.copy(whole / "draws" / "0.npz", resumed / "draws")
+    stopped = started(resumed)
+    waits_for(resumed / "draws" / "1.npz", stopped)
     os.killpg(stopped.pid, signal.SIGINT)
     printed, errors = stopped.communicate(timeout=HANGS)
     assert stopped.returncode == 1, errors
-    assert "stopped: run it again, and it goes on from resumed\n" in errors
+    assert "stopped: run it again, and it goes on from draws\n" in errors
     assert printed == ""
-    assert not (resumed / "2.npz").exists()
 
     printed, errors = running.communicate(timeout=HANGS)
     assert re.fullmatch(r"[1-9]\d* solvers were given up\n", printed), errors
     assert "RuntimeWarning: on_error replaces the first failure" in errors
-    assert (whole / "2.npz").exists()
-    with np.load(whole / "1.npz") as a, np.load(resumed / "1.npz") as b:
+    assert (whole / "draws" / "2.npz").exists()
+    with np.load(whole / "draws" / "1.npz") as a, np.load(resumed / "draws" / "1.npz") as b:
         assert a.files == b.files
         for name in a.files:
             np.testing.assert_array_equal(a[name], b[name])
