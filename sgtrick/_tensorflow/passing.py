@@ -56,7 +56,7 @@ def _of_call(
         return _of_branches(functions("branches"), k)
     if type_ in ("While", "StatelessWhile"):
         return _of_loop(functions("body")[0], k)
-    return _arguments_of(type_, k)  # the type of an eager call is the name of the function
+    return _arguments_of(type_, k)  # calls of TensorFlow 1 have the name of the function as type
 
 
 def _of_branches(names: Sequence[str], k: int) -> Collection[int] | None:
