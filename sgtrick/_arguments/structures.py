@@ -16,7 +16,16 @@ from typing import Any, NamedTuple, TypeGuard
 import tensorflow as tf
 
 from sgtrick._arguments import dtypes, shapes
-from sgtrick._types import DType, DTypeLike, Function, Ndims, Structure, Tensor, TensorLike
+from sgtrick._types import (
+    DType,
+    DTypeLike,
+    Function,
+    Gradient,
+    Ndims,
+    Structure,
+    Tensor,
+    TensorLike,
+)
 
 
 class Leaf(NamedTuple):
@@ -254,6 +263,16 @@ def as_tensor(value: TensorLike, dtype: DTypeLike | None = None) -> Tensor:
     if hasattr(value, "assign") and tf.executing_eagerly():
         setattr(t, ORIGIN, value)
     return t
+
+
+def dense(gradient: Gradient) -> Tensor | None:
+    """A gradient as a tensor, if it is `tf.IndexedSlices`."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if gradient.dense_shape is None:
+        return tf.convert_to_tensor(gradient)
+    count = gradient.dense_shape[0]
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, count)
 
 
 def to_tensor(

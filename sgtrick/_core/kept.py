@@ -176,16 +176,8 @@ def _connected(
 
 def _dense(ys: Sequence[Tensor], upstream: Sequence[Gradient]) -> list[Tensor | None]:
     """Upstream gradients as tensors: behind `tf.gather` they are `tf.IndexedSlices`."""
-
-    def dense(u: Gradient) -> Tensor | None:
-        if not isinstance(u, tf.IndexedSlices):
-            return u
-        if u.dense_shape is None:
-            return tf.convert_to_tensor(u)
-        return tf.math.unsorted_segment_sum(u.values, u.indices, u.dense_shape[0])
-
     return [
-        dense(u) if structures.is_differentiable(y.dtype) else None
+        structures.dense(u) if structures.is_differentiable(y.dtype) else None
         for u, y in zip(upstream, ys, strict=True)
     ]
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _IN_FIRST = (
     *("Identity", "Neg", "Cast", "Reshape", "ExpandDims", "Squeeze", "Transpose", "ZerosLike"),
     *("Sum", "Mean", "Cumsum", "StridedSlice", "Slice", "GatherV2", "Unpack", "Tile", "Pad"),
-    *("BroadcastTo", "ReverseV2", "RealDiv", "DivNoNan", "MatrixDiagPartV3"),
+    *("BroadcastTo", "ReverseV2", "RealDiv", "DivNoNan"),
 )
 _IN_SECOND = ("Split", "MatrixSolve", "MatrixTriangularSolve")
 _IN_EITHER = ("Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
+import tensorflow as tf
 from tensorflow.python.eager import context
 
 from sgtrick._tensorflow import graphs
@@ -26,7 +27,10 @@ def inputs_of(op: _Operation, t: Tensor) -> Sequence[Tensor]:
     """The inputs of an operation to which derivatives of its output `t` may flow."""
     key = graphs.identity_of(t)
     k = next(i for i, y in enumerate(op.outputs) if graphs.identity_of(y) == key)
-    reached = _of_call(op.type, lambda name: _names(graphs.attribute(op, name)), k)
+    if isinstance(op, tf.Operation):
+        reached = _of_call(op.type, lambda name: _names(graphs.attribute(op, name)), k)
+    else:  # the type of an eager call is the name of the function
+        reached = _arguments_of(op.type, k)
     return op.inputs if reached is None else [op.inputs[i] for i in sorted(reached)]
 
 
@@ -52,7 +56,7 @@ def _of_call(
         return _of_branches(functions("branches"), k)
     if type_ in ("While", "StatelessWhile"):
         return _of_loop(functions("body")[0], k)
-    return _arguments_of(type_, k)  # the type of an eager call is the name of the function
+    return _arguments_of(type_, k)  # calls of TensorFlow 1 have the name of the function as type
 
 
 def _of_branches(names: Sequence[str], k: int) -> Collection[int] | None:

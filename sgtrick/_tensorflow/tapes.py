@@ -18,9 +18,9 @@ from tensorflow.python.framework import composite_tensor_gradient, ops
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 from sgtrick._arguments.scopes import outside, scope
-from sgtrick._arguments.structures import ORIGIN, is_differentiable
+from sgtrick._arguments.structures import ORIGIN, dense, is_differentiable
 from sgtrick._tensorflow import graphs, passing
-from sgtrick._types import Graph, Pullback, Pushforward, Tensor, Variable
+from sgtrick._types import Gradient, Graph, Pullback, Pushforward, Tangent, Tensor, Variable
 
 T = TypeVar("T")
 
@@ -37,7 +37,17 @@ def is_recorded(tensors: Sequence[Tensor]) -> bool:
 
 def is_pushed(tensors: Sequence[Tensor]) -> bool:
     """Whether an accumulator knows a tangent of one of some eager tensors."""
-    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
+    try:
+        return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
+    except AttributeError:  # there is one, and it cannot be packed: it is slices
+        return True
+
+
+def tangents_of(t: Tensor) -> Sequence[Tensor]:
+    """The tangents of a tensor that accumulators know, but for `tf.IndexedSlices`."""
+    with contextlib.suppress(AttributeError):
+        return forwardprop_util.pack_tangents([t]).tangents  # type: ignore[no-any-return]
+    return ()
 
 
 def somebody_pushes() -> bool:
@@ -79,7 +89,11 @@ def record_override(
         push: From one tangent for each input, None for those without derivatives, to one tangent
             or None for each output.
     """
-    record.record_operation("sgtrick", list(outputs), list(inputs), pull, push)
+
+    def push_dense(*tangents: Gradient) -> Sequence[Tangent]:
+        return push(*map(dense, tangents))  # behind sums of segments they are slices
+
+    record.record_operation("sgtrick", list(outputs), list(inputs), pull, push_dense)
     for operations in _LISTS.get():
         operations.append(Operation("sgtrick", inputs, outputs))
 

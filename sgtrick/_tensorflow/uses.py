@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.framework import ops
 
 from sgtrick._arguments import structures
@@ -130,7 +129,7 @@ def _in_graph(f: Callable[[], T], passed: Sequence[Tensor]) -> tuple[T, Uses]:
     ]
     new = {identity_of(t) for op in operations for t in op.outputs} - inner
     # Accumulators compute tangents in between.
-    tangents = forwardprop_util.pack_tangents(list(passed)).tangents
+    tangents = [tangent for t in passed for tangent in tapes.tangents_of(t)]
 
     def older_of(result: object) -> list[Tensor]:
         needed = _needed(result, made, [*passed, *tangents])

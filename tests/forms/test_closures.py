@@ -259,6 +259,22 @@ def in_a_thread(f):
         return thread.submit(f).result()
 
 
+def test_a_function_that_an_operation_calls():
+    """Eager execution has no gradient of such a call, but a rule gives one."""
+    function = tf.function(lambda x, a: x * a).get_concrete_function(X, A)
+
+    def run(x, a):
+        def f(x):
+            y = tf.raw_ops.PartitionedCall(args=[x, a], Tout=[x.dtype], f=function)[0]
+            return y, lambda u: u * a
+
+        return sgtrick.custom_vjp(f)(x)
+
+    np.testing.assert_allclose(reverse(run)(X, A), A)
+    with pytest.raises(LookupError, match="that it closes over"):
+        reverse(run, 1)(X, A)
+
+
 ELSEWHERE = {
     "a thread": in_a_thread,
     "py_function in a function": lambda f: tf.function(lambda: tf.py_function(f, [], tf.float64))(),

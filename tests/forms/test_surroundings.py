@@ -275,6 +275,57 @@ def test_a_rule_that_closes_over_what_its_function_computes(outer, wrap):
     np.testing.assert_allclose(wrap(mixed)(tf.constant(POINTS)), np.cos(POINTS))
 
 
+# Linear functions of three numbers, whose tangents are `tf.IndexedSlices` in eager execution.
+SUMMED = {
+    "segments": lambda t: tf.math.unsorted_segment_sum(t, [2, 0, 2], 3),
+    "sorted segments": lambda t: tf.math.segment_sum(t, [0, 2, 2]),
+    "scattered": lambda t: tf.scatter_nd([[2], [0], [2]], t, [3]),
+    "stitched": lambda t: tf.dynamic_stitch([[2, 0], [1]], [t[:2], t[2:]]),
+    "ragged rows": lambda t: tf.reduce_sum(tf.RaggedTensor.from_row_lengths(t, [1, 0, 2]), 1),
+}
+
+
+class TestTangentsThatAreSlices:
+    """As of sums over segments, and of upstream gradients behind `tf.gather`."""
+
+    ALONG = tf.ones(3, tf.float64)
+
+    @pytest.mark.parametrize(
+        ("form", "sums", "wrap"),
+        [*spread(FORMS, SUMMED, ["eager"], together=1), ("custom_vjp", "segments", "tf.function")],
+    )
+    def test_of_arguments(self, form, sums, wrap):
+        h, summed = FORMS[form](tf.asinh, lambda x: (1 + x**2) ** -0.5), SUMMED[sums]
+        found = EXECUTED[wrap](forward_derivative(lambda x: h(summed(x))))(tf.constant(POINTS))
+        expected = exact(1, summed(tf.constant(POINTS)).numpy()) * summed(self.ALONG)
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+    @pytest.mark.parametrize(
+        ("form", "sums", "where", "wrap"),
+        [
+            *spread(BY_VARIABLE, SUMMED, ["before", "within"], ["eager"], together=1),
+            ("with_gradient", "segments", "before", "tf.function"),
+        ],
+    )
+    def test_of_what_is_closed_over(self, form, sums, where, wrap):
+        summed, x = SUMMED[sums], tf.constant(POINTS)
+
+        def run(t):
+            given = summed(t) if where == "before" else t
+            within = (lambda t: t) if where == "before" else summed
+            return BY_VARIABLE[form](lambda x: within(given) * x)(x)
+
+        found = EXECUTED[wrap](forward_derivative(run))(tf.constant(POINTS))
+        np.testing.assert_allclose(found, summed(self.ALONG) * x)
+
+    @pytest.mark.parametrize("form", OF_SLOPE)
+    def test_of_upstream_gradients(self, form):
+        h = FORMS[form](tf.asinh, lambda x: (1 + x**2) ** -0.5)
+        twice = forward_derivative(derivative(lambda x: tf.gather(h(x), [1, 1, 2]) ** 2))
+        expected = [0, 2, 1] * (2 * exact(1) ** 2 + 2 * exact(0) * exact(2))
+        np.testing.assert_allclose(twice(tf.constant(POINTS)), expected, rtol=1e-9)
+
+
 def test_forward_mode_around_a_mapped_loop_says_what_to_do():
     h = FORMS["custom_vjp"](tf.sin, tf.cos)
     loop = lambda x: tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, h(y)), (0, x))[1]  # noqa: E731

@@ -41,7 +41,19 @@ HOMOGENEOUS = {
     "norm": lambda u, x: tf.norm(u, axis=-1, keepdims=True) * x,
 }
 BY_ENTRY = CLIPPING | HOMOGENEOUS_BY_ENTRY
-NOT_LINEAR = BY_ENTRY | HOMOGENEOUS | {"clipped by norm": lambda u, x: tf.clip_by_norm(u, 1.0) * x}
+
+
+def _padded(u, x):
+    columns = u[..., tf.newaxis] * tf.ones_like(u)[..., tf.newaxis, :]
+    padding = tf.constant(5.0, u.dtype)
+    return tf.reduce_sum(tf.linalg.diag_part(columns, k=(0, 1), padding_value=padding), -2) * x
+
+
+NOT_LINEAR = (
+    BY_ENTRY
+    | HOMOGENEOUS
+    | {"clipped by norm": lambda u, x: tf.clip_by_norm(u, 1.0) * x, "padded": _padded}
+)
 
 
 def with_vjp(rule):
