@@ -145,7 +145,7 @@ class ByVector(value_form.ByVector):
 
     def _product(self, *vs: Tensor) -> list[Tensor]:
         """The product with vectors, which is its own derivative along them in both modes."""
-        rule = Stated(self._name, self._product, self._product, is_of_caller=True)
+        rule = Stated(self._name, self._product, self._product)
         found = with_derivatives(self.times(vs), vs, rule)
         return list(map(self._refused, found))
 

@@ -24,11 +24,11 @@ class Reachable(Changed):
         """The rule of outputs `ys`."""
         super().__init__(rule)
         self.push = rule.push
-        is_closed = tracing.is_soon_closed() or (ongoing.is_for_graph() and rule.is_of_caller)
-        pull = rule.pull
-        if is_closed and not rule.is_reachable and ongoing.may_trace_pullbacks():
+        pull, is_theirs = rule.pull, rule.is_of_caller
+        is_closed = tracing.is_soon_closed() or (ongoing.is_for_graph() and is_theirs)
+        if is_closed and not rule.is_reachable and ongoing.may_trace_pullbacks(of_caller=is_theirs):
             # Where the rule raises, its derivative does.
-            with contextlib.suppress(Exception), ongoing.not_tracing_pullbacks():
+            with contextlib.suppress(Exception), ongoing.not_tracing_pullbacks(is_theirs):
                 pull = _traced(rule.pull, ys)
         self._found = captures.from_here(pull)
 
@@ -70,7 +70,9 @@ def _traced(pull: Pullback, ys: Sequence[Tensor]) -> Pullback:
             tf.zeros_like(y) if u is None and y is not None else u
             for u, y in zip(us, live, strict=True)
         ]
-        found = traced(given, list(map(graphs.as_used, captured)))
+        used = list(map(graphs.as_used, captured))
+        with ongoing.recording_as_one():
+            found = traced(given, used)
         return list(tf.nest.pack_sequence_as(structure, found, expand_composites=True))
 
     return call

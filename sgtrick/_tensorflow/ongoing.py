@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow.graphs import is_part_of
+from sgtrick._tensorflow.tapes import not_recording
 from sgtrick._types import Graph
 
 
@@ -45,6 +46,16 @@ def is_for_graph() -> bool:
     """Whether a rule is being run for the gradient of a graph, which other graphs differentiate."""
     run = _RUN.get()
     return run is not None and run.for_graph
+
+
+def recording_as_one() -> contextlib.AbstractContextManager[None]:
+    """A scope for calls of functions that a rule consists of.
+
+    Tapes do not see them in the gradient of a graph, which is differentiated as a whole. For each
+    call that reads a variable, TensorFlow would trace the gradient at once, and in that the next
+    one, without end if a rule calls its own function.
+    """
+    return not_recording() if is_for_graph() else contextlib.nullcontext()
 
 
 # The calls whose JVP rules are being transposed, by function, and in which graphs.
@@ -101,20 +112,23 @@ def is_probe() -> bool:
     return probe is not None and is_part_of(probe)
 
 
-_MAY_TRACE: ContextVar[bool] = ContextVar("_MAY_TRACE", default=True)
+# Pullbacks of rules, and of functions of the caller's that are no rules.
+_MAY_TRACE: ContextVar[tuple[bool, bool]] = ContextVar("_MAY_TRACE", default=(True, True))
 
 
-def not_tracing_pullbacks() -> contextlib.AbstractContextManager[None]:
+def not_tracing_pullbacks(of_callers: bool = True) -> contextlib.AbstractContextManager[None]:
     """A scope in which no pullback is traced to find out what it closes over.
 
-    While one is, others are not: a rule may call its own function, and that would never end.
+    While one is, others are not: a rule may call its own function, and that would never end. But
+    while that of a rule is, functions of the caller's that it differentiates are, which it would
+    not run otherwise (not `of_callers`).
     """
-    return scope(_MAY_TRACE, False)
+    return scope(_MAY_TRACE, (False, _MAY_TRACE.get()[1] and not of_callers))
 
 
-def may_trace_pullbacks() -> bool:
+def may_trace_pullbacks(*, of_caller: bool = False) -> bool:
     """Whether pullbacks may be traced to find out what they close over."""
-    return _MAY_TRACE.get()
+    return _MAY_TRACE.get()[of_caller]
 
 
 _MAY_RAISE: ContextVar[bool] = ContextVar("_MAY_RAISE", default=True)

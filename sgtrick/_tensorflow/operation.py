@@ -29,7 +29,7 @@ class Derivatives(NamedTuple):
     Attributes:
         pull: From upstream gradients of the outputs to gradients of the inputs, for tapes.
         push: From tangents of the inputs to tangents of the outputs, for accumulators.
-        pull_of_graph: The same for `tf.gradients`, and for the gradient of a function or branch.
+        pull_of_graph: `pull` for `tf.gradients`, and for the gradient of a function or branch.
         vectorize: From `Vectorized` inputs to the outputs for a batch, with derivatives in turn.
         is_connected: Whether in a probe, gradients are connected to all inputs.
         passes_on: Whether the derivatives with respect to the first input are those of the values,
@@ -57,7 +57,7 @@ def identity_with(
 
     Args:
         ys: Tensors, in a graph those of the graph being traced.
-        xs: The same.
+        xs: Tensors, in a graph those of the graph being traced.
         derivatives: The derivatives.
         if_lost: The same values, whose own derivatives are used if TensorFlow drops those of the
             operation; or the message of the error then.

@@ -256,6 +256,30 @@ def test_second_derivatives(name, place, way):
         assert came(run) == "right"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("closed_over", "place", "way"),
+    spread(
+        ["tensor", "variable"],
+        ["cond", "switch_case", "while_loop", "map_fn"],
+        IN_GRAPHS,
+        together=1,
+    ),
+)
+def test_derivatives_with_a_product_with_the_hessian(closed_over, place, way):
+    """The function for that may close over what nothing else uses."""
+
+    def form(x):
+        def product(v):
+            return -CLOSED_OVER[closed_over]() / FACTOR * tf.sin(x) * v
+
+        return sgtrick.custom_gradient(tf.sin(x), tf.cos(x), x, hx=product)
+
+    f = PLACES[place](form)
+    np.testing.assert_allclose(WAYS[way](f)(X), np.cos(X), rtol=1e-12)
+    np.testing.assert_allclose(WAYS[way](f, *TWICE)(X), -np.sin(X), rtol=1e-12)
+
+
 ON_RESOURCES = itertools.product(["variable", "table"], ["cond", "while_loop"])
 
 
