@@ -248,6 +248,9 @@ def _ends() -> tuple[Tensor, Tensor]:
 
 def unrecorded(x: Tensor) -> Tensor:
     """The value of a tensor, which no tape and no accumulator connects to the tensor."""
+    if tf.executing_eagerly() and not context.is_custom_device(x.device):  # such as a DTensor's
+        # Another object for the same memory: an operation takes several times as long.
+        return x._copy_to_device(x.backing_device)
     with not_recording():
         return tf.raw_ops.StopGradient(input=x)
 
@@ -264,8 +267,7 @@ def own_copy(x: Tensor) -> Tensor:
         return tf.raw_ops.Cast(x=x, DstT=x.dtype)
     if not is_recorded([x]):
         return x
-    with not_recording():
-        copy = tf.raw_ops.Identity(input=x)
+    copy = unrecorded(x)
     record_override([copy], [x], lambda u: [u], lambda t: [t])
     setattr(copy, ORIGIN, x)
     return copy

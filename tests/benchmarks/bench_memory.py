@@ -69,9 +69,7 @@ def peak():
 
     That of `resource.getrusage` starts at the peak of the process that started it.
     """
-    status = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-    )
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].removesuffix("kB"))
 
 
