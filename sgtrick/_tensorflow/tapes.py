@@ -50,21 +50,23 @@ def not_recording() -> contextlib.AbstractContextManager[None]:
     return record.stop_recording()  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
+def recording() -> contextlib.AbstractContextManager[None]:
     """A scope in which tapes record, even if TensorFlow has suspended them.
 
     `tf.recompute_grad` runs functions while recording is suspended. A rule that is traced there may
     use a tape of its own, which would record nothing.
     """
-    suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-    if suspended:
-        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    is_suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    return _resumed() if is_suspended else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _resumed() -> Iterator[None]:
+    pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
     try:
         yield
     finally:
-        if suspended:
-            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+        pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 def record_override(
