@@ -51,14 +51,15 @@ def as_used(t: Tensor) -> Tensor | Variable:
 
 def carries_derivatives(t: Tensor) -> bool:
     """Whether derivatives may flow through a tensor: numbers, or one of a loop's lists of them."""
-    # What is in a list may be unknown.
-    dtype = _dtype_held(t) or t.dtype if t.dtype == tf.variant else t.dtype
-    return is_differentiable(dtype) or dtype == tf.variant
+    if is_differentiable(t.dtype) or t.dtype != tf.variant:
+        return is_differentiable(t.dtype)
+    held = _dtype_held(t)  # may be unknown
+    return held is None or held == tf.variant or is_differentiable(held)
 
 
 def may_carry(t: Tensor) -> bool:
     """Whether derivatives may flow through a tensor, or to a variable of which it is the handle."""
-    return t.dtype == tf.resource or carries_derivatives(t) or t.dtype != t.dtype.base_dtype
+    return carries_derivatives(t) or t.dtype == tf.resource or t.dtype != t.dtype.base_dtype
 
 
 # The registered gradients of these are None.

@@ -18,7 +18,7 @@ from sgtrick._tensorflow import graphs
 from sgtrick._tensorflow.autograph import unconverted
 from sgtrick._tensorflow.connections import IS_CONNECTED, PASSES_ON, VALUES
 from sgtrick._tensorflow.pfor import Vectorized, convert, member_indices
-from sgtrick._tensorflow.tapes import not_recording, record_override
+from sgtrick._tensorflow.tapes import not_recording, record_override, unrecorded
 from sgtrick._tensorflow.tracing import Traced
 from sgtrick._types import Gradient, Graph, Operation, Pullback, Pushforward, Tensor
 
@@ -63,8 +63,7 @@ def identity_with(
             operation; or the message of the error then.
     """
     if tf.executing_eagerly():
-        with not_recording():
-            outputs = [tf.raw_ops.Identity(input=y) for y in ys]
+        outputs = list(map(unrecorded, ys))
     else:
         if isinstance(if_lost, str):
             message = if_lost

@@ -60,21 +60,23 @@ def not_recording() -> contextlib.AbstractContextManager[None]:
     return record.stop_recording()  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
+def recording() -> contextlib.AbstractContextManager[None]:
     """A scope in which tapes record, even if TensorFlow has suspended them.
 
     `tf.recompute_grad` runs functions while recording is suspended. A rule that is traced there may
     use a tape of its own, which would record nothing.
     """
-    suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-    if suspended:
-        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    is_suspended = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    return _resumed() if is_suspended else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _resumed() -> Iterator[None]:
+    pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
     try:
         yield
     finally:
-        if suspended:
-            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+        pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 def record_override(
@@ -262,6 +264,9 @@ def _ends() -> tuple[Tensor, Tensor]:
 
 def unrecorded(x: Tensor) -> Tensor:
     """The value of a tensor, which no tape and no accumulator connects to the tensor."""
+    if tf.executing_eagerly() and not context.is_custom_device(x.device):  # such as a DTensor's
+        # Another object for the same memory: an operation takes several times as long.
+        return x._copy_to_device(x.backing_device)
     with not_recording():
         return tf.raw_ops.StopGradient(input=x)
 
@@ -278,8 +283,7 @@ def own_copy(x: Tensor) -> Tensor:
         return tf.raw_ops.Cast(x=x, DstT=x.dtype)
     if not is_recorded([x]):
         return x
-    with not_recording():
-        copy = tf.raw_ops.Identity(input=x)
+    copy = unrecorded(x)
     record_override([copy], [x], lambda u: [u], lambda t: [t])
     setattr(copy, ORIGIN, x)
     return copy
