@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import tensorflow as tf
 
 from sgtrick._arguments.scopes import scope
+from sgtrick._tensorflow.graphs import operation
 from sgtrick._tensorflow.tracing import is_soon_closed
 from sgtrick._types import Graph, Tensor
 
@@ -28,8 +29,8 @@ class _Level(NamedTuple):
 
     Attributes:
         graph: A weak reference to the graph: functions may be kept for longer than those around.
-        captured: If it is soon closed, what it has captured by now, and what represents that.
-            Branches and loops forget this as they are complete.
+        captured: What it has captured by now and forgets when it is complete, and what represents
+            that: all in branches and loops; in functions, variables in objects that they take.
     """
 
     graph: Callable[[], Graph | None]
@@ -48,14 +49,15 @@ def from_here(f: F) -> F:
     """`f`, for the gradient of the graph being traced: what it closes over is found there."""
     levels, is_forgotten = _LEVELS.get(), is_soon_closed()
     for graph in _with_graphs_around(tf.compat.v1.get_default_graph()):
-        levels = *levels, _Level(weakref.ref(graph), list(_captures(graph)) if is_forgotten else [])
+        known = [pair for pair in _captures(graph) if is_forgotten or _is_argument(pair[0])]
+        levels = *levels, _Level(weakref.ref(graph), known)
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
         inner, is_closed = [level.inner() for level in levels], is_soon_closed()
 
         def found(t: Tensor) -> Tensor:
-            if t.dtype == tf.resource and not is_closed:
+            if t.dtype == tf.resource and not (is_closed or _is_argument(t)):
                 return t  # a variable can be used everywhere, and is stored under its own handle
             names = {id(t)}  # of what represents it in any of these graphs
             for of_level in inner:
@@ -87,6 +89,15 @@ def _with_graphs_around(graph: Graph) -> list[Graph]:
     """A graph, and before it those in which it is being traced, from outside in."""
     around = getattr(graph, "outer_graph", None)
     return [graph] if around is None else [*_with_graphs_around(around), graph]
+
+
+def _is_argument(t: Tensor) -> bool:
+    """Whether this is the handle of a variable in an object that a function takes.
+
+    It is a placeholder, which the graph of the function captures and which has no value.
+    """
+    op = operation(t) if t.dtype == tf.resource else None
+    return op is not None and op.type == "Placeholder"
 
 
 def _captures(graph: Graph | None) -> Iterable[tuple[Tensor, Tensor]]:

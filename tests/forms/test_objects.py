@@ -85,3 +85,48 @@ def test_a_rule_for_all_arguments_knows_no_tensors_in_objects(wrap):
     message = "closes over, or that an object among its arguments holds.*argument of its own"
     with pytest.raises((LookupError, tf.errors.InvalidArgumentError), match=message):
         wrap(derivative(run, 1))(x, loc)
+
+
+def by_variable(x, d):
+    return -0.5 * (x - d.loc) ** 2
+
+
+def slope(x, d):
+    return d.loc - x
+
+
+READING_VARIABLES = {
+    "with_gradient": sgtrick.with_gradient(by_variable, slope),
+    "custom_jvp": with_jvp(
+        lambda d, p, t: (None, slope(*p, d) * t[0]), by_variable, nondiff_argnums=1
+    ),
+    "closure": lambda x, d: sgtrick.with_gradient(
+        lambda x: by_variable(x, d), lambda x: slope(x, d)
+    )(x),
+    "custom_vjp": lambda x, d: sgtrick.custom_vjp(
+        lambda x: (by_variable(x, d), lambda u, variables: (u * slope(x, d), [-u * slope(x, d)]))
+    )(x),
+}
+
+
+@pytest.mark.parametrize(("inside", "order"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("name", READING_VARIABLES)
+def test_a_rule_reads_variables_of_an_argument_of_a_function(name, inside, order):
+    """The tape is around the function, whose argument is an object with a variable."""
+    loc, x = tf.Variable(1.0), tf.constant(5.0)
+    d = tfp.distributions.Normal(loc, 2.0)
+
+    def derivatives(h):
+        h = tf.function(h, autograph=False)
+        if inside:
+            inner = h
+            h = tf.function(lambda x, d: 2 * inner(x, d), autograph=False)
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = h(x, d)
+            by_x, by_loc = tape.gradient(y, [x, loc])
+        return (by_x, by_loc) if order == 1 else outer.gradient(by_x, [x, loc])
+
+    np.testing.assert_allclose(derivatives(READING_VARIABLES[name]), derivatives(by_variable))
