@@ -89,7 +89,7 @@ class OfBatch(Rule):
             for u, y in zip(upstream, self._ys, strict=True)
             if structures.is_differentiable(y.dtype)
         ]
-        with ongoing.not_raising(), ongoing.recording_as_one():
+        with ongoing.not_raising():
             mapped = pfor.over_members(lambda *at: present(self._member(*at)), us, self._captured)
         gradients = spread(mapped, self._member.outputs)
         for i, (g, (x, is_stacked)) in enumerate(zip(gradients, self._inputs, strict=True)):

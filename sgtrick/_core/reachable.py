@@ -70,9 +70,7 @@ def _traced(pull: Pullback, ys: Sequence[Tensor]) -> Pullback:
             tf.zeros_like(y) if u is None and y is not None else u
             for u, y in zip(us, live, strict=True)
         ]
-        used = list(map(graphs.as_used, captured))
-        with ongoing.recording_as_one():
-            found = traced(given, used)
+        found = traced(given, list(map(graphs.as_used, captured)))
         return list(tf.nest.pack_sequence_as(structure, found, expand_composites=True))
 
     return call

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from sgtrick._arguments.scopes import scope
 from sgtrick._tensorflow.graphs import is_part_of
-from sgtrick._tensorflow.tapes import not_recording
 from sgtrick._types import Graph
 
 
@@ -46,16 +45,6 @@ def is_for_graph() -> bool:
     """Whether a rule is being run for the gradient of a graph, which other graphs differentiate."""
     run = _RUN.get()
     return run is not None and run.for_graph
-
-
-def recording_as_one() -> contextlib.AbstractContextManager[None]:
-    """A scope for calls of functions that a rule consists of.
-
-    Tapes do not see them in the gradient of a graph, which is differentiated as a whole. For each
-    call that reads a variable, TensorFlow would trace the gradient at once, and in that the next
-    one, without end if a rule calls its own function.
-    """
-    return not_recording() if is_for_graph() else contextlib.nullcontext()
 
 
 # The calls whose JVP rules are being transposed, by function, and in which graphs.

@@ -407,25 +407,6 @@ class TestRulesThatCallFunctions:
         # An error would be that of the recursion: what is unknown is NaN in all these cases.
         assert verdict(FIRST_WAYS[way](double), np.full(3, 2.0)) in {"right", "NaN"}
 
-    @pytest.mark.parametrize("modes", [(derivative,), TWICE], ids=["first", "second"])
-    @pytest.mark.parametrize("name", ["with_gradient", "hx"])
-    def test_with_a_variable_in_a_map_in_a_function(self, name, modes):
-        """A tape around it watches the variable, so that TensorFlow traces gradients at once."""
-        rate = tf.Variable(0.7, dtype=tf.float64)
-
-        def growth(x):
-            return tf.exp(rate * x)
-
-        if name == "hx":
-            form = lambda x: sgtrick.custom_gradient(  # noqa: E731
-                growth(x), rate * growth(x), x, hx=lambda v: rate**2 * growth(x) * v
-            )
-        else:
-            form = sgtrick.with_gradient(growth, lambda x: rate * form(x))
-        run = Way(inside=lambda f: tf.function(mapped(f)), modes=modes)
-        expected = 0.7 ** len(modes) * np.exp(0.7 * POINTS)
-        np.testing.assert_allclose(run(form)(constant(POINTS)), expected, rtol=1e-12)
-
     @pytest.mark.parametrize("way", FIRST_WAYS)
     def test_a_decorated_function_in_a_rule_closes_over_its_argument(self, way):
         def slope_of(x):
