@@ -183,6 +183,20 @@ def test_the_same_tensor_twice(wrap):
     np.testing.assert_array_equal(wrap(derivative(lambda x: times(x, x)))(X), 2 * X)
 
 
+@WRAPS_AND_XLA
+def test_the_same_tensor_twice_where_a_rule_watches_its_argument(wrap):
+    """The rule's tape sees the argument that it watches, and not the other one."""
+
+    @custom_vjp
+    def h(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            z = x**2 * y
+        return z, lambda u: (u * tape.gradient(z, x), u * x**2)
+
+    np.testing.assert_allclose(wrap(derivative(lambda x: h(x, x)))(X), 3 * X**2, rtol=1e-14)
+
+
 @WRAPS
 def test_ragged(wrap):
     @custom_vjp
