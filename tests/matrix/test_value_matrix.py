@@ -14,14 +14,6 @@ AS_IT_IS = [
     for pair in pairs(CASES, everywhere={"Hessian blocks"}, twice={"Hessian product"})
     if pair.values[0].name != "Hessian blocks" or pair.values[1].name not in SLOW
 ]
-# Announced in docs/second_derivatives.md.
-OUT_OF_SCOPE = ("Hessian product", "nested tapes through `tf.while_loop`")
-AS_IT_IS = [
-    pytest.param(*pair.values, marks=[*pair.marks, pytest.mark.xfail(reason="out of scope")])
-    if tuple(of.name for of in pair.values) == OUT_OF_SCOPE
-    else pair
-    for pair in AS_IT_IS
-]
 # A function for the Hessian has no part in the formula, and the kernels read shapes alike.
 OF_THE_FORMULA = {"Jacobian per member", "structure", "stopped by hand", "Hessian of a vector"}
 BY_NAME = {case.name: case for case in CASES if case.name in OF_THE_FORMULA}
